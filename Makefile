@@ -1,0 +1,39 @@
+# Everything runs from .venv in this checkout; the targets make it when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-gpu lint bench clean
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP) install -q -c constraints.txt -e '.[lint]'
+	touch $@
+
+demo: $(VENV)/.base
+	@$(BIN)/python -m turnout.evals.demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-gpu:  ## on a machine with GPUs, with whatever python holds torch
+	$(PYTHON) -m pytest -m 'gpu or multigpu'
+
+lint: $(VENV)/.lint
+	$(BIN)/pre-commit run --all-files
+
+bench: $(VENV)/.test
+	$(BIN)/python -m turnout.bench
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,203 @@
+"""Configuration: one frozen value, resolved once, and the only reader of flags and environment.
+
+Every field of `Config` is a flag of `serve`, `plan`, `verify`, `generate` and `eval` (those of
+`ServerConfig` of `serve` only), reads the environment variable TURNOUT_<FIELD>, and can stand in the
+YAML file given to `--config`. Precedence: flag, environment, file, default. Flag names follow SGLang;
+vLLM's spelling is an alias where it means the same. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from turnout.errors import UserError
+
+C = TypeVar("C", bound="Config")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *alias: str,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A configuration field: its default, help line, alias flags and allowed values."""
+    metadata = {"help": help, "alias": alias, "choices": choices, "min": minimum, "max": maximum}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what runs: model, placement, MoE backends, memory, batching."""
+
+    model: str = flag("demo", "a local folder, a hub id already on this machine, or `demo`")
+
+    device: str = flag("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    dtype: str = flag(
+        "auto",
+        "compute type; auto: bfloat16 on CUDA, float32 on CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = flag(
+        "auto",
+        "what the checkpoint must be; auto: whatever it says",
+        choices=("auto", "bf16", "fp8", "modelopt_fp4", "mxfp4"),
+    )
+    moe_runner_backend: str = flag("auto", "runner of the expert GEMMs; see `turnout plan`")
+    moe_a2a_backend: str = flag("auto", "dispatcher between ranks; see `turnout plan`")
+    moe_dispatch_dtype: str = flag(
+        "auto", "wire format of dispatched tokens", choices=("auto", "bf16", "fp8", "nvfp4")
+    )
+    moe_activation_dtype: str = flag(
+        "auto",
+        "what the expert GEMMs multiply with; nvfp4: W4A4 numerics; auto: the runner's fastest that "
+        "keeps the checkpoint's accuracy",
+        choices=("auto", "bf16", "nvfp4"),
+    )
+    moe_weight_storage: str = flag(
+        "auto",
+        "torch runner: decode weights once at load or at every use",
+        choices=("auto", "packed", "decoded"),
+    )
+    max_dispatch_tokens_per_rank: int = flag(0, "all-to-all capacity per rank; 0: the budget's", minimum=0)
+
+    tp_size: int = flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)
+    dp_size: int = flag(1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1)
+    ep_size: int = flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
+    enable_dp_attention: bool = flag(False, "attention data-parallel, experts across all ranks")
+    nnodes: int = flag(1, "hosts", minimum=1)
+    node_rank: int = flag(0, "which host this is", minimum=0)
+    dist_init_addr: str = flag("", "HOST:PORT of rank 0 for several hosts")
+
+    context_length: int = flag(0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0)
+    max_running_requests: int = flag(64, "requests decoded together", "--max-num-seqs", minimum=1)
+    chunked_prefill_size: int = flag(512, "prompt tokens of one request per step", minimum=1)
+    max_prefill_tokens: int = flag(2048, "prompt tokens of all requests per step", minimum=1)
+    max_total_tokens: int = flag(0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0)
+    page_size: int = flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
+    mem_fraction_static: float = flag(
+        0.85,
+        "share of device memory for weights and KV",
+        "--gpu-memory-utilization",
+        minimum=0.01,
+        maximum=1,
+    )
+    disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
+    cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
+    disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
+    speculative_algorithm: str = flag("none", "draft tokens from", choices=("none", "ngram"))
+    speculative_num_draft_tokens: int = flag(4, "draft tokens per step", minimum=1)
+    num_threads: int = flag(0, "CPU threads; 0: the physical cores this process may use", minimum=0)
+    trust_remote_code: bool = flag(False, "let the tokenizer run code shipped with the model")
+    load_progress: bool = flag(True, "progress bars while loading")
+    seed: int = flag(0, "seed of requests that bring none")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            _check_field(f, getattr(self, f.name))
+
+    def describe(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Config):
+    """What `serve` adds: where to listen, whom to let in, how to stop."""
+
+    host: str = flag("127.0.0.1", "address to bind")
+    port: int = flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
+    api_key: str = flag("", "require `Authorization: Bearer KEY`")
+    served_model_name: str = flag("", "model id shown to clients; default: the model's name")
+    max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
+    max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
+    shutdown_timeout: float = flag(30.0, "seconds for running requests to finish after SIGTERM", minimum=0)
+    startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
+    log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"api_key": "***" if self.api_key else ""}
+
+
+def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = None) -> C:
+    """Merge flags (None: not given), TURNOUT_* variables and a YAML file into a checked `cls`."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    if config_file:
+        values |= _read_yaml(Path(config_file), known)
+    for name, f in known.items():
+        raw = os.environ.get(f"TURNOUT_{name.upper()}")
+        if raw is not None:
+            values[name] = _parse(f, raw, f"TURNOUT_{name.upper()}")
+    values |= {name: value for name, value in flags.items() if value is not None}
+    return cls(**values)
+
+
+def field_type(cls: type, name: str) -> type:
+    """The plain type (str, int, float or bool) of a field."""
+    hint = typing.get_type_hints(cls)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: not valid YAML: {error}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"--config {path}: must be a mapping of flag names to values")
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    for name in values:
+        if name not in known:
+            raise UserError(f"--config {path}: unknown key {name!r}; known: {', '.join(sorted(known))}")
+    return values
+
+
+def _parse(f: dataclasses.Field, raw: str, where: str) -> Any:
+    kind = {"str": str, "int": int, "float": float, "bool": bool}[str(f.type)]
+    if kind is bool:
+        if raw.lower() in ("1", "true", "yes", "on"):
+            return True
+        if raw.lower() in ("0", "false", "no", "off", ""):
+            return False
+        raise UserError(f"{where}={raw!r}: must be true or false")
+    try:
+        return kind(raw)
+    except ValueError:
+        raise UserError(f"{where}={raw!r}: must be of type {kind.__name__}") from None
+
+
+def _check_field(f: dataclasses.Field, value: Any) -> None:
+    where = flag_name(f.name)
+    kinds: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+    }
+    if not isinstance(value, kinds[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
+        raise UserError(f"{where} {value!r}: must be of type {f.type}")
+    choices, low, high = f.metadata["choices"], f.metadata["min"], f.metadata["max"]
+    if choices and value not in choices:
+        raise UserError(f"{where} {value!r}: must be one of {', '.join(choices)}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise UserError(f"{where} {value!r}: must be {allowed}")

@@ -1,0 +1,106 @@
+"""What crosses the wire between the server process and the engine process. Torch-free.
+
+msgspec structs, msgpack-encoded, over two ZeroMQ sockets: commands go down, events come up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from turnout.engine.sampling import SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Generate from `prompt_ids`; `id` is chosen by the sender and unique."""
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    arrival: float = 0.0  # time.time() at the server
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Free the request's slot and pages before the next step; unknown ids are ignored."""
+
+    ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Abort whatever still runs and leave the loop."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token and of the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely
+    top: list[tuple[int, float]]
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one request after a step. The last one has a `finish_reason`.
+
+    finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error".
+    A request with max_tokens 0 gets one output without tokens (and its prompt log-probabilities).
+    `prompt_logprobs` comes once, with the first output; its first entry is None.
+    """
+
+    id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_token: int | None = None  # the stop token id that ended it, if one did
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
+    """Counters of one rank, sent with every batch of outputs and at least once a second."""
+
+    rank: int = 0
+    pid: int = 0
+    state: str = "running"
+    steps: int = 0
+    idle_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # held by live requests
+    pages_cached: int = 0  # free, but still holding a reusable prefix
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    expert_tokens: list[list[int]] | None = None  # [layer][expert], cumulative
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The engine has loaded its weights and can serve."""
+
+    info: dict[str, Any]  # resolved configuration, plan, memory, model shape
+    max_context: int  # the longest prompt + output in tokens
+    eos_token_ids: list[int]
+
+
+class Outputs(msgspec.Struct, tag=True, kw_only=True):
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot go on. `user_error` tells a wrong input from a bug."""
+
+    message: str
+    user_error: bool = False
+
+
+Command = AddRequest | Abort | Shutdown
+Event = Ready | Outputs | Failed
+
+encoder = msgspec.msgpack.Encoder()
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

@@ -1,0 +1,69 @@
+"""Sampling parameters of one request. Torch-free: the server builds and validates them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from turnout.errors import UserError
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to continue a prompt. Defaults follow OpenAI's completions, except that the default is greedy.
+
+    temperature 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` give how
+    many alternatives to report beside each token's own log-probability (0: only its own; None: off).
+    Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL (repetition: over
+    prompt and generated tokens). Raises UserError through `check`.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def check(self) -> None:
+        """Raise UserError naming the first field that is out of range."""
+        rules = [
+            ("max_tokens", self.max_tokens >= 0, "must be at least 0"),
+            ("min_tokens", 0 <= self.min_tokens <= max(self.max_tokens, 0), "must lie in [0, max_tokens]"),
+            ("temperature", 0 <= self.temperature <= 100, "must lie in [0, 100]"),
+            ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
+            ("top_k", self.top_k >= -1, "must be -1 or 0 (all) or positive"),
+            ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must lie in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must lie in [-2, 2]"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 10, "must lie in (0, 10]"),
+            ("logprobs", _count_ok(self.logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
+            ("prompt_logprobs", _count_ok(self.prompt_logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
+            ("stop", all(self.stop), "must not contain an empty string"),
+            (
+                "logit_bias",
+                all(-100 <= b <= 100 for b in self.logit_bias.values()),
+                "values must lie in [-100, 100]",
+            ),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a 64-bit integer"),
+        ]
+        for name, ok, rule in rules:
+            if not ok or (isinstance(v := getattr(self, name), float) and not math.isfinite(v)):
+                raise UserError(f"{name}={getattr(self, name)!r}: {rule}")
+
+
+def _count_ok(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_LOGPROBS

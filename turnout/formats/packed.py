@@ -1,0 +1,81 @@
+"""A weight matrix (or a stack of them) as stored: codes, scales and the name of the format.
+
+Format names, used by every part of Turnout:
+
+| name  | data                     | scale                                  | global_scale     |
+|-------|--------------------------|----------------------------------------|------------------|
+| bf16  | float [..., N, K]        | -                                      | -                |
+| fp8   | e4m3  [..., N, K]        | float32 [..., ceil(N/128), ceil(K/128)]| -                |
+| nvfp4 | uint8 [..., N, K/2]      | e4m3  [..., N, K/16]                   | float32 [...]    |
+| mxfp4 | uint8 [..., N, K/2]      | uint8 (e8m0) [..., N, K/32]            | -                |
+
+`bf16` means "not quantised": its data may also be float16 or float32. Scales are plain row-major
+(never swizzled) and always multiply: `w = decode(data) * scale * global_scale`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FORMATS = ("bf16", "fp8", "nvfp4", "mxfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTensor:
+    """Weights `[..., N, K]` in one of FORMATS; leading dimensions (experts) are optional."""
+
+    format: str
+    data: Tensor
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape `[..., N, K]`."""
+        *lead, n, k = self.data.shape
+        return torch.Size((*lead, n, 2 * k if self.format in ("nvfp4", "mxfp4") else k))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.parts())
+
+    def parts(self) -> list[Tensor]:
+        return [t for t in (self.data, self.scale, self.global_scale) if t is not None]
+
+    def __getitem__(self, index: int | slice | Tensor) -> PackedTensor:
+        """The same weights for some of the leading (expert) dimension."""
+        return replace(
+            self,
+            data=self.data[index],
+            scale=None if self.scale is None else self.scale[index],
+            global_scale=None if self.global_scale is None else self.global_scale[index],
+        )
+
+    def to(self, device: torch.device | str) -> PackedTensor:
+        return replace(
+            self,
+            data=self.data.to(device),
+            scale=None if self.scale is None else self.scale.to(device),
+            global_scale=None if self.global_scale is None else self.global_scale.to(device),
+        )
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Plain weights `[..., N, K]` in `dtype`, computed in float32 and rounded once."""
+        from turnout.formats import fp8, mxfp4, nvfp4
+
+        if self.format == "bf16":
+            return self.data.to(dtype)
+        assert self.scale is not None, f"{self.format} weights carry a scale"
+        if self.format == "fp8":
+            return fp8.decode_blocks(self.data, self.scale).to(dtype)
+        if self.format == "mxfp4":
+            return mxfp4.decode(self.data, self.scale).to(dtype)
+        assert self.global_scale is not None, "nvfp4 weights carry a global scale"
+        return nvfp4.decode(self.data, self.scale, self.global_scale).to(dtype)

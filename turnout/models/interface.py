@@ -1,0 +1,63 @@
+"""What a model needs from whoever runs it, and what it offers: two small protocols.
+
+Legend: N tokens of a step (all sequences concatenated), H hidden, Hq/Hkv query/KV heads, D head size,
+S rows for which logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        """Store k and v [N, Hkv, D] for `layer`, attend causally with q [N, Hq, D]; returns [N, Hq, D]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One forward. `phase` is "prefill" if any sequence brings more than its decode tokens."""
+
+    input_ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    attention: Attention
+    phase: str = "prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the engine must know to size and address the KV cache and the sampler."""
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Model(Protocol):
+    """A loaded model of this rank."""
+
+    shape: ModelShape
+
+    def forward(self, step: Step) -> Tensor:
+        """Final hidden states [N, H] (after the last norm)."""
+        ...
+
+    def logits(self, hidden_SH: Tensor) -> Tensor:
+        """float32 logits [S, V] for chosen rows of `forward`'s result."""
+        ...
+
+
+ProgressFn = Callable[[str, int, int], None]  # (what, done, total)

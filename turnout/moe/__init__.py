@@ -1,0 +1,1 @@
+"""The MoE layer: route -> dispatch -> experts -> combine, planned before it runs."""

@@ -1,0 +1,45 @@
+"""The two batch layouts, and an activation that travels with its scales.
+
+Legend: T tokens, H hidden, k top-k, E_loc local experts, C capacity per expert.
+Padding has one name everywhere: expert id -1 with weight 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """Hidden states `[..., H]` in a wire format: "bf16" (any float dtype), "fp8" or "nvfp4".
+
+    fp8:   data e4m3 [..., H], scale float32 [..., H/128]
+    nvfp4: data uint8 [..., H/2], scale e4m3 [..., H/16], global_scale float32 scalar (multiplies)
+    """
+
+    data: Tensor
+    format: str = "bf16"
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensBatch:
+    """Layout "tokens": the runner applies the top-k weights and sums over k, giving [T, H]."""
+
+    layout: ClassVar[str] = "tokens"
+    hidden: Hidden  # [T, H]
+    topk_ids: Tensor  # int32 [T, k], global expert ids, -1 is padding
+    topk_weights: Tensor  # float32 [T, k]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsBatch:
+    """Layout "experts": one slab per local expert; output [E_loc, C, H] is unweighted."""
+
+    layout: ClassVar[str] = "experts"
+    hidden: Hidden  # [E_loc, C, H]
+    counts: Tensor  # int32 [E_loc], on the device: rows in use per slab

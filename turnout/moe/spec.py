@@ -1,0 +1,64 @@
+"""What an MoE layer is: sizes, activation, routing. Values only; no tensors, no backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """The expert MLP's non-linearity between GEMM1 and GEMM2.
+
+    kind "silu":   silu(gate) * up
+    kind "swiglu": g = min(gate, limit); u = clamp(up, -limit, limit) + beta; g * sigmoid(alpha * g) * u
+                   (GPT-OSS: alpha 1.702, beta 1, limit 7; DeepSeek-V4: alpha 1, beta 0, a limit)
+    kind "relu2":  relu(x) ** 2, not gated (Nemotron-H)
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How logits [T, E] become topk_ids [T, k] and topk_weights [T, k].
+
+    kind "softmax_topk":  softmax over all experts, then the k largest; `renormalize` divides by their
+                          sum (Qwen2-MoE, Qwen3-MoE)
+    kind "sigmoid_topk":  sigmoid scores; selection on score + correction bias, limited to the best
+                          `topk_group` of `n_group` groups; weights are the unbiased scores (DeepSeek-V3)
+    kind "topk_softmax":  the k largest logits, then softmax over those k (GPT-OSS)
+
+    `scaling_factor` multiplies the final weights, here and nowhere else.
+    """
+
+    kind: str = "softmax_topk"
+    renormalize: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """One MoE layer. `intermediate_size` is the whole expert's, before any TP sharding."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    activation: Activation = field(default_factory=Activation)
+    routing: Routing = field(default_factory=Routing)
+    expert_bias: bool = False  # both GEMMs carry a bias (GPT-OSS)
+    format: str = "bf16"  # weight format, a name of formats.packed.FORMATS
+    quantized_activations: bool = False  # NVFP4 checkpoint with input scales: W4A4 was intended
+
+    @property
+    def w13_rows(self) -> int:
+        return (2 if self.activation.gated else 1) * self.intermediate_size
