@@ -43,3 +43,28 @@ class Registry(Generic[T]):
             entry: Any = getattr(import_module(module), attribute)
             self._loaded[name] = entry
         return self._loaded[name]
+
+
+# The tables. A new backend is one file and one line here.
+
+RUNNERS: Registry[Any] = Registry(
+    "MoE runner",
+    {
+        "torch": "turnout.moe.runners.torch:TorchRunner",
+    },
+)
+
+DISPATCHERS: Registry[Any] = Registry(
+    "MoE dispatcher",
+    {
+        "none": "turnout.moe.dispatch.none:NoDispatch",
+    },
+)
+
+ARCHITECTURES: Registry[Any] = Registry(
+    "model architecture",
+    {
+        "Qwen2MoeForCausalLM": "turnout.models.qwen2_moe:Qwen2Moe",
+        "Qwen3MoeForCausalLM": "turnout.models.qwen3_moe:Qwen3Moe",
+    },
+)
