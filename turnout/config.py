@@ -101,7 +101,7 @@ class Config:
     num_threads: int = flag(0, "CPU threads; 0: the physical cores this process may use", minimum=0)
     trust_remote_code: bool = flag(False, "let the tokenizer run code shipped with the model")
     load_progress: bool = flag(True, "progress bars while loading")
-    seed: int = flag(0, "seed of requests that bring none")
+    random_seed: int = flag(0, "seed of requests that bring none")
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

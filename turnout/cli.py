@@ -1,0 +1,252 @@
+"""One command per verb: parse, call, print. The work is done elsewhere.
+
+The flags of a configuration class become options through its signature, so that `serve`, `plan`,
+`generate` and `eval` share one definition (config.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from turnout import __version__
+from turnout.config import Config, ServerConfig, field_type, flag_name, load
+from turnout.errors import UserError
+
+app = typer.Typer(
+    name="turnout",
+    help="Serve, plan, evaluate and quantise mixture-of-experts models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench_app = typer.Typer(help="Layer and serving benchmarks.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+ModelArg = Annotated[str, typer.Argument(help="a local folder, a cached hub id, or `demo`")]
+
+
+def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
+    """Give a command `config: cls`, built from MODEL, every flag of `cls`, the environment and --config."""
+
+    def decorate(command: Callable) -> Callable:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
+        fields = [f for f in dataclasses.fields(cls) if f.name != "model"]
+        flags = [_option(cls, f) for f in fields]
+        flags.append(
+            inspect.Parameter(
+                "config_file",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    str | None,
+                    typer.Option("--config", help="YAML file of flags"),
+                ],
+            )
+        )
+
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> Any:
+            kept = {p.name: given.pop(p.name) for p in own}
+            file = given.pop("config_file")
+            if kept.get("model") is not None:
+                given["model"] = kept["model"]
+            return command(config=load(cls, given, config_file=file), **kept)
+
+        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        wrapper.__signature__ = inspect.Signature([*keyword, *flags])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in (*keyword, *flags)}
+        return wrapper
+
+    return decorate
+
+
+def _option(cls: type[Config], f: dataclasses.Field) -> inspect.Parameter:
+    kind = field_type(cls, f.name)
+    choices = f.metadata["choices"]
+    names = [flag_name(f.name), *f.metadata["alias"]]
+    if kind is bool:
+        names = [f"{names[0]}/--no-{names[0][2:]}", *names[1:]]
+    shown = f.default if f.default != "" else None
+    text = f.metadata["help"] + (f" [{'|'.join(choices)}]" if choices else "")
+    text += f" (default: {shown})" if shown is not None else ""
+    option = typer.Option(*names, help=text, show_default=False)
+    return inspect.Parameter(
+        f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+@app.command()
+@with_config(ServerConfig)
+def serve(model: ModelArg, *, config: ServerConfig) -> None:
+    """Start the OpenAI-compatible server."""
+    from turnout.server.run import serve as run
+
+    raise typer.Exit(run(config))
+
+
+@app.command()
+@with_config(Config)
+def plan(
+    model: ModelArg,
+    hardware: Annotated[
+        str, typer.Option(help="plan for cpu, h100, h200, b200, ...; default: this machine")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    *,
+    config: Config,
+) -> None:
+    """Say what would run where, why, and with what memory; loads no weights."""
+    from turnout.engine.explain import explain
+
+    raise typer.Exit(explain(config, hardware=hardware or None, as_json=as_json))
+
+
+@app.command()
+@with_config(Config)
+def generate(
+    model: ModelArg,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="a prompt, or a .jsonl file of {prompt: ...}; default: standard input"),
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="apply the model's chat template")] = False,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="stop string; may be repeated"),
+    ] = None,
+    output: Annotated[
+        str, typer.Option(help="write JSON lines here instead of text to standard output")
+    ] = "",
+    *,
+    config: Config,
+) -> None:
+    """Generate offline: a prompt, standard input or a JSON-lines file in; text or JSON lines out."""
+    from turnout.engine.generate import generate as run
+    from turnout.engine.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ())
+    )
+    sampling.check()
+    run(config, prompt, sampling, chat=chat, output=Path(output) if output else None)
+
+
+@app.command("eval")
+@with_config(Config)
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="a local folder, a cached hub id, or `demo`; or give --base-url"),
+    ] = None,
+    task: Annotated[str, typer.Option(help="wordmath, or a .jsonl file of {question, answer}")] = "wordmath",
+    base_url: Annotated[str, typer.Option(help="evaluate this OpenAI-compatible server instead")] = "",
+    num_questions: Annotated[int, typer.Option(help="how many; 0: all of a file, 200 of a generator")] = 0,
+    question_seed: Annotated[int, typer.Option("--seed", help="generated tasks draw these questions")] = 0,
+    repeat: Annotated[int, typer.Option(help="runs, each with the next seed; mean and spread")] = 1,
+    max_concurrency: Annotated[int, typer.Option(help="requests in flight")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="longest answer")] = 512,
+    min_accuracy: Annotated[float, typer.Option(help="exit with code 1 below this")] = 0.0,
+    api_key: Annotated[str, typer.Option(help="key of --base-url")] = "",
+    output: Annotated[str, typer.Option(help="write every question and answer here as JSON lines")] = "",
+    *,
+    config: Config,
+) -> None:
+    """Measure accuracy with a confidence interval, through the HTTP interface."""
+    from turnout.evals.run import EvalOptions, run
+
+    options = EvalOptions(
+        task=task,
+        num_questions=num_questions,
+        seed=question_seed,
+        repeat=repeat,
+        max_concurrency=max_concurrency,
+        max_tokens=max_tokens,
+        min_accuracy=min_accuracy,
+        output=Path(output) if output else None,
+    )
+    if (model is None) == (not base_url):
+        raise UserError("eval needs either MODEL or --base-url URL")
+    raise typer.Exit(run(options, config=None if base_url else config, base_url=base_url, api_key=api_key))
+
+
+@app.command()
+def quantize(
+    model: ModelArg,
+    out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, fp8 or bf16")] = "nvfp4",
+    calibrate: Annotated[
+        bool, typer.Option(help="nvfp4: run the model to find activation scales (W4A4)")
+    ] = True,
+) -> None:
+    """Write a checkpoint that other engines can read."""
+    from turnout.engine.calibrate import quantize as run
+
+    run(model, out, format, calibrate=calibrate)
+
+
+@bench_app.command("serve")
+def bench_serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="model to serve; or give --base-url"),
+    ] = None,
+    base_url: Annotated[str, typer.Option(help="measure this server instead")] = "",
+    dataset_name: Annotated[str, typer.Option(help="random: token ids drawn uniformly")] = "random",
+    random_input_len: Annotated[int, typer.Option(help="prompt tokens")] = 64,
+    random_output_len: Annotated[int, typer.Option(help="output tokens")] = 64,
+    num_prompts: Annotated[int, typer.Option(help="requests")] = 128,
+    request_rate: Annotated[float, typer.Option(help="requests per second; inf: all at once")] = float("inf"),
+    max_concurrency: Annotated[int, typer.Option(help="requests in flight")] = 32,
+    ignore_eos: Annotated[bool, typer.Option(help="always produce the full output length")] = True,
+    seed: Annotated[int, typer.Option(help="seed of the prompts")] = 0,
+    output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
+) -> None:
+    """Throughput and latencies of a server under load."""
+    from turnout.bench.serve import ServeBench, run
+
+    if (model is None) == (not base_url):
+        raise UserError("bench serve needs either MODEL or --base-url URL")
+    if dataset_name != "random":
+        raise UserError(f"--dataset-name {dataset_name!r}: only `random` is known")
+    bench = ServeBench(
+        input_len=random_input_len,
+        output_len=random_output_len,
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    run(bench, model=model, base_url=base_url, output=Path(output) if output else None)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: user errors are one clear message and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()
