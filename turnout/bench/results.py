@@ -1,0 +1,80 @@
+"""The one shape of every benchmark's result file: what ran, where, when, from which commit."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
+
+
+def result(
+    benchmark: str,
+    rows: list[dict[str, Any]],
+    *,
+    device: str,
+    devices: int = 1,
+    driver: str = "",
+    ceilings: dict[str, float] | None = None,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """A result with its provenance. `command` defaults to this process's own."""
+    return {
+        "benchmark": benchmark,
+        "device": device,
+        "devices": devices,
+        "driver": driver,
+        "versions": _versions(),
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "command": command or shlex.join(["turnout", *sys.argv[1:]]),
+        "ceilings": ceilings or {},
+        "rows": rows,
+    }
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def default_path(content: dict[str, Any], folder: Path = Path("benchmarks/results")) -> Path:
+    """`<benchmark>-<device>-<date>.json` under `folder`."""
+    device = content["device"].lower().replace(" ", "-").replace("/", "-")
+    return folder / f"{content['benchmark']}-{device}-{content['date']}.json"
+
+
+def cpu_name() -> str:
+    """The processor's model name and core count, as the operating system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()} x{len(names) or 1}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return run.stdout.strip()

@@ -1,0 +1,184 @@
+"""`turnout bench serve`: throughput and latencies of a server under load, over streaming HTTP.
+
+Times are host times at the client. TTFT: request sent to first token; ITL: between tokens of a stream;
+TPOT = (end-to-end latency - TTFT) / (output tokens - 1); E2EL: end-to-end latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from turnout.bench.results import cpu_name, result, save
+from turnout.config import ServerConfig
+from turnout.errors import UserError
+from turnout.evals.client import served_model
+from turnout.server.launch import launch
+
+console = Console()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBench:
+    """One load. Prompts are token ids drawn uniformly from [low_id, high_id)."""
+
+    input_len: int = 64
+    output_len: int = 64
+    num_prompts: int = 128
+    request_rate: float = float("inf")
+    max_concurrency: int = 32
+    ignore_eos: bool = True
+    seed: int = 0
+    low_id: int = 10
+    high_id: int = 250
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "num_prompts", "max_concurrency"):
+            if getattr(self, name) < 1:
+                raise UserError(f"bench serve: {name} {getattr(self, name)} must be at least 1")
+        if not self.request_rate > 0:
+            raise UserError(f"--request-rate {self.request_rate}: must be positive")
+
+    def prompts(self) -> list[list[int]]:
+        rng = random.Random(self.seed)
+        return [
+            [rng.randrange(self.low_id, self.high_id) for _ in range(self.input_len)]
+            for _ in range(self.num_prompts)
+        ]
+
+
+@dataclass
+class Trace:
+    """What one request experienced: seconds since it was sent."""
+
+    ttft: float = 0.0
+    latency: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Path | None = None) -> dict:
+    """Serve `model` (or use `base_url`), apply the load, print a table; returns the result."""
+    server: AbstractContextManager[str] = (
+        launch(ServerConfig(model=model, port=0)) if model else nullcontext(base_url)
+    )
+    with server as url:
+        row = measure(bench, url)
+    content = result("serve", [row], device=cpu_name())
+    table = Table("metric", "value")
+    for name, value in row.items():
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    if output:
+        save(content, output)
+    return content
+
+
+def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
+    """Apply the load once; a row with throughputs per second and latencies in milliseconds."""
+    start = time.perf_counter()
+    traces = asyncio.run(_load(bench, base_url))
+    seconds = time.perf_counter() - start
+    tokens = sum(trace.tokens for trace in traces)
+    row: dict[str, Any] = {
+        "num_prompts": bench.num_prompts,
+        "max_concurrency": bench.max_concurrency,
+        "request_rate": bench.request_rate if bench.request_rate != float("inf") else "inf",
+        "input_len": bench.input_len,
+        "output_len": bench.output_len,
+        "duration_s": seconds,
+        "output_tokens": tokens,
+        "request_throughput": len(traces) / seconds,
+        "output_throughput": tokens / seconds,
+    }
+    tpot = [(t.latency - t.ttft) / (t.tokens - 1) for t in traces if t.tokens > 1]
+    for name, values in (
+        ("ttft", [t.ttft for t in traces]),
+        ("tpot", tpot),
+        ("itl", [gap for t in traces for gap in t.gaps]),
+        ("e2el", [t.latency for t in traces]),
+    ):
+        row |= _summary(name, values)
+    return row
+
+
+def _summary(name: str, seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    ordered = sorted(1000 * s for s in seconds)
+    return {
+        f"mean_{name}_ms": statistics.mean(ordered),
+        f"median_{name}_ms": statistics.median(ordered),
+        f"p99_{name}_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+    }
+
+
+async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
+    gate = asyncio.Semaphore(bench.max_concurrency)
+    rng = random.Random(bench.seed + 1)
+    columns = (TextColumn("bench serve"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    limits = httpx.Limits(max_connections=bench.max_concurrency)
+    async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/", timeout=600, limits=limits) as client:
+        model = await served_model(client)
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=bench.num_prompts)
+
+            async def one(prompt: list[int]) -> Trace:
+                async with gate:
+                    trace = await _stream(client, model, prompt, bench)
+                progress.advance(bar)
+                return trace
+
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for prompt in bench.prompts():
+                    tasks.append(group.create_task(one(prompt)))
+                    if bench.request_rate != float("inf"):
+                        await asyncio.sleep(rng.expovariate(bench.request_rate))
+            return [task.result() for task in tasks]
+
+
+async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], bench: ServeBench) -> Trace:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": bench.output_len,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if bench.ignore_eos:
+        body["ignore_eos"] = True
+    trace, start = Trace(), time.perf_counter()
+    last = start
+    async with client.stream("POST", "completions", json=body) as reply:
+        if reply.status_code != 200:
+            text = (await reply.aread()).decode(errors="replace")
+            raise UserError(f"{client.base_url}: HTTP {reply.status_code}: {text[:500]}")
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            now = time.perf_counter()
+            if event.get("usage"):
+                trace.tokens = event["usage"]["completion_tokens"]
+            if event.get("choices") and event["choices"][0].get("text"):
+                if trace.ttft:
+                    trace.gaps.append(now - last)
+                else:
+                    trace.ttft = now - start
+                last = now
+    trace.latency = time.perf_counter() - start
+    return trace

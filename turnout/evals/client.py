@@ -1,0 +1,98 @@
+"""Ask a list of questions over the OpenAI chat interface, some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from turnout.errors import UserError
+from turnout.evals.tasks import Question, is_correct
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One reply. `tokens` are completion tokens as the server counted them."""
+
+    question: Question
+    text: str
+    correct: bool
+    tokens: int
+    seconds: float
+    finish_reason: str
+
+
+async def served_model(client: httpx.AsyncClient) -> str:
+    """The id of the first model the server offers. Raises UserError if there is no such server."""
+    try:
+        reply = await client.get("models")
+        reply.raise_for_status()
+        return str(reply.json()["data"][0]["id"])
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{client.base_url}: no OpenAI-compatible server answers ({error or type(error).__name__}); "
+            "check --base-url (it usually ends in /v1) and --api-key"
+        ) from None
+
+
+async def ask(client: httpx.AsyncClient, model: str, question: Question, max_tokens: int) -> Answer:
+    """One greedy chat completion. Raises UserError with the server's message on an error status."""
+    start = time.perf_counter()
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question.text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    try:
+        reply = await client.post("chat/completions", json=body)
+    except httpx.HTTPError as error:
+        raise UserError(f"{client.base_url}: the request failed ({error or type(error).__name__})") from None
+    if reply.status_code != 200:
+        raise UserError(f"{client.base_url}: HTTP {reply.status_code}: {reply.text[:500]}")
+    content = reply.json()
+    choice = content["choices"][0]
+    text = choice["message"]["content"] or ""
+    return Answer(
+        question=question,
+        text=text,
+        correct=is_correct(text, question),
+        tokens=content.get("usage", {}).get("completion_tokens", 0),
+        seconds=time.perf_counter() - start,
+        finish_reason=choice["finish_reason"],
+    )
+
+
+async def ask_all(
+    questions: Sequence[Question],
+    *,
+    base_url: str,
+    api_key: str = "",
+    max_concurrency: int,
+    max_tokens: int,
+    on_answer: Callable[[Answer], None] = lambda _: None,
+) -> list[Answer]:
+    """Every question, `max_concurrency` in flight, in the order given."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=max_concurrency)
+    gate = asyncio.Semaphore(max_concurrency)
+    root = base_url.rstrip("/") + "/"
+
+    async with httpx.AsyncClient(base_url=root, headers=headers, limits=limits, timeout=600) as client:
+        model = await served_model(client)
+
+        async def one(question: Question) -> Answer:
+            async with gate:
+                answer = await ask(client, model, question, max_tokens)
+            on_answer(answer)
+            return answer
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(question)) for question in questions]
+        except* UserError as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
