@@ -1,0 +1,72 @@
+"""FP8: e4m3 values with a float32 scale per 128x128 block (weights) or 128 columns (activations).
+
+    x ~= e4m3 * scale          scale = amax / 448
+
+DeepSeek-V3's scheme: weight scales come with the checkpoint (`weight_scale_inv`, which multiplies
+despite its name), activation scales are computed per token. Both round to nearest, ties to even.
+
+* An all-zero block has scale 1, so scales are always positive.
+* Values saturate at 448; an infinity takes its block's scale to the largest one, FLT_MAX / 448.
+* A NaN makes its block's scale NaN, so the whole block decodes to NaN rather than to a number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 128
+MAX = 448.0
+DTYPE = torch.float8_e4m3fn
+
+
+def saturate(x: Tensor) -> Tensor:
+    """x as e4m3, clamped to +-448 first: torch's own conversion turns overflow into NaN."""
+    return x.clamp(-MAX, MAX).to(DTYPE)
+
+
+def encode_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """weight float [..., N, K] to (e4m3 [..., N, K], float32 [..., ceil(N/block), ceil(K/block)]).
+
+    Blocks at the lower and right edge may be smaller than `block`.
+    """
+    n, k = weight.shape[-2:]
+    padded = F.pad(weight.float(), (0, -k % block, 0, -n % block))
+    blocks = padded.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+    scale = _scale(blocks.abs().amax(dim=(-3, -1)))
+    data = saturate(blocks / scale[..., :, None, :, None])
+    return data.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scale
+
+
+def decode_blocks(data: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
+    """data e4m3 [..., N, K], scale [..., ceil(N/block), ceil(K/block)] to float32 [..., N, K]."""
+    n, k = data.shape[-2:]
+    expected = (*data.shape[:-2], -(-n // block), -(-k // block))
+    if scale.shape != expected:
+        raise ValueError(f"FP8 data {tuple(data.shape)} needs scale {expected}, not {tuple(scale.shape)}")
+    columns = scale.float().repeat_interleave(block, dim=-1)[..., :k]
+    weight = data.float()
+    for row, start in enumerate(range(0, n, block)):
+        weight[..., start : start + block, :].mul_(columns[..., row : row + 1, :])
+    return weight
+
+
+def encode_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x float [..., K] to (e4m3 [..., K], scale float32 [..., K/128]), scaled per row and 128 columns."""
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"FP8 activations need a last dimension divisible by {BLOCK}: {tuple(x.shape)}")
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    scale = _scale(groups.abs().amax(dim=-1))
+    return saturate(groups / scale.unsqueeze(-1)).flatten(-2), scale
+
+
+def decode_activation(data: Tensor, scale: Tensor) -> Tensor:
+    """data e4m3 [..., K], scale float32 [..., K/128] to float32 [..., K]."""
+    groups = data.float().unflatten(-1, (-1, BLOCK))
+    return groups.mul_(scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def _scale(amax: Tensor) -> Tensor:
+    scale = amax.clamp(max=torch.finfo(torch.float32).max) / MAX
+    return torch.where(scale == 0, 1.0, scale)
