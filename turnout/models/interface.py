@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from turnout.moe.spec import MoESpec
+
 
 class Attention(Protocol):
     """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
@@ -44,6 +46,16 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model as `config.json` alone describes it: enough to plan, with no weight read."""
+
+    shape: ModelShape
+    moe: MoESpec  # of every MoE layer; they are all alike
+    moe_layers: tuple[int, ...]  # which of the `shape.num_layers` layers are MoE layers
+    dense_parameters: int  # all parameters but the routed experts'; tied embeddings count once
 
 
 class Model(Protocol):
