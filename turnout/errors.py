@@ -5,6 +5,31 @@ without a traceback and exits with code 2; the server answers it as a 4xx. Every
 and keeps its traceback.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 
 class UserError(Exception):
     """Something the user asked for or supplied is wrong; the message says what and how to mend it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """`who` cannot do what was `asked`, because of `limit`; `remedy` says what to change."""
+
+    who: str
+    asked: str
+    limit: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.asked}: {self.limit}. Remedy: {self.remedy}"
+
+
+class PlanRefused(UserError):
+    """Nothing allowed can run what was asked; carries every refusal found."""
+
+    def __init__(self, headline: str, refusals: Sequence[Refusal]):
+        self.headline = headline
+        self.refusals = tuple(refusals)
+        super().__init__("\n".join([headline, *(f"  - {r}" for r in self.refusals)]))

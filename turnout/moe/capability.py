@@ -6,31 +6,11 @@ weight is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from turnout.errors import UserError
+from turnout.errors import PlanRefused, Refusal
 
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """`who` cannot do what was `asked`, because of `limit`; `remedy` says what to change."""
-
-    who: str
-    asked: str
-    limit: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.who}: {self.asked}: {self.limit}. Remedy: {self.remedy}"
-
-
-class PlanRefused(UserError):
-    """Nothing allowed can run what was asked; carries every refusal found."""
-
-    def __init__(self, headline: str, refusals: Sequence[Refusal]):
-        self.refusals = tuple(refusals)
-        super().__init__("\n".join([headline, *(f"  - {r}" for r in self.refusals)]))
+__all__ = ["DispatcherCapability", "PlanRefused", "Refusal", "RunnerCapability"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +28,10 @@ class RunnerCapability:
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     hidden_multiple: int = 1
-    intermediate_multiple: int = 1
+    intermediate_multiple: int = 1  # of this rank's shard
+    weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
+    fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
+    preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
     deterministic: bool = True
     requires: tuple[str, ...] = ()  # importable packages
@@ -57,15 +40,23 @@ class RunnerCapability:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherCapability:
-    """What a dispatcher emits and where it works."""
+    """What a dispatcher emits and where it works.
+
+    exchange says whose tokens the runner gets to see, and with that who owes the sum over ranks:
+    "none":       this rank's own; every rank must hold the same tokens, and the layer reduces
+    "gather":     those of all DP ranks; the combine has already summed
+    "all_to_all": those routed to this rank's experts, up to `capacity` from each; already summed
+    """
 
     name: str
     summary: str
     layout: str
+    exchange: str = "none"
     wire_formats: frozenset[str] = frozenset({"bf16"})
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
     max_ep: int | None = None  # None: any
+    preference: int = 0
     graph_safe: bool = True
     requires: tuple[str, ...] = field(default=())
     install: str = ""

@@ -1,15 +1,102 @@
-"""The device a plan is made for: measured on this machine, or named with `--hardware`."""
+"""The device a plan is made for: measured on this machine, or named with `--hardware`.
+
+Preset memory is the vendor's datasheet figure in decimal gigabytes per GPU (A100 and H100 SXM 80 GB,
+H200 141 GB, B200 192 GB, GB200 NVL72 186 GB, B300 288 GB, GB300 NVL72 288 GB). Where a driver
+reports more than that, a plan made from the preset errs on the safe side.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from turnout.errors import UserError
+
+GB = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device of a rank. `architecture`: CUDA compute capability times ten (90: Hopper); CPU 0."""
+    """One device of a rank. `architecture`: CUDA compute capability times ten (90: Hopper); CPU 0.
+
+    `present` tells this machine's own device, whose installed packages count, from a named one.
+    """
 
     name: str
     device: str  # "cpu" or "cuda"
     architecture: int
     memory_bytes: int
+    present: bool = False
+
+    @property
+    def has_fp4_units(self) -> bool:
+        """Blackwell and later multiply FP4 in their tensor cores."""
+        return self.architecture >= 100
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Hardware(name="a100", device="cuda", architecture=80, memory_bytes=80 * GB),
+        Hardware(name="h100", device="cuda", architecture=90, memory_bytes=80 * GB),
+        Hardware(name="h200", device="cuda", architecture=90, memory_bytes=141 * GB),
+        Hardware(name="b200", device="cuda", architecture=100, memory_bytes=192 * GB),
+        Hardware(name="gb200", device="cuda", architecture=100, memory_bytes=186 * GB),
+        Hardware(name="b300", device="cuda", architecture=103, memory_bytes=288 * GB),
+        Hardware(name="gb300", device="cuda", architecture=103, memory_bytes=288 * GB),
+    )
+}
+
+
+def hardware_names() -> list[str]:
+    return ["cpu", *PRESETS]
+
+
+def named(name: str) -> Hardware:
+    """The preset called `name`; "cpu" is this machine's. Raises UserError naming the known ones."""
+    if name == "cpu":
+        return detect("cpu")
+    if name not in PRESETS:
+        raise UserError(f"--hardware {name!r}: unknown; known: {', '.join(hardware_names())}")
+    return PRESETS[name]
+
+
+def detect(device: str = "auto") -> Hardware:
+    """This machine's device: "cpu", "cuda" (its current GPU), or "auto", a GPU where there is one.
+
+    Creates a CUDA context only when a GPU is what it returns. Raises UserError if "cuda" finds none.
+    """
+    if device == "cpu":
+        return Hardware(
+            name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return detect("cpu")
+        raise UserError(
+            "--device cuda: torch finds no usable GPU here; use --device cpu, or install a CUDA build of "
+            "torch and check the driver (`turnout plan --hardware h200` needs no GPU)"
+        )
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Hardware(
+        name=properties.name,
+        device="cuda",
+        architecture=10 * properties.major + properties.minor,
+        memory_bytes=properties.total_memory,
+        present=True,
+    )
+
+
+def _host_memory() -> int:
+    """Bytes of RAM this process may use: the machine's, or its control group's limit if lower."""
+    total = psutil.virtual_memory().total
+    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit_file).read_text()))
+        except (OSError, ValueError):  # no such controller, or the word "max": no limit
+            continue
+    return total

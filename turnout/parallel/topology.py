@@ -1,16 +1,28 @@
 """Ranks and groups: one frozen value from the flags, and this rank's place in it.
 
-Attention TP = tp / dp; expert TP = tp / ep. Rank order: expert-TP ranks of one EP slice are neighbours.
+Attention TP = tp / dp; expert TP = tp / ep. Rank order: expert-TP ranks of one EP slice are neighbours,
+and so are the attention-TP ranks of one DP group. Example, tp 8, dp 4, ep 4:
+
+    rank          0 1 2 3 4 5 6 7
+    dp rank       0 0 1 1 2 2 3 3
+    ep rank       0 0 1 1 2 2 3 3
+    expert-TP     0 1 0 1 0 1 0 1
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnout.errors import Refusal
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """`tp_size` ranks in all. Every size divides `tp_size`; `rank` is this process's."""
+    """`tp_size` ranks in all. Every size divides `tp_size`; `rank` is this process's.
+
+    A value whose sizes do not divide can be made, so that `refusals` can say everything that is wrong
+    with it at once; the other members are meaningful only when there are none.
+    """
 
     tp_size: int = 1
     dp_size: int = 1
@@ -28,9 +40,94 @@ class Topology:
         return self.tp_size // self.ep_size
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.tp_size // self.nnodes
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.ranks_per_node
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.attention_tp
+
+    @property
+    def attention_tp_rank(self) -> int:
+        return self.rank % self.attention_tp
+
+    @property
     def ep_rank(self) -> int:
         return self.rank // self.expert_tp
 
     @property
     def expert_tp_rank(self) -> int:
         return self.rank % self.expert_tp
+
+    def expert_range(self, num_experts: int) -> range:
+        """Global ids of the experts this rank holds (a slice of each when expert TP is above 1)."""
+        per_rank = num_experts // self.ep_size
+        return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
+
+    def attention_tp_groups(self) -> list[list[int]]:
+        """Ranks that share one DP group's requests, one list per DP rank."""
+        return _neighbours(self.tp_size, self.attention_tp)
+
+    def expert_tp_groups(self) -> list[list[int]]:
+        """Ranks that share one slice of the experts, one list per EP rank."""
+        return _neighbours(self.tp_size, self.expert_tp)
+
+    def ep_groups(self) -> list[list[int]]:
+        """Ranks that hold all experts between them, one list per expert-TP rank."""
+        return [list(range(first, self.tp_size, self.expert_tp)) for first in range(self.expert_tp)]
+
+    def node_groups(self) -> list[list[int]]:
+        """Ranks of each host."""
+        return _neighbours(self.tp_size, self.ranks_per_node)
+
+    def refusals(self) -> list[Refusal]:
+        """Everything that is wrong with the sizes, each with the value that would work."""
+        found = []
+        for flag, size in (
+            ("--dp-size", self.dp_size),
+            ("--ep-size", self.ep_size),
+            ("--nnodes", self.nnodes),
+        ):
+            if size < 1 or self.tp_size % size:
+                found.append(self._indivisible(flag, size))
+        if self.dp_size > 1 and not self.enable_dp_attention:
+            found.append(
+                Refusal(
+                    who="topology",
+                    asked=f"--dp-size {self.dp_size}",
+                    limit="data-parallel groups share the experts, so their attention must be data-parallel",
+                    remedy="add --enable-dp-attention, or drop --dp-size",
+                )
+            )
+        if not 0 <= self.rank < self.tp_size:
+            found.append(
+                Refusal(
+                    who="topology",
+                    asked=f"rank {self.rank}",
+                    limit=f"ranks run from 0 to {self.tp_size - 1}",
+                    remedy="lower --node-rank, or raise --tp-size",
+                )
+            )
+        return found
+
+    def _indivisible(self, flag: str, size: int) -> Refusal:
+        divisors = [d for d in range(1, self.tp_size + 1) if self.tp_size % d == 0]
+        return Refusal(
+            who="topology",
+            asked=f"{flag} {size} with --tp-size {self.tp_size}",
+            limit="must divide --tp-size, the number of ranks",
+            remedy=f"use {flag} {_one_of(divisors)}"
+            + (f", or --tp-size {size * max(1, -(-self.tp_size // size))}" if size > 0 else ""),
+        )
+
+
+def _neighbours(count: int, size: int) -> list[list[int]]:
+    return [list(range(first, first + size)) for first in range(0, count, size)]
+
+
+def _one_of(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

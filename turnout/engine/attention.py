@@ -1,0 +1,163 @@
+"""Causal attention over the paged KV cache, with torch alone (SDPA), on CPU and CUDA.
+
+Tokens of a step are ordered: first the B sequences that bring one token each, then the chunks of the
+sequences that bring more. The first group is one padded SDPA call; each chunk is a call of its own.
+Everything that depends on the schedule only (slots, masks) is built once per step, shared by layers.
+
+Grouped-query attention costs no copies: the G query heads of a KV head become G query rows (one-token
+group) or a stride-0 batch dimension of the keys (chunks).
+
+Legend: N tokens of the step, B one-token sequences, T tokens of a chunk, L context (padded to whole
+pages), P pages of the widest context, S slots of the cache (pages * page size), Hq/Hkv query/KV heads,
+G = Hq/Hkv, D head size. A slot holds keys and values of one token and layer: [2, Hkv, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.engine.scheduler import Chunk
+from turnout.models.interface import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout:
+    """Where one chunk's rows and context are."""
+
+    rows: slice  # of the step's N tokens
+    slots_L: Tensor | None  # None: the chunk is its own whole context
+    mask_TL: Tensor | None  # None: plain causal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """What attention must know about a step; the same for all layers."""
+
+    write_N: Tensor  # int64: slot of each new token
+    num_single: int  # B
+    slots_BL: Tensor  # int64 [B * L], padding repeats valid slots
+    mask_B11L: Tensor  # 0 or -inf in the compute dtype
+    chunks: tuple[ChunkLayout, ...]
+
+
+class PagedAttention:
+    """Owns the KV cache and the page table; an `interface.Attention` once `begin` laid out the step."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.page_size = page_size
+        self.device, self.dtype = device, dtype
+        self._pages_per_row = min(-(-max_context // page_size), num_pages)
+        slot = (2, shape.num_kv_heads, shape.head_dim)
+        self._cache = torch.zeros(
+            shape.num_layers, num_pages * page_size, *slot, dtype=dtype, device=device
+        )
+        self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
+        self._offsets = torch.arange(page_size)
+        self._places_L = torch.arange(self._pages_per_row * page_size)
+        self._layout: StepLayout | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.numel() * self._cache.element_size()
+
+    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Write `pages` into the page table of `row`, starting at its page `first`."""
+        self._table_RP[row, first : first + len(pages)] = torch.tensor(pages)
+
+    def begin(self, singles: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
+        """Lay out a step: `singles` bring one token each, `chunks` several, in this order."""
+        rows_B = torch.tensor([c.request.row for c in singles], dtype=torch.int64)
+        ends_B = torch.tensor([c.end for c in singles], dtype=torch.int64)
+        last_B = ends_B - 1
+        writes = [self._table_RP[rows_B, last_B // self.page_size] * self.page_size + last_B % self.page_size]
+        layouts = []
+        at = len(singles)
+        for chunk in chunks:
+            slots_L = self._context_slots(chunk.request.row, chunk.end)
+            writes.append(slots_L[chunk.start :])
+            layouts.append(self._chunk_layout(chunk, at, slots_L))
+            at += chunk.length
+        width = max((c.end for c in singles), default=0)
+        pages = -(-width // self.page_size)
+        slots_BPs = self._table_RP[rows_B, :pages, None] * self.page_size + self._offsets
+        beyond_BL = self._places_L[: pages * self.page_size] >= ends_B[:, None]
+        mask_BL = torch.zeros(beyond_BL.shape, dtype=self.dtype).masked_fill_(beyond_BL, float("-inf"))
+        self._layout = StepLayout(
+            write_N=torch.cat(writes).to(self.device),
+            num_single=len(singles),
+            slots_BL=slots_BPs.view(-1).to(self.device),
+            mask_B11L=mask_BL[:, None, None, :].to(self.device),
+            chunks=tuple(layouts),
+        )
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        """See `interface.Attention`."""
+        layout = self._layout
+        assert layout is not None, "begin() lays out the step first"
+        cache_S2HD = self._cache[layer]
+        cache_S2HD.index_copy_(0, layout.write_N, torch.stack((k_NHD, v_NHD), dim=1))
+        parts = []
+        if layout.num_single:
+            parts.append(_attend_singles(q_NHD[: layout.num_single], cache_S2HD, layout))
+        for chunk in layout.chunks:
+            q_THD = q_NHD[chunk.rows]
+            if chunk.slots_L is None:
+                k_LHD, v_LHD = k_NHD[chunk.rows], v_NHD[chunk.rows]
+            else:
+                k_LHD, v_LHD = cache_S2HD.index_select(0, chunk.slots_L).unbind(1)
+            parts.append(_attend_chunk(q_THD, k_LHD, v_LHD, chunk.mask_TL))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _context_slots(self, row: int, end: int) -> Tensor:
+        pages = -(-end // self.page_size)
+        slots = self._table_RP[row, :pages, None] * self.page_size + self._offsets
+        return slots.view(-1)[:end]
+
+    def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
+        rows = slice(at, at + chunk.length)
+        if chunk.start == 0:
+            return ChunkLayout(rows=rows, slots_L=None, mask_TL=None)
+        places_L = self._places_L[: chunk.end]
+        later_TL = places_L > places_L[chunk.start :, None]
+        mask_TL = torch.zeros(later_TL.shape, dtype=self.dtype).masked_fill_(later_TL, float("-inf"))
+        return ChunkLayout(rows=rows, slots_L=slots_L.to(self.device), mask_TL=mask_TL.to(self.device))
+
+
+def _attend_singles(q_BHD: Tensor, cache_S2HD: Tensor, layout: StepLayout) -> Tensor:
+    """One query token per sequence over its padded context: [B, Hq, D] -> [B, Hq, D]."""
+    B, Hq, D = q_BHD.shape
+    Hkv = cache_S2HD.shape[2]
+    kv_BL2HD = cache_S2HD.index_select(0, layout.slots_BL).view(B, -1, 2, Hkv, D)
+    k_BHLD, v_BHLD = kv_BL2HD.permute(2, 0, 3, 1, 4).unbind(0)
+    q_BHGD = q_BHD.view(B, Hkv, Hq // Hkv, D)
+    out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHLD, v_BHLD, attn_mask=layout.mask_B11L)
+    return out_BHGD.reshape(B, Hq, D)
+
+
+def _attend_chunk(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, mask_TL: Tensor | None) -> Tensor:
+    """The last T tokens of a context of L over all of it, causally: [T, Hq, D] -> [T, Hq, D]."""
+    T, Hq, D = q_THD.shape
+    Hkv = k_LHD.shape[1]
+    G = Hq // Hkv
+    q_GHTD = q_THD.view(T, Hkv, G, D).permute(2, 1, 0, 3)
+    k_GHLD = k_LHD.transpose(0, 1).expand(G, Hkv, -1, D)
+    v_GHLD = v_LHD.transpose(0, 1).expand(G, Hkv, -1, D)
+    out_GHTD = F.scaled_dot_product_attention(
+        q_GHTD, k_GHLD, v_GHLD, attn_mask=mask_TL, is_causal=mask_TL is None
+    )
+    return out_GHTD.permute(2, 1, 0, 3).reshape(T, Hq, D)

@@ -1,0 +1,73 @@
+"""What the engine remembers of one request, from arrival to its last token. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+from turnout.engine.messages import AddRequest, TokenLogprobs
+from turnout.engine.pages import ROOT, Digest, chain
+from turnout.engine.sampling import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`tokens` is prompt and output; keys and values of the first `computed` lie in `pages`."""
+
+    id: str
+    sampling: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    seed: int
+    order: int  # of arrival; a lower one is never preempted for a higher one
+    row: int = -1  # of the page table while running, else -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    published: int = 0  # pages already offered to the pool
+    digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @classmethod
+    def start(cls, message: AddRequest, *, seed: int, order: int) -> Request:
+        wants_scores = message.sampling.prompt_logprobs is not None
+        return cls(
+            id=message.id,
+            sampling=message.sampling,
+            tokens=list(message.prompt_ids),
+            num_prompt=len(message.prompt_ids),
+            seed=seed,
+            order=order,
+            prompt_logprobs=[None] if wants_scores else None,
+        )
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are not computed yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def scores_missing(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that may come from the prefix cache: all before the first row whose logits are needed."""
+        if self.scores_missing:
+            assert self.prompt_logprobs is not None
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1
+
+    def prefix_digests(self, num_pages: int, page_size: int) -> list[Digest]:
+        """Digests of the first `num_pages` pages, all of which must be full of known tokens."""
+        for page in range(len(self.digests), num_pages):
+            parent = self.digests[-1] if self.digests else ROOT
+            tokens = self.tokens[page * page_size : (page + 1) * page_size]
+            self.digests.append(chain(parent, tokens))
+        return list(islice(self.digests, num_pages))

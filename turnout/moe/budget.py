@@ -1,0 +1,172 @@
+"""Every token bound and every buffer size of the MoE layers, each formula once.
+
+Legend: T tokens of a batch, E_loc experts held by a rank, k top-k, H hidden size, I a rank's shard of
+the expert intermediate size, ep expert-parallel ranks, C capacity: tokens one rank may send.
+All sizes are bytes per rank. Bounds come from configuration, never from the first batch seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnout.errors import Refusal
+from turnout.moe.spec import MoESpec
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Along K of a weight, how many values share a scale: a shard of K must be a multiple.
+WEIGHT_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16, "mxfp4": 32}
+WEIGHT_BITS = {"bf16": 16.0, "fp8": 8 + 32 / 128**2, "nvfp4": 4 + 8 / 16, "mxfp4": 4 + 8 / 32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Token bounds of one rank.
+
+    tokens_per_request: tokens one decoding request brings to a step: 1, or its draft tokens
+    local:    the most tokens of one step on this rank, decode and prompt tokens together
+    decode:   the most tokens of a step without prompt tokens
+    gathered: the most tokens after an all-gather over the data-parallel ranks
+    capacity: the most tokens one rank may send in an all-to-all; a receiver may hold ep * capacity
+    """
+
+    tokens_per_request: int
+    local: int
+    decode: int
+    gathered: int
+    capacity: int
+
+    @classmethod
+    def from_limits(
+        cls,
+        *,
+        chunked_prefill_size: int,
+        max_prefill_tokens: int,
+        max_running_requests: int,
+        graph_max_batch: int = 0,
+        draft_tokens: int = 0,
+        dp_size: int = 1,
+        max_dispatch_tokens_per_rank: int = 0,
+    ) -> Budget:
+        """The bounds that follow from the limits a user sets.
+
+        `graph_max_batch` 0: no graphs. `draft_tokens` 0: no speculative decoding.
+        `max_dispatch_tokens_per_rank` 0: as much as is needed.
+        """
+        tokens_per_request = draft_tokens or 1
+        decode = max(max_running_requests, graph_max_batch) * tokens_per_request
+        local = max(chunked_prefill_size, max_prefill_tokens, decode)
+        return cls(
+            tokens_per_request=tokens_per_request,
+            local=local,
+            decode=decode,
+            gathered=dp_size * local,
+            capacity=max_dispatch_tokens_per_rank or local,
+        )
+
+    def phase_tokens(self, phase: str) -> int:
+        """The most tokens one rank brings to a step of `phase`."""
+        return self.local if phase == "prefill" else self.decode
+
+    def refusals(self) -> list[Refusal]:
+        if self.capacity >= self.local:
+            return []
+        return [
+            Refusal(
+                who="budget",
+                asked=f"--max-dispatch-tokens-per-rank {self.capacity}",
+                limit=f"a rank may have {self.local} tokens to send in one step",
+                remedy=f"use --max-dispatch-tokens-per-rank {self.local} or more, or lower "
+                "--max-prefill-tokens, --chunked-prefill-size, --max-running-requests or "
+                "--cuda-graph-max-bs",
+            )
+        ]
+
+
+def rows_seen(exchange: str, tokens: int, *, dp_size: int, ep_size: int, budget: Budget) -> int:
+    """The most tokens a runner sees when every rank brings `tokens`, by the dispatcher's exchange."""
+    if exchange == "none":
+        return tokens
+    if exchange == "gather":
+        return dp_size * tokens
+    return ep_size * min(tokens, budget.capacity)
+
+
+def matrix_bytes(weight_format: str, rows: int, columns: int, *, itemsize: int = 2) -> int:
+    """One `[rows, columns]` weight with its scales; `itemsize` is that of unquantised weights."""
+    if weight_format == "bf16":
+        return rows * columns * itemsize
+    if weight_format == "fp8":
+        return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+    if weight_format == "nvfp4":
+        return rows * columns // 2 + rows * columns // 16 + 4
+    return rows * columns // 2 + rows * columns // 32
+
+
+def expert_bytes(
+    spec: MoESpec, *, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
+) -> int:
+    """The experts of one layer as kept for use: packed as in the checkpoint, or decoded once."""
+    weight_format = "bf16" if decoded else spec.format
+    rows, inner = spec.w13_rows // expert_tp, spec.intermediate_size // expert_tp
+    one = matrix_bytes(weight_format, rows, spec.hidden_size, itemsize=itemsize)
+    one += matrix_bytes(weight_format, spec.hidden_size, inner, itemsize=itemsize)
+    if spec.expert_bias:
+        one += 4 * (rows + spec.hidden_size)
+    input_scales = 8 * spec.num_experts if spec.quantized_activations else 0
+    return num_local_experts * one + input_scales
+
+
+def token_bytes(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> int:
+    """One token's hidden state on the wire, with its scales ("bf16": the compute dtype's itemsize)."""
+    if wire_format == "bf16":
+        return itemsize * hidden_size
+    if wire_format == "fp8":
+        return hidden_size + 4 * -(-hidden_size // 128)
+    return hidden_size // 2 + hidden_size // 16
+
+
+def dispatch_bytes(
+    exchange: str,
+    layout: str,
+    *,
+    rows: int,
+    spec: MoESpec,
+    num_local_experts: int,
+    wire_format: str,
+    itemsize: int = 2,
+) -> int:
+    """Buffers of one dispatcher for `rows` received tokens (`rows_seen`): ep * C for an all-to-all.
+
+    Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
+    layout keeps a slab of that many rows for every local expert, since all may choose the same one.
+    """
+    if exchange == "none":
+        return 0
+    slabs = num_local_experts if layout == "experts" else 1
+    per_row = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize) + itemsize * spec.hidden_size
+    return rows * (slabs * per_row + 8 * spec.top_k)
+
+
+def workspace_bytes(
+    spec: MoESpec, *, rows: int, layout: str, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
+) -> int:
+    """What a runner needs beside its weights for a batch of `rows` tokens.
+
+    Every (token, local expert) pair holds its input, GEMM1's output, the activated value and the
+    output; packed weights add one expert decoded at a time, in float32 and in the compute dtype.
+    """
+    pairs = rows * (num_local_experts if layout == "experts" else min(spec.top_k, num_local_experts))
+    inner = spec.intermediate_size // expert_tp
+    gemm1 = spec.w13_rows // expert_tp
+    total = pairs * (2 * spec.hidden_size + gemm1 + inner) * itemsize
+    if not decoded:
+        total += (gemm1 + inner) * spec.hidden_size * (itemsize + 4)
+    return total
+
+
+def kv_bytes_per_token(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, attention_tp: int = 1, itemsize: int = 2
+) -> int:
+    """Keys and values of one token on one rank; a rank keeps at least one KV head."""
+    heads = max(1, num_kv_heads // attention_tp)
+    return 2 * num_layers * heads * head_dim * itemsize
