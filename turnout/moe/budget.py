@@ -148,7 +148,14 @@ def dispatch_bytes(
 
 
 def workspace_bytes(
-    spec: MoESpec, *, rows: int, layout: str, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
+    spec: MoESpec,
+    *,
+    rows: int,
+    layout: str,
+    num_local_experts: int,
+    expert_tp: int,
+    decoded: bool,
+    itemsize: int,
 ) -> int:
     """What a runner needs beside its weights for a batch of `rows` tokens.
 

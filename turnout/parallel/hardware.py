@@ -69,9 +69,7 @@ def detect(device: str = "auto") -> Hardware:
     Creates a CUDA context only when a GPU is what it returns. Raises UserError if "cuda" finds none.
     """
     if device == "cpu":
-        return Hardware(
-            name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True
-        )
+        return Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True)
     import torch
 
     if not torch.cuda.is_available():
