@@ -27,15 +27,16 @@ from turnout.formats import e2m1, fp8
 
 GROUP = 16
 GLOBAL_MAX = e2m1.MAX * fp8.MAX
+_SMALLEST_GLOBAL = 2.0**-100  # below about 2**-119 the reciprocal of a group's scale overflows float32
 
 
 def global_scale(x: Tensor, lead: int = 0) -> Tensor:
     """`amax / (6 * 448)` as float32 `x.shape[:lead]`: one per tensor, or per leading index.
 
-    1 where all elements are zero, so that it can always be divided by.
+    1 where all elements are zero, and at least 2**-100, so that it can always be divided by.
     """
-    scale = x.abs().flatten(lead).amax(dim=-1).float() / GLOBAL_MAX
-    return torch.where(scale == 0, 1.0, scale)
+    amax = x.abs().flatten(lead).amax(dim=-1).float()
+    return torch.where(amax == 0, 1.0, (amax / GLOBAL_MAX).clamp(min=_SMALLEST_GLOBAL))
 
 
 def encode(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
