@@ -6,7 +6,7 @@ terms is added up from the left, so that every `=` is one thing to do in the hea
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
 
 
 class Worked(int):
@@ -30,16 +30,8 @@ def minus(a: int, b: int) -> Worked:
 
 
 def times(a: int, b: int) -> Worked:
-    """The product; split by the digits of `b` unless one factor has a single significant digit."""
-    whole = f"{a} * {b}"
-    if _easy(a, b):
-        return Worked(a * b, f"{whole} = {a * b}")
-    if len(_places(a)) > 1 and _easy_factor(b):
-        parts = [(p, b) for p in _places(a)]
-    else:
-        parts = [(a, p) for p in _places(b)]
-    split = " + ".join(f"{x} * {y}" for x, y in parts)
-    return Worked(a * b, " = ".join([whole, split, *_sums([x * y for x, y in parts])]))
+    """The product; worked out in parts unless one factor has a single significant digit."""
+    return Worked(a * b, " = ".join(_product(a, b)))
 
 
 def divide(a: int, b: int) -> Worked:
@@ -50,11 +42,27 @@ def divide(a: int, b: int) -> Worked:
 
 
 def percent(rate: int, whole: int) -> Worked:
-    """`rate` percent of `whole`, which must come out even."""
-    return Worked(rate * whole // 100, f"{whole} * {rate} / 100 = {divide(prod((whole, rate)), 100).work}")
+    """`rate` percent of `whole`; raises ValueError if that is no integer."""
+    *stages, product = _product(whole, rate)
+    quotient = divide(int(product), 100)
+    scaled = [f"({stage}) / 100" if "+" in stage else f"{stage} / 100" for stage in stages]
+    return Worked(quotient, " = ".join([*scaled, quotient.work]))
 
 
-def _sums(terms: list[int] | tuple[int, ...]) -> list[str]:
+def _product(a: int, b: int) -> list[str]:
+    """Each stage of multiplying, the result last."""
+    whole = f"{a} * {b}"
+    if _easy(a, b):
+        return [whole, str(a * b)]
+    if len(_places(a)) > 1 and len(_places(b)) == 1:
+        parts = [(place, b) for place in _places(a)]
+    else:
+        parts = [(a, place) for place in _places(b)]
+    split = " + ".join(f"{x} * {y}" for x, y in parts)
+    return [whole, split, *_sums([x * y for x, y in parts])]
+
+
+def _sums(terms: Sequence[int]) -> list[str]:
     """Each stage of adding from the left, the total last."""
     stages = []
     while len(terms) > 1:
@@ -69,11 +77,7 @@ def _places(n: int) -> list[int]:
     return [int(c) * 10 ** (len(digits) - 1 - i) for i, c in enumerate(digits) if c != "0"]
 
 
-def _easy_factor(n: int) -> bool:
-    return len(_places(n)) == 1
-
-
 def _easy(a: int, b: int) -> bool:
-    """True if the product is looked up rather than worked out: at most two digits times one."""
+    """True if the product is known rather than worked out: at most two significant digits times one."""
     short, long = sorted((len(str(a).rstrip("0")), len(str(b).rstrip("0"))))
     return short == 1 and long <= 2

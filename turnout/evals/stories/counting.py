@@ -29,7 +29,11 @@ def three_collections(d: Draw) -> Story:
     return Story(
         f"{x} has {n} {a}. {y} has {more} more {a} than {x}, and {z} has {less} fewer than {y}. "
         f"How many {a} do they have {d.one('together', 'in total', 'altogether')}?",
-        (f"{y} has {second.work} {a}.", f"{z} has {third.work} {a}.", f"Together they have {total.work} {a}."),
+        (
+            f"{y} has {second.work} {a}.",
+            f"{z} has {third.work} {a}.",
+            f"Together they have {total.work} {a}.",
+        ),
         total,
     )
 
@@ -41,7 +45,8 @@ def times_as_many(d: Draw) -> Story:
     other = times(n, factor)
     total = plus(n, other)
     return Story(
-        f"{x} has {n} {a} and {y} has {word} as many. How many {a} do {x} and {y} have {d.one('together', 'in total')}?",
+        f"{x} has {n} {a} and {y} has {word} as many. How many {a} do {x} and {y} have "
+        f"{d.one('together', 'in total')}?",
         (f"{y} has {other.work} {a}.", f"Together they have {total.work} {a}."),
         total,
     )
@@ -56,7 +61,8 @@ def half_then_more(d: Draw) -> Story:
     left = minus(start, given)
     total = plus(left, found)
     return Story(
-        f"{who} has {start} {a}. {who.He} gives {word} of them to {friend} and then {d.one('finds', 'buys', 'gets')} {found} more. "
+        f"{who} has {start} {a}. {who.He} gives {word} of them to {friend} and then "
+        f"{d.one('finds', 'buys', 'gets')} {found} more. "
         f"How many {a} does {who.he} have now?",
         (f"{who} gives away {given.work} {a}.", f"{who.He} keeps {left.work} {a}.",
          f"Now {who.he} has {total.work} {a}."),
@@ -71,7 +77,8 @@ def packed_evenly(d: Draw) -> Story:
     rest = minus(made, eaten)
     count = divide(rest, size)
     return Story(
-        f"{who} bakes {made} {a}. {who.His} family eats {eaten} of them, and {who.he} packs the rest into {plural(box)} of {size}. "
+        f"{who} bakes {made} {a}. {who.His} family eats {eaten} of them, and {who.he} packs the rest into "
+        f"{plural(box)} of {size}. "
         f"How many {plural(box)} does {who.he} {d.one('fill', 'need')}?",
         (f"There are {rest.work} {a} to pack.", f"{who.He} fills {count.work} {plural(box)}."),
         count,
@@ -82,11 +89,12 @@ def trays_sold(d: Draw) -> Story:
     who, a = d.person(), d.things("baked")
     trays, each, price = d.number(3, 12), d.number(6, 24), d.number(2, 5)
     made = times(trays, each)
-    left = d.number(2, 20)
+    left = d.number(2, 15)
     sold = minus(made, left)
     money = times(sold, price)
     return Story(
-        f"{who} bakes {trays} trays of {a} with {each} on each tray. At the end of the day {left} {a} are left. "
+        f"{who} bakes {trays} trays of {a} with {each} on each tray. At the end of the day {left} {a} are "
+        f"left. "
         f"Each one sold for ${price}. How much money did {who.he} make?",
         (f"{who} baked {made.work} {a}.", f"{who.He} sold {sold.work} of them.",
          f"{who.He} made {money.work} dollars."),
@@ -101,7 +109,8 @@ def shelves(d: Draw) -> Story:
     after = minus(total, lent)
     now = plus(after, back)
     return Story(
-        f"A {where} has {shelves_} shelves with {each} books on each. On Monday {lent} books are taken out and {back} are brought back. "
+        f"A {where} has {shelves_} shelves with {each} books on each. On Monday {lent} books are taken "
+        f"out and {back} are brought back. "
         f"How many books are on the shelves {d.one('now', 'after that', 'in the end')}?",
         (f"At first there are {total.work} books.", f"After some are taken out there are {after.work} books.",
          f"In the end there are {now.work} books."),
@@ -118,7 +127,8 @@ def shared_equally(d: Draw) -> Story:
     both = plus(first, second)
     share = divide(both, children)
     return Story(
-        f"{x} picks {first} {a} and {y} picks {second}. They share them equally {d.one('among', 'between')} {children} children. "
+        f"{x} picks {first} {a} and {y} picks {second}. They share them equally "
+        f"{d.one('among', 'between')} {children} children. "
         f"How many {a} does each child get?",
         (f"Together they have {both.work} {a}.", f"Each child gets {share.work} {a}."),
         share,
@@ -132,9 +142,14 @@ def percent_of_fruit(d: Draw) -> Story:
     good = minus(n, rotten)
     left = minus(good, sold)
     return Story(
-        f"{who} picks {n} {a}, but {bad}% of them are {d.one('bad', 'too small', 'rotten')}. {who.He} eats {sold} of the good ones. "
+        f"{who} picks {n} {a}, but {bad}% of them are {d.one('bad', 'too small', 'rotten')}. {who.He} "
+        f"eats {sold} of the good ones. "
         f"How many good {a} are left?",
-        (f"The bad ones are {rotten.work} {a}.", f"So {good.work} {a} are good.", f"In the end {left.work} are left."),
+        (
+            f"The bad ones are {rotten.work} {a}.",
+            f"So {good.work} {a} are good.",
+            f"In the end {left.work} are left.",
+        ),
         left,
     )
 
@@ -143,12 +158,13 @@ def rows_of_seats(d: Draw) -> Story:
     where = d.one("theater", "cinema", "hall", "stadium")
     rows, seats = d.number(8, 40), d.number(10, 40)
     total = times(rows, seats)
-    empty = d.number(5, 80)
+    empty = d.number(5, 70)
     taken = minus(total, empty)
     children = d.number(2, min(90, taken - 2))
     adults = minus(taken, children)
     return Story(
-        f"A {where} has {rows} rows of {seats} seats. Tonight {empty} seats are empty, and {children} of the visitors are children. "
+        f"A {where} has {rows} rows of {seats} seats. Tonight {empty} seats are empty, and {children} of "
+        f"the visitors are children. "
         f"How many visitors are adults?",
         (f"The {where} has {total.work} seats.", f"There are {taken.work} visitors.",
          f"So {adults.work} visitors are adults."),
@@ -162,9 +178,14 @@ def colours(d: Draw) -> Story:
     blue, green = plus(red, more), times(red, factor)
     total = plus(red, blue, green)
     return Story(
-        f"A {box} holds {red} red {a}, {more} more blue ones than red ones, and {factor} times as many green ones as red ones. "
+        f"A {box} holds {red} red {a}, {more} more blue ones than red ones, and {factor} times as many "
+        f"green ones as red ones. "
         f"How many {a} does {who} count in the {box}?",
-        (f"There are {blue.work} blue {a}.", f"There are {green.work} green {a}.", f"In all {who} counts {total.work} {a}."),
+        (
+            f"There are {blue.work} blue {a}.",
+            f"There are {green.work} green {a}.",
+            f"In all {who} counts {total.work} {a}.",
+        ),
         total,
     )
 
@@ -178,7 +199,8 @@ def bouquets(d: Draw) -> Story:
     has = total + spare
     left = minus(has, total)
     return Story(
-        f"{who} has {has} flowers. {who.He} ties {n} bouquets, each with {x} {a} and {y} {b}. How many flowers are left over?",
+        f"{who} has {has} flowers. {who.He} ties {n} bouquets, each with {x} {a} and {y} {b}. How many "
+        f"flowers are left over?",
         (f"A bouquet takes {each.work} flowers.", f"All bouquets take {total.work} flowers.",
          f"So {left.work} flowers are left."),
         left,
@@ -194,7 +216,8 @@ def eggs(d: Draw) -> Story:
     room = times(cartons, size)
     spare = minus(room, laid)
     return Story(
-        f"{who} keeps {hens} hens, and each lays {each} eggs a day. After {days} days {who.he} puts all eggs into {cartons} cartons "
+        f"{who} keeps {hens} hens, and each lays {each} eggs a day. After {days} days {who.he} puts all "
+        f"eggs into {cartons} cartons "
         f"that hold {size} eggs each. How many places stay empty?",
         (f"The hens lay {per_day.work} eggs a day.", f"In {days} days they lay {laid.work} eggs.",
          f"The cartons hold {room.work} eggs.", f"So {spare.work} places stay empty."),
@@ -209,7 +232,8 @@ def lost_and_doubled(d: Draw) -> Story:
     more = plus(rest, bought)
     twice = times(more, 2)
     return Story(
-        f"{who} has {n} {a}, {d.one('loses', 'gives away', 'sells')} {lost} and buys {bought}. A year later {who.he} has twice as many as that. "
+        f"{who} has {n} {a}, {d.one('loses', 'gives away', 'sells')} {lost} and buys {bought}. A year "
+        f"later {who.he} has twice as many as that. "
         f"How many {a} does {who.he} have then?",
         (f"At first {who.he} keeps {rest.work} {a}.", f"Then {who.he} has {more.work} {a}.",
          f"A year later {who.he} has {twice.work} {a}."),
@@ -224,8 +248,13 @@ def legs(d: Draw) -> Story:
     four, two = times(n, 4), times(m, 2)
     total = plus(four, two)
     return Story(
-        f"On {who.his} farm {who} has {n} {a} and {m} {b}. How many legs do these animals have {d.one('in all', 'in total', 'together')}?",
-        (f"The {a} have {four.work} legs.", f"The {b} have {two.work} legs.", f"Together they have {total.work} legs."),
+        f"On {who.his} farm {who} has {n} {a} and {m} {b}. How many legs do these animals have "
+        f"{d.one('in all', 'in total', 'together')}?",
+        (
+            f"The {a} have {four.work} legs.",
+            f"The {b} have {two.work} legs.",
+            f"Together they have {total.work} legs.",
+        ),
         total,
     )
 
@@ -236,14 +265,19 @@ def album(d: Draw) -> Story:
     room = times(pages, each)
     has = d.number(2, room - 2)
     total = plus(has, extra)
-    if total > room:
+    if total >= room:
         extra = room - has - 1
         total = plus(has, extra)
     free = minus(room, total)
     return Story(
-        f"An album has {pages} pages with room for {each} {a} on each page. {who} owns {has} {a} and gets {extra} more. "
+        f"An album has {pages} pages with room for {each} {a} on each page. {who} owns {has} {a} and gets "
+        f"{extra} more. "
         f"How many more {a} still fit into the album?",
-        (f"The album has room for {room.work} {a}.", f"{who} has {total.work} {a}.", f"So {free.work} more fit."),
+        (
+            f"The album has room for {room.work} {a}.",
+            f"{who} has {total.work} {a}.",
+            f"So {free.work} more fit.",
+        ),
         free,
     )
 

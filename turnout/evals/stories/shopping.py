@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnout.evals.stories.arithmetic import divide, minus, percent, plus, times
-from turnout.evals.stories.draw import Draw, Story
+from turnout.evals.stories.draw import Draw, Story, plural
 
 
 def two_kinds(d: Draw) -> Story:
@@ -27,7 +27,8 @@ def change_from_bill(d: Draw) -> Story:
     bill = (cost // 50 + d.number(1, 4)) * 50
     change = minus(bill, cost)
     return Story(
-        f"At {d.shop()}, {a} cost ${p} a {d.one('kilo', 'bag')}. {who} takes {n} of them and pays with ${bill}. "
+        f"At {d.shop()}, {a} cost ${p} a {d.one('kilo', 'bag')}. {who} takes {n} of them and pays with "
+        f"${bill}. "
         f"How much change does {who.he} get?",
         (f"The {a} cost {cost.work} dollars.", f"{who.He} gets back {change.work} dollars."),
         change,
@@ -86,7 +87,8 @@ def wages(d: Draw) -> Story:
     pay = times(per_day, days)
     total = plus(pay, tips)
     return Story(
-        f"{who} works as a {job} and earns ${rate} {d.one('an hour', 'per hour')}. {who.He} works {hours} hours a day for "
+        f"{who} works as a {job} and earns ${rate} {d.one('an hour', 'per hour')}. {who.He} works {hours} "
+        f"hours a day for "
         f"{days} days and also gets a bonus of ${tips}. How much does {who.he} earn?",
         (f"In a day {who.he} earns {per_day.work} dollars.", f"In {days} days that is {pay.work} dollars.",
          f"With the bonus {who.he} earns {total.work} dollars."),
@@ -101,9 +103,11 @@ def overtime(d: Draw) -> Story:
     total = plus(normal, over)
     return Story(
         f"{who} earns ${rate} an hour for normal work and ${extra_rate} an hour for overtime. "
-        f"Last week {who.he} worked {hours} normal hours and {extra} hours of overtime. How much did {who.he} earn?",
+        f"Last week {who.he} worked {hours} normal hours and {extra} hours of overtime. How much did "
+        f"{who.he} earn?",
         (f"For normal hours {who.he} earned {normal.work} dollars.",
-         f"For overtime {who.he} earned {over.work} dollars.", f"In all {who.he} earned {total.work} dollars."),
+         f"For overtime {who.he} earned {over.work} dollars.", f"In all {who.he} earned {total.work} "
+         f"dollars."),
         total,
     )  # fmt: skip
 
@@ -114,7 +118,8 @@ def profit(d: Draw) -> Story:
     spent, got = times(n, cost), times(n, price)
     gain = minus(got, spent)
     return Story(
-        f"{who} makes {n} {a} that cost ${cost} each to make and sells {d.one('all of them', 'them all')} for ${price} each. "
+        f"{who} makes {n} {a} that cost ${cost} each to make and sells {d.one('all of them', 'them all')} "
+        f"for ${price} each. "
         f"What is {who.his} profit in dollars?",
         (f"Making the {a} costs {spent.work} dollars.", f"Selling them brings {got.work} dollars.",
          f"The profit is {gain.work} dollars."),
@@ -132,7 +137,8 @@ def share_the_bill(d: Draw) -> Story:
     total = plus(meal, tip)
     share = divide(total, people)
     return Story(
-        f"{who} and {friends} friends eat {d.one('dinner', 'lunch', 'breakfast')} together. The food costs ${meal} and they leave a tip of ${tip}. "
+        f"{who} and {friends} friends eat {d.one('dinner', 'lunch', 'breakfast')} together. The food "
+        f"costs ${meal} and they leave a tip of ${tip}. "
         f"They split everything equally. How much does each person pay?",
         (f"There are {people.work} people.", f"In total they pay {total.work} dollars.",
          f"Each person pays {share.work} dollars."),
@@ -149,7 +155,8 @@ def tickets(d: Draw) -> Story:
     where = d.one("zoo", "museum", "circus", "cinema", "theater", "castle")
     return Story(
         f"A ticket to the {where} costs ${price} for adults, and children pay ${less} less. "
-        f"A group of {adults} adults and {children} children {d.one('visits', 'goes to')} the {where}. How much do the tickets cost?",
+        f"A group of {adults} adults and {children} children {d.one('visits', 'goes to')} the {where}. "
+        f"How much do the tickets cost?",
         (f"A child pays {reduced.work} dollars.", f"The adults pay {a.work} dollars.",
          f"The children pay {c.work} dollars.", f"Together they pay {total.work} dollars."),
         total,
@@ -164,9 +171,9 @@ def twice_the_price(d: Draw) -> Story:
     several = times(n, price)
     total = plus(other, several)
     return Story(
-        f"A {a} costs ${price} and a {b} costs {word} as much. {who} buys one {b} and {n} of the other. "
+        f"A {a} costs ${price} and a {b} costs {word} as much. {who} buys one {b} and {n} {plural(a)}. "
         f"How many dollars does {who.he} pay?",
-        (f"The {b} costs {other.work} dollars.", f"The other {n} cost {several.work} dollars.",
+        (f"The {b} costs {other.work} dollars.", f"The {plural(a)} cost {several.work} dollars.",
          f"{who.He} pays {total.work} dollars."),
         total,
     )  # fmt: skip
@@ -181,7 +188,10 @@ def money_left(d: Draw) -> Story:
     return Story(
         f"{who} has ${has}. {who.He} spends ${p} on a {a} and ${q} on a {b}. "
         f"How much money {d.one(f'does {who.he} have left', 'is left', 'remains')}?",
-        (f"After the {a} {who.he} has {after.work} dollars.", f"After the {b} {who.he} has {rest.work} dollars."),
+        (
+            f"After the {a} {who.he} has {after.work} dollars.",
+            f"After the {b} {who.he} has {rest.work} dollars.",
+        ),
         rest,
     )
 
@@ -226,7 +236,8 @@ def raise_in_pay(d: Draw) -> Story:
     new = plus(pay, more)
     total = times(months, new)
     return Story(
-        f"{who} earns ${pay} a month and gets a raise of {rate}%. How much does {who.he} earn in {months} months after that?",
+        f"{who} earns ${pay} a month and gets a raise of {rate}%. How much does {who.he} earn in {months} "
+        f"months after that?",
         (f"The raise is {more.work} dollars.", f"{who.He} now earns {new.work} dollars a month.",
          f"In {months} months that is {total.work} dollars."),
         total,
@@ -240,7 +251,8 @@ def collecting_for_class(d: Draw) -> Story:
     left = minus(collected, costs * 10 + spare)
     share = costs * 10 + spare
     return Story(
-        f"{who} collects ${each} from each of the {pupils} pupils in {who.his} class. The bus costs ${share}. "
+        f"{who} collects ${each} from each of the {pupils} pupils in {who.his} class. The bus costs "
+        f"${share}. "
         f"How much money is left for food?",
         (f"The pupils give {collected.work} dollars.", f"After the bus {left.work} dollars are left."),
         left,
@@ -248,6 +260,7 @@ def collecting_for_class(d: Draw) -> Story:
 
 
 STORIES = (
-    two_kinds, change_from_bill, saving_for, discount, discount_on_many, wages, overtime, profit, share_the_bill,
+    two_kinds, change_from_bill, saving_for, discount, discount_on_many, wages, overtime, profit,
+    share_the_bill,
     tickets, twice_the_price, money_left, subscription, bulk_or_single, raise_in_pay, collecting_for_class,
 )  # fmt: skip
