@@ -15,7 +15,8 @@ from turnout.moe.spec import MoESpec
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Along K of a weight, how many values share a scale: a shard of K must be a multiple.
 WEIGHT_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16, "mxfp4": 32}
-WEIGHT_BITS = {"bf16": 16.0, "fp8": 8 + 32 / 128**2, "nvfp4": 4 + 8 / 16, "mxfp4": 4 + 8 / 32}
+# The same along H of a hidden state on the wire.
+WIRE_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16}
 
 
 @dataclass(frozen=True, kw_only=True)

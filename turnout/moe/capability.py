@@ -1,16 +1,35 @@
 """What a backend declares, and refusals: why it cannot serve a layer, and what would mend that.
 
-A refusal is data. The planner collects every one of them and prints them together before any
-weight is loaded.
+A refusal is data. The planner collects every one of them and prints them together before any weight is
+loaded. Each constraint has one owner: what a layer's sizes allow is `layer_refusals`, what one backend
+allows is its `refusals`, what two backends must agree on is `pair_refusals`. All compare declared
+values; none knows a backend's name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from turnout.errors import PlanRefused, Refusal
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
 
-__all__ = ["DispatcherCapability", "PlanRefused", "Refusal", "RunnerCapability"]
+__all__ = [
+    "DispatcherCapability",
+    "PlanRefused",
+    "Refusal",
+    "RunnerCapability",
+    "layer_refusals",
+    "pair_refusals",
+    "wire_format",
+]
+
+OTHER_RUNNER = "choose another --moe-runner-backend"
+OTHER_DISPATCHER = "choose another --moe-a2a-backend"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +56,45 @@ class RunnerCapability:
     requires: tuple[str, ...] = ()  # importable packages
     install: str = ""  # the command that installs them
 
+    def refusals(self, spec: MoESpec, topology: Topology, hardware: Hardware) -> list[Refusal]:
+        """Why this runner cannot run `spec` here, whatever the dispatcher."""
+        who = f"runner {self.name}"
+        found = _place_refusals(who, self, hardware, OTHER_RUNNER)
+        if spec.format not in self.weight_formats:
+            takes = _listed(self.weight_formats)
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"{spec.format} expert weights",
+                    limit=f"accepts {takes}",
+                    remedy=f"{OTHER_RUNNER}, or convert the checkpoint to {takes} with `turnout quantize`",
+                )
+            )
+        if spec.activation.kind not in self.activations:
+            limit = f"computes {_listed(self.activations)}"
+            found.append(
+                Refusal(who=who, asked=f"activation {spec.activation.kind}", limit=limit, remedy=OTHER_RUNNER)
+            )
+        if spec.expert_bias and not self.expert_bias:
+            limit = "its GEMMs add no bias"
+            found.append(Refusal(who=who, asked="experts with biases", limit=limit, remedy=OTHER_RUNNER))
+        if spec.hidden_size % self.hidden_multiple:
+            limit = f"must be a multiple of {self.hidden_multiple}"
+            asked = f"hidden size {spec.hidden_size}"
+            found.append(Refusal(who=who, asked=asked, limit=limit, remedy=OTHER_RUNNER))
+        if not _shard_fits(spec, topology.expert_tp, self.intermediate_multiple):
+            found.append(self._shard_refusal(who, spec, topology))
+        return found
+
+    def _shard_refusal(self, who: str, spec: MoESpec, topology: Topology) -> Refusal:
+        remedy = _ep_remedy(topology, spec, self.intermediate_multiple)
+        return Refusal(
+            who=who,
+            asked=_shards(spec, topology),
+            limit=f"a rank's shard must be a multiple of {self.intermediate_multiple}",
+            remedy=f"{remedy}, or {OTHER_RUNNER}" if remedy else OTHER_RUNNER,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherCapability:
@@ -60,3 +118,208 @@ class DispatcherCapability:
     graph_safe: bool = True
     requires: tuple[str, ...] = field(default=())
     install: str = ""
+
+    def refusals(self, topology: Topology, hardware: Hardware) -> list[Refusal]:
+        """Why this dispatcher cannot work between these ranks, whatever the runner."""
+        who = f"dispatcher {self.name}"
+        found = _place_refusals(who, self, hardware, OTHER_DISPATCHER)
+        if topology.nnodes > 1 and not self.multi_host:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"--nnodes {topology.nnodes}",
+                    limit="works within one host",
+                    remedy=f"use --nnodes 1, or {OTHER_DISPATCHER}",
+                )
+            )
+        if self.max_ep is not None and topology.ep_size > self.max_ep:
+            fitting = [ep for ep in _divisors(topology.tp_size) if ep <= self.max_ep]
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"--ep-size {topology.ep_size}",
+                    limit=f"connects at most {self.max_ep} expert-parallel ranks",
+                    remedy=f"use --ep-size {_one_of(fitting)}, or {OTHER_DISPATCHER}",
+                )
+            )
+        if self.exchange == "none" and topology.dp_size > 1:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"--dp-size {topology.dp_size}",
+                    limit="moves no tokens, but data-parallel groups hold different ones",
+                    remedy=f"use --dp-size 1, or {OTHER_DISPATCHER}",
+                )
+            )
+        if self.exchange == "all_to_all" and topology.expert_tp > 1:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"--ep-size {topology.ep_size} with --tp-size {topology.tp_size}",
+                    limit="sends a token to ranks that hold whole experts",
+                    remedy=f"use --ep-size {topology.tp_size}, or {OTHER_DISPATCHER}",
+                )
+            )
+        return found
+
+
+def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
+    """Why no backend at all can run `spec` on ranks so arranged."""
+    found = []
+    if not 1 <= spec.top_k <= spec.num_experts:
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"top-{spec.top_k} of {spec.num_experts} experts",
+                limit="a token goes to at least one expert and to none twice",
+                remedy="mend num_experts_per_tok or num_experts in config.json",
+            )
+        )
+    if spec.num_experts % topology.ep_size:
+        fitting = [ep for ep in _divisors(topology.tp_size) if spec.num_experts % ep == 0]
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"{spec.num_experts} experts over --ep-size {topology.ep_size}",
+                limit="every rank holds the same number of experts",
+                remedy=f"use --ep-size {_one_of(fitting)}",
+            )
+        )
+    group = WEIGHT_GROUP[spec.format]
+    if spec.format in ("nvfp4", "mxfp4") and spec.hidden_size % group:
+        found.append(_group_refusal(spec, f"hidden size {spec.hidden_size}", group, "convert the checkpoint"))
+    shard_group = group if topology.expert_tp > 1 or spec.format in ("nvfp4", "mxfp4") else 1
+    if not _shard_fits(spec, topology.expert_tp, shard_group):
+        remedy = _ep_remedy(topology, spec, shard_group) or "lower --tp-size, or convert the checkpoint"
+        found.append(_group_refusal(spec, _shards(spec, topology), shard_group, remedy))
+    return found
+
+
+def pair_refusals(
+    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str
+) -> list[Refusal]:
+    """Why this runner cannot be fed by this dispatcher. `wish`: a wire format, or "auto"."""
+    who = f"runner {runner.name} with dispatcher {dispatcher.name}"
+    found = []
+    if dispatcher.layout not in runner.layouts:
+        found.append(
+            Refusal(
+                who=who,
+                asked=f"layout {dispatcher.layout!r}, which the dispatcher emits",
+                limit=f"the runner takes {_listed(runner.layouts)}",
+                remedy=f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
+            )
+        )
+    if not _wire_formats(runner, dispatcher, spec, wish):
+        found.append(
+            Refusal(
+                who=who,
+                asked=f"--moe-dispatch-dtype {wish} at hidden size {spec.hidden_size}",
+                limit=f"the dispatcher sends {_listed(dispatcher.wire_formats)}, the runner takes "
+                f"{_listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
+                f"{WIRE_GROUP['fp8']} and {WIRE_GROUP['nvfp4']}",
+                remedy="use --moe-dispatch-dtype auto"
+                if wish != "auto"
+                else f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
+            )
+        )
+    return found
+
+
+def wire_format(
+    runner: RunnerCapability,
+    dispatcher: DispatcherCapability,
+    spec: MoESpec,
+    wish: str,
+    activation_format: str,
+) -> str:
+    """The format on the wire for a pair that has no refusals.
+
+    The GEMMs' own format when both sides speak it: quantised before the wire instead of after it, the
+    values are the same and the bytes fewer. Otherwise unquantised, which costs no accuracy.
+    """
+    shared = _wire_formats(runner, dispatcher, spec, wish)
+    for choice in (activation_format, "bf16"):
+        if choice in shared:
+            return choice
+    return min(shared)
+
+
+def _wire_formats(
+    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str
+) -> set[str]:
+    shared = runner.wire_formats & dispatcher.wire_formats
+    return {f for f in shared if spec.hidden_size % WIRE_GROUP[f] == 0 and wish in ("auto", f)}
+
+
+def _place_refusals(
+    who: str, backend: RunnerCapability | DispatcherCapability, hardware: Hardware, other: str
+) -> list[Refusal]:
+    """Device, architecture and, on this machine, packages."""
+    found = []
+    if hardware.device not in backend.devices:
+        found.append(
+            Refusal(
+                who=who,
+                asked=f"device {hardware.device}",
+                limit=f"runs on {_listed(backend.devices)}",
+                remedy=f"use --device {' or '.join(sorted(backend.devices))}, or {other}",
+            )
+        )
+    architectures = getattr(backend, "architectures", None)
+    if hardware.device == "cuda" and architectures and hardware.architecture not in architectures:
+        found.append(
+            Refusal(
+                who=who,
+                asked=f"{hardware.name} (compute capability {hardware.architecture / 10})",
+                limit=f"has kernels for {_listed(str(a / 10) for a in architectures)}",
+                remedy=other,
+            )
+        )
+    if hardware.present:
+        missing = [package for package in backend.requires if find_spec(package) is None]
+        if missing:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked="this Python environment",
+                    limit=f"needs {_listed(missing)}, not installed here",
+                    remedy=backend.install or f"pip install {' '.join(missing)}",
+                )
+            )
+    return found
+
+
+def _group_refusal(spec: MoESpec, asked: str, group: int, remedy: str) -> Refusal:
+    limit = f"must divide into equal shards, each a multiple of {group} for {spec.format} weights"
+    return Refusal(who="layer", asked=asked, limit=limit, remedy=remedy)
+
+
+def _shards(spec: MoESpec, topology: Topology) -> str:
+    return f"expert intermediate size {spec.intermediate_size} over {topology.expert_tp} expert-TP rank(s)"
+
+
+def _shard_fits(spec: MoESpec, expert_tp: int, multiple: int) -> bool:
+    return spec.intermediate_size % (expert_tp * multiple) == 0
+
+
+def _ep_remedy(topology: Topology, spec: MoESpec, multiple: int) -> str:
+    """The --ep-size values under which a shard is a multiple, or "" if there are none."""
+    fitting = [
+        ep
+        for ep in _divisors(topology.tp_size)
+        if spec.num_experts % ep == 0 and _shard_fits(spec, topology.tp_size // ep, multiple)
+    ]
+    return f"use --ep-size {_one_of(fitting)}" if fitting else ""
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _one_of(values: list[int]) -> str:
+    return " or ".join(map(str, values))

@@ -1,21 +1,56 @@
-"""spec + topology + budget + hardware + wishes -> plan, or all the reasons why not."""
+"""spec + topology + budget + hardware + wishes -> plan, or all the reasons why not.
+
+Every runner is tried with every dispatcher of each phase, every activation format and every weight
+storage. A combination is joined by what its parts declare (capability.py), never by their names. What
+cannot run is a refusal; refusals are collected, all of them, and kept in the plan or raised together.
+`auto` takes the best of what is allowed; a wish is honoured or refused, never replaced.
+
+Both phases share one runner, because weights are prepared once, in its layout. Dispatchers may differ.
+
+Two choices of `auto` that are not a backend's preference:
+
+* Activations: the checkpoint's own format if the device multiplies it natively, else bf16 (weight-only).
+  Emulated W4A4 costs accuracy and gains no speed, so it runs only when asked for.
+* Weight storage: decoded once when that takes no more bytes than packed, or on a CPU when it is small
+  (DECODE_ONCE_BYTES, and a DECODE_ONCE_SHARE-th of memory). On one AVX2 core, unpacking a 1024 x 1024
+  NVFP4 matrix takes 1.0 ms, its float32 product with one token 0.085 ms, with 16 tokens 0.65 ms: decoding
+  at each use would dominate. GPU kernels unpack on the fly, and reading fewer bytes is what makes them
+  fast, so there packed weights are kept.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from turnout.moe.capability import Refusal
+from turnout.moe.budget import Budget
+from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, gigabytes, search
+from turnout.moe.capability import (
+    DispatcherCapability,
+    PlanRefused,
+    Refusal,
+    RunnerCapability,
+    layer_refusals,
+)
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+from turnout.registry import DISPATCHERS, RUNNERS, Registry
 
+__all__ = ["MoEPlan", "PhasePlan", "Wishes", "plan"]
 
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user asked for; "auto" may be anything that is allowed."""
+C = TypeVar("C", RunnerCapability, DispatcherCapability)
 
-    runner: str = "auto"
-    dispatcher: str = "auto"
-    dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
-    activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
-    weight_storage: str = "auto"  # auto, packed, decoded
+# Names that users of other engines may ask for: known, but not here.
+RUNNERS_ELSEWHERE = (
+    "triton",
+    "flashinfer_cutedsl",
+    "flashinfer_mxfp4",
+    "flashinfer_cutlass",
+    "flashinfer_trtllm",
+)
+DISPATCHERS_ELSEWHERE = ("collective", "collective-experts", "nvlink", "flashinfer", "deepep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +85,175 @@ class MoEPlan:
 
     def phase(self, name: str) -> PhasePlan:
         return self.prefill if name == "prefill" else self.decode
+
+
+def plan(
+    spec: MoESpec,
+    *,
+    topology: Topology,
+    budget: Budget,
+    hardware: Hardware,
+    wishes: Wishes = Wishes(),
+    compute_dtype: str,
+    num_layers: int = 1,
+    runners: Sequence[RunnerCapability] | None = None,
+    dispatchers: Sequence[DispatcherCapability] | None = None,
+) -> MoEPlan:
+    """How `num_layers` MoE layers like `spec` run on this rank.
+
+    `runners` and `dispatchers` default to the registered ones. Raises PlanRefused with everything that
+    stands in the way.
+    """
+    case = Case(
+        spec=spec,
+        topology=topology,
+        budget=budget,
+        hardware=hardware,
+        wishes=wishes,
+        compute_dtype=compute_dtype,
+        num_layers=num_layers,
+    )
+    known_runners = _registered(RUNNERS) if runners is None else runners
+    known_dispatchers = _registered(DISPATCHERS) if dispatchers is None else dispatchers
+    impossible = [*topology.refusals(), *budget.refusals()]
+    if not topology.refusals():
+        impossible += layer_refusals(spec, topology)
+    allowed_runners, no_runner = _wished(
+        "--moe-runner-backend", wishes.runner, known_runners, RUNNERS_ELSEWHERE
+    )
+    allowed_dispatchers, no_dispatcher = _wished(
+        "--moe-a2a-backend", wishes.dispatcher, known_dispatchers, DISPATCHERS_ELSEWHERE
+    )
+    found = [*impossible, *no_runner, *no_dispatcher]
+    if topology.refusals():  # what a rank would hold cannot be told
+        raise PlanRefused("the ranks cannot be arranged as asked", found)
+    candidates, refused = search(case, allowed_runners, allowed_dispatchers)
+    if found or not candidates:
+        hint = "" if impossible else _hint(case, known_runners, known_dispatchers)
+        raise PlanRefused(f"no MoE backend can run this as asked{hint}", [*found, *refused])
+    best = candidates[0]
+    return MoEPlan(
+        prefill=_phase_plan(case, best, "prefill"),
+        decode=_phase_plan(case, best, "decode"),
+        activation_format=best.activation,
+        weight_storage=best.storage,
+        compute_dtype=compute_dtype,
+        first_expert=topology.expert_range(spec.num_experts).start,
+        num_local_experts=case.num_local_experts,
+        weight_bytes=best.weight_bytes,
+        workspace_bytes=best.workspace_bytes,
+        dispatch_bytes=best.dispatch_bytes,
+        refused=tuple(refused),
+        reasons=_reasons(case, best, candidates),
+    )
+
+
+def _registered(registry: Registry) -> list:
+    return [registry.get(name).capability for name in registry]
+
+
+def _wished(
+    flag: str, wish: str, known: Sequence[C], elsewhere: tuple[str, ...]
+) -> tuple[list[C], list[Refusal]]:
+    """The backends to consider, and a refusal if the one asked for is not among `known`."""
+    if wish == "auto":
+        return list(known), []
+    asked = [backend for backend in known if backend.name == wish]
+    if asked:
+        return asked, []
+    names = ", ".join(backend.name for backend in known)
+    limit = "not part of this version" if wish in elsewhere else "unknown"
+    refusal = Refusal(
+        who="plan",
+        asked=f"{flag} {wish}",
+        limit=f"{limit}, which has: {names}",
+        remedy=f"use {flag} auto, or one of: {names}",
+    )
+    return [], [refusal]
+
+
+def _hint(
+    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+) -> str:
+    """What `auto` would do, if the wishes alone stand in the way."""
+    candidates, _ = search(replace(case, wishes=Wishes()), runners, dispatchers)
+    if case.wishes == Wishes() or not candidates:
+        return ""
+    best = candidates[0]
+    return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
+
+
+def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
+    dispatcher = best.dispatcher(phase)
+    layer_owes = dispatcher.exchange == "none" and case.topology.tp_size > 1
+    return PhasePlan(
+        phase=phase,
+        runner=best.runner.name,
+        dispatcher=dispatcher.name,
+        layout=dispatcher.layout,
+        wire_format=best.wire[phase],
+        reduce="layer" if layer_owes else "none",
+        max_tokens=case.rows(dispatcher, phase),
+    )
+
+
+def _reasons(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Why each choice was made, one line each."""
+    others = {c.runner.name: c.runner.preference for c in candidates}
+    lines = [
+        f"runner {best.runner.name}: "
+        + _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
+    ]
+    same_runner = [c for c in candidates if c.runner is best.runner]
+    for phase in PHASES:
+        chosen = best.dispatcher(phase)
+        others = {c.dispatcher(phase).name: c.dispatcher(phase).preference for c in same_runner}
+        why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, others)
+        lines.append(f"{phase} dispatcher {chosen.name}: {why}")
+    lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
+    lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
+    if any(_phase_plan(case, best, phase).reduce == "layer" for phase in PHASES):
+        lines.append("the layer sums over ranks: the dispatcher moves no tokens and leaves partial sums")
+    return tuple(lines)
+
+
+def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
+    if wish != "auto":
+        return f"asked for with {flag}"
+    others = [name for name in preferences if name != chosen]
+    if not others:
+        return "the only one that can run this"
+    ranked = ", ".join(f"{name} ({preferences[name]})" for name in others)
+    return f"preference {preferences[chosen]}, before {ranked}"
+
+
+def _why_activation(case: Case, best: Candidate) -> str:
+    if case.wishes.activation_format != "auto":
+        return "asked for with --moe-activation-dtype"
+    if best.activation == "nvfp4":
+        units = case.native_fp4 and best.runner.fp4_units
+        return (
+            "the checkpoint calibrated them, and FP4 units multiply them" if units else "all the runner takes"
+        )
+    if case.spec.format == "bf16":
+        return "the checkpoint is not quantised"
+    if not case.spec.quantized_activations:
+        return "weight-only, as the checkpoint asks"
+    if not case.hardware.has_fp4_units:
+        return f"weight-only, for {case.hardware.name} has no FP4 units and emulating them gains no speed"
+    return "weight-only, for the runner does not use the FP4 units"
+
+
+def _why_storage(case: Case, best: Candidate) -> str:
+    size = gigabytes(best.weight_bytes * case.num_layers)
+    if case.wishes.weight_storage != "auto":
+        return f"asked for with --moe-weight-storage; {size} for {case.num_layers} layers"
+    packed = case.weight_bytes("packed")
+    if best.storage == "packed":
+        decoded = gigabytes(case.weight_bytes("decoded") * case.num_layers)
+        return f"{size} for {case.num_layers} layers, where decoded once they would take {decoded}"
+    if best.weight_bytes <= packed:
+        return f"no larger than packed, {size} for {case.num_layers} layers"
+    if case.decode_once():
+        return f"{size} for {case.num_layers} layers is small, and unpacking at each use is slow on a CPU"
+    return f"the only storage that can run this; {size} for {case.num_layers} layers"

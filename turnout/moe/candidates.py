@@ -1,0 +1,312 @@
+"""Every combination of backends and choices for one layer: those that can run, and why the rest cannot.
+
+A candidate is a runner, a dispatcher per phase, an activation format and a weight storage, joined by
+what each declares (capability.py), never by names. Reasons are collected without stopping at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from turnout.moe import budget as sizes
+from turnout.moe.budget import Budget
+from turnout.moe.capability import (
+    OTHER_RUNNER,
+    DispatcherCapability,
+    Refusal,
+    RunnerCapability,
+    pair_refusals,
+    wire_format,
+)
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+
+PHASES = ("prefill", "decode")
+DECODE_ONCE_BYTES = 2 * 2**30
+DECODE_ONCE_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asked for; "auto" may be anything that is allowed."""
+
+    runner: str = "auto"
+    dispatcher: str = "auto"
+    dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
+    activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
+    weight_storage: str = "auto"  # auto, packed, decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The question put to every candidate."""
+
+    spec: MoESpec
+    topology: Topology
+    budget: Budget
+    hardware: Hardware
+    wishes: Wishes
+    compute_dtype: str
+    num_layers: int
+
+    @property
+    def itemsize(self) -> int:
+        return sizes.ITEMSIZE[self.compute_dtype]
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.spec.num_experts // self.topology.ep_size
+
+    @property
+    def native_fp4(self) -> bool:
+        """Whether W4A4 is what the checkpoint was made for and the device multiplies."""
+        return self.spec.quantized_activations and self.hardware.has_fp4_units
+
+    def weight_bytes(self, storage: str) -> int:
+        """One layer's experts on this rank."""
+        return sizes.expert_bytes(
+            self.spec,
+            num_local_experts=self.num_local_experts,
+            expert_tp=self.topology.expert_tp,
+            decoded=storage == "decoded",
+            itemsize=self.itemsize,
+        )
+
+    def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
+        """The most tokens a runner sees behind `dispatcher`."""
+        return sizes.rows_seen(
+            dispatcher.exchange,
+            self.budget.phase_tokens(phase),
+            dp_size=self.topology.dp_size,
+            ep_size=self.topology.ep_size,
+            budget=self.budget,
+        )
+
+    def workspace(self, dispatcher: DispatcherCapability, phase: str, storage: str) -> int:
+        """What a runner needs beside its weights behind `dispatcher`, in bytes."""
+        return sizes.workspace_bytes(
+            self.spec,
+            rows=self.rows(dispatcher, phase),
+            layout=dispatcher.layout,
+            num_local_experts=self.num_local_experts,
+            expert_tp=self.topology.expert_tp,
+            decoded=storage == "decoded",
+            itemsize=self.itemsize,
+        )
+
+    def decode_once(self) -> bool:
+        """The rule of weight_storage "auto" (its reasons: plan.py)."""
+        decoded = self.weight_bytes("decoded")
+        if decoded <= self.weight_bytes("packed"):
+            return True
+        room = min(DECODE_ONCE_BYTES, self.hardware.memory_bytes // DECODE_ONCE_SHARE)
+        return self.hardware.device == "cpu" and decoded * self.num_layers <= room
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One combination that its parts allow."""
+
+    runner: RunnerCapability
+    prefill: DispatcherCapability
+    decode: DispatcherCapability
+    activation: str
+    storage: str
+    wire: dict[str, str]  # by phase
+    weight_bytes: int  # of one layer
+    workspace_bytes: int
+    dispatch_bytes: int
+    order: tuple[int, ...]  # `auto` takes the smallest
+
+    def dispatcher(self, phase: str) -> DispatcherCapability:
+        return self.prefill if phase == "prefill" else self.decode
+
+
+def search(
+    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+) -> tuple[list[Candidate], list[Refusal]]:
+    """All that can run, the best first, and every reason why the rest cannot. Either may be empty."""
+    working, refused = [], []
+    for dispatcher in dispatchers:
+        reasons = dispatcher.refusals(case.topology, case.hardware)
+        refused += reasons
+        if not reasons:
+            working.append(dispatcher)
+    candidates = []
+    for place, runner in enumerate(runners):
+        own = runner.refusals(case.spec, case.topology, case.hardware)
+        activations, no_activation = _activations(case, runner)
+        storages, no_storage = _storages(case, runner)
+        feeders, no_feeder = _feeders(case, runner, dispatchers)
+        refused += [*own, *no_activation, *no_storage, *no_feeder]
+        if own:
+            continue
+        feeders = [(place, dispatcher) for place, dispatcher in feeders if dispatcher in working]
+        for choice in product(enumerate(activations), enumerate(storages), feeders, feeders):
+            candidate = _join(case, (place, runner), *choice)
+            reasons = _memory_refusals(case, candidate)
+            refused += reasons
+            if not reasons:
+                candidates.append(candidate)
+    return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
+
+
+def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
+    """What this runner's GEMMs may multiply with, best first.
+
+    NVFP4 where the checkpoint asks for it and both device and runner do it natively; else bf16.
+    """
+    wish = case.wishes.activation_format
+    choices = ["nvfp4", "bf16"] if case.native_fp4 and runner.fp4_units else ["bf16", "nvfp4"]
+    if case.spec.format != "nvfp4":
+        choices = ["bf16"]
+    allowed, refused = [], []
+    for choice in choices if wish == "auto" else [wish]:
+        refusal = _activation_refusal(case.spec, runner, choice)
+        if refusal is None:
+            allowed.append(choice)
+        else:
+            refused.append(refusal)
+    return allowed, refused
+
+
+def _activation_refusal(spec: MoESpec, runner: RunnerCapability, choice: str) -> Refusal | None:
+    who, asked = f"runner {runner.name}", f"--moe-activation-dtype {choice}"
+    if choice == "nvfp4" and spec.format != "nvfp4":
+        limit = f"W4A4 needs NVFP4 weights; the checkpoint's experts are {spec.format}"
+        remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format nvfp4`"
+    elif choice == "nvfp4" and not spec.quantized_activations:
+        limit = "W4A4 needs calibrated input scales, and the checkpoint holds none"
+        remedy = (
+            "use --moe-activation-dtype auto, or quantise from bf16 with "
+            "`turnout quantize MODEL OUT --format nvfp4 --calibrate`"
+        )
+    elif choice not in runner.activation_formats:
+        limit = f"its GEMMs multiply with {', '.join(sorted(runner.activation_formats))}"
+        remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"
+    else:
+        return None
+    return Refusal(who=who, asked=asked, limit=limit, remedy=remedy)
+
+
+def _storages(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
+    """How this runner may keep the weights, best first."""
+    wish = case.wishes.weight_storage
+    if wish == "auto":
+        best_first = ("decoded", "packed") if case.decode_once() else ("packed", "decoded")
+        return [s for s in best_first if s in runner.weight_storages], []
+    if wish in runner.weight_storages:
+        return [wish], []
+    return [], [
+        Refusal(
+            who=f"runner {runner.name}",
+            asked=f"--moe-weight-storage {wish}",
+            limit=f"keeps weights {', '.join(sorted(runner.weight_storages))}",
+            remedy=f"use --moe-weight-storage auto, or {OTHER_RUNNER}",
+        )
+    ]
+
+
+def _feeders(
+    case: Case, runner: RunnerCapability, dispatchers: Sequence[DispatcherCapability]
+) -> tuple[list[tuple[int, DispatcherCapability]], list[Refusal]]:
+    """The dispatchers that can feed this runner, each with its place in `dispatchers`."""
+    feeders, refused = [], []
+    for place, dispatcher in enumerate(dispatchers):
+        reasons = pair_refusals(runner, dispatcher, case.spec, case.wishes.dispatch_format)
+        refused += reasons
+        if not reasons:
+            feeders.append((place, dispatcher))
+    return feeders, refused
+
+
+def _join(
+    case: Case,
+    runner_at: tuple[int, RunnerCapability],
+    activation_at: tuple[int, str],
+    storage_at: tuple[int, str],
+    prefill_at: tuple[int, DispatcherCapability],
+    decode_at: tuple[int, DispatcherCapability],
+) -> Candidate:
+    """Each part comes with its place among the alternatives, which breaks ties of preference."""
+    (runner_place, runner), (activation_place, activation) = runner_at, activation_at
+    (storage_place, storage), (prefill_place, prefill), (decode_place, decode) = (
+        storage_at,
+        prefill_at,
+        decode_at,
+    )
+    feeds = {"prefill": prefill, "decode": decode}
+    wire = {
+        phase: wire_format(runner, feeds[phase], case.spec, case.wishes.dispatch_format, activation)
+        for phase in PHASES
+    }
+    return Candidate(
+        runner=runner,
+        prefill=prefill,
+        decode=decode,
+        activation=activation,
+        storage=storage,
+        wire=wire,
+        weight_bytes=case.weight_bytes(storage),
+        workspace_bytes=max(case.workspace(feeds[phase], phase, storage) for phase in PHASES),
+        dispatch_bytes=_dispatch_bytes(case, feeds, wire),
+        order=(
+            -runner.preference,
+            runner_place,
+            activation_place,
+            storage_place,
+            -prefill.preference,
+            prefill_place,
+            -decode.preference,
+            decode_place,
+        ),
+    )
+
+
+def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: dict[str, str]) -> int:
+    """One dispatcher's buffers serve both phases; two have their own."""
+    needed: dict[str, int] = {}
+    for phase, dispatcher in feeds.items():
+        size = sizes.dispatch_bytes(
+            dispatcher.exchange,
+            dispatcher.layout,
+            rows=case.rows(dispatcher, phase),
+            spec=case.spec,
+            num_local_experts=case.num_local_experts,
+            wire_format=wire[phase],
+            itemsize=case.itemsize,
+        )
+        needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
+    return sum(needed.values())
+
+
+def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
+    """Experts of all layers and the shared buffers against the whole device; the rest comes on top."""
+    experts = candidate.weight_bytes * case.num_layers
+    needed = experts + candidate.workspace_bytes + candidate.dispatch_bytes
+    if needed <= case.hardware.memory_bytes:
+        return []
+    remedies = []
+    if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
+        remedies.append("use --moe-weight-storage packed")
+    if experts < needed // 2:
+        remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
+    remedies.append("spread the experts with a larger --ep-size, or take a device with more memory")
+    dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
+    return [
+        Refusal(
+            who=f"runner {candidate.runner.name} with dispatcher {dispatchers}",
+            asked=f"experts of {case.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
+            f"workspace {gigabytes(candidate.workspace_bytes)}, "
+            f"dispatch buffers {gigabytes(candidate.dispatch_bytes)}",
+            limit=f"{case.hardware.name} has {gigabytes(case.hardware.memory_bytes)}",
+            remedy=", or ".join(remedies),
+        )
+    ]
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 10**9:.3g} GB"
