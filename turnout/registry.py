@@ -64,7 +64,7 @@ DISPATCHERS: Registry[Any] = Registry(
 ARCHITECTURES: Registry[Any] = Registry(
     "model architecture",
     {
-        "Qwen2MoeForCausalLM": "turnout.models.qwen2_moe:Qwen2Moe",
-        "Qwen3MoeForCausalLM": "turnout.models.qwen3_moe:Qwen3Moe",
+        "Qwen2MoeForCausalLM": "turnout.models.qwen2_moe:read_spec",
+        "Qwen3MoeForCausalLM": "turnout.models.qwen3_moe:read_spec",
     },
 )

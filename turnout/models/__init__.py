@@ -1,0 +1,103 @@
+"""Model architectures: described from `config.json`, loaded with a plan for their MoE layers.
+
+description = describe(config)                        # no torch, no weights
+model = load_model(checkpoint, plan, topology=..., device=..., dtype=...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from turnout.checkpoint import Quantization, parse_quantization
+from turnout.errors import UserError
+from turnout.models.fields import ConfigFields
+from turnout.models.interface import Model, ModelDescription, ProgressFn
+from turnout.models.spec import DecoderSpec
+from turnout.moe.plan import MoEPlan
+from turnout.parallel.topology import Topology
+from turnout.registry import ARCHITECTURES
+
+if TYPE_CHECKING:  # describing a model must not cost the import of torch
+    import torch
+
+    from turnout.checkpoint import Checkpoint
+
+__all__ = ["describe", "load_model"]
+
+
+def describe(
+    config: Mapping[str, Any], *, experts_format: tuple[str, bool] | None = None
+) -> ModelDescription:
+    """The model that a parsed `config.json` names.
+
+    experts_format: (a name of formats.packed.FORMATS, quantised activations) where it is known from
+    elsewhere; otherwise `quantization_config` says. Raises UserError naming the architecture that is not
+    implemented, or the field that is missing, malformed or not implemented.
+    """
+    spec = _read_spec(config)
+    return _with_format(spec, experts_format or _experts_format(parse_quantization(config), spec)).describe()
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    plan: MoEPlan,
+    *,
+    topology: Topology,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: ProgressFn | None = None,
+) -> Model:
+    """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
+
+    `plan` is the one made for `describe(checkpoint.config)`. Raises UserError as `describe` does, and
+    CheckpointError for a tensor that is missing or wrong.
+    """
+    import torch
+
+    from turnout.models.decoder import Decoder
+    from turnout.models.weights import Weights
+
+    if topology.attention_tp > 1:
+        raise UserError(
+            f"attention over {topology.attention_tp} ranks is not implemented; "
+            "use --enable-dp-attention with --dp-size equal to --tp-size"
+        )
+    spec = _read_spec(checkpoint.config)
+    spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
+    weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)
+    return Decoder(spec, weights, plan, topology, progress or _silent)
+
+
+def _read_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    fields = ConfigFields(config)
+    names = fields.raw("architectures")
+    if not isinstance(names, Sequence) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.wrong("architectures", "must be a list that holds one name")
+    spec: DecoderSpec = ARCHITECTURES.get(names[0])(fields)
+    fields.refuse_unread()
+    return spec
+
+
+def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[str, bool]:
+    """The one format of all MoE layers; layers that differ are refused, since one plan serves them all."""
+    first, *others = spec.moe_layers
+    formats = {i: quantization.experts_format(f"model.layers.{i}.mlp.experts") for i in spec.moe_layers}
+    for i in others:
+        if formats[i] != formats[first]:
+            raise UserError(
+                f"the experts of layer {first} are {formats[first][0]} and those of layer {i} are "
+                f"{formats[i][0]}; a checkpoint whose MoE layers differ in format is not supported. "
+                "Requantise it with all of them, or none, left out"
+            )
+    return formats[first]
+
+
+def _with_format(spec: DecoderSpec, experts_format: tuple[str, bool]) -> DecoderSpec:
+    name, quantized_activations = experts_format
+    return replace(spec, moe=replace(spec.moe, format=name, quantized_activations=quantized_activations))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""

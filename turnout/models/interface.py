@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from turnout.moe.spec import MoESpec
+
+if TYPE_CHECKING:  # describing a model must not cost the import of torch
+    from torch import Tensor
 
 
 class Attention(Protocol):

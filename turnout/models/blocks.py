@@ -1,0 +1,118 @@
+"""The parts of a decoder layer: norm, rotary embedding, attention projections, gated MLP.
+
+Weights that read the same input are fused into one matrix when they are loaded, since at one token a
+matrix product costs mostly its call.
+
+Legend: N tokens of a step, H hidden, Hq/Hkv query/KV heads, G = Hq + Hkv, D head size,
+I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.models import interface
+from turnout.models.rope import Rope
+
+
+class Norm:
+    """RMS norm with a weight, over the last dimension."""
+
+    def __init__(self, weight_H: Tensor, eps: float):
+        self._weight_H, self._shape, self._eps = weight_H, tuple(weight_H.shape), eps
+
+    def __call__(self, x_NH: Tensor) -> Tensor:
+        return F.rms_norm(x_NH, self._shape, self._weight_H, self._eps)
+
+
+class RotaryEmbedding:
+    """Turns the positions of a step into what `rotate` needs, once per step for all layers.
+
+    Computed rather than looked up: a table of 256 k positions takes 128 MB and saves 0.1 % of a step.
+    """
+
+    def __init__(self, rope: Rope, *, device: torch.device, dtype: torch.dtype):
+        exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+        self._frequencies = rope.adjust(1.0 / rope.theta**exponents).to(device)
+        self._scaling, self._dtype = rope.scaling, dtype
+
+    def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [N] -> (cos, sin), each [N, 1, D]; sin carries the sign of the rotation."""
+        angles = torch.outer(positions_N.to(torch.float32), self._frequencies)
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        cos_N1D = torch.cat((cos, cos), dim=-1).unsqueeze_(1)
+        sin_N1D = torch.cat((-sin, sin), dim=-1).unsqueeze_(1)
+        return cos_N1D.to(self._dtype), sin_N1D.to(self._dtype)
+
+
+def rotate(x_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotate the pairs (d, d + D/2) of every head by the angles of its token."""
+    swapped_NGD = x_NGD.roll(x_NGD.shape[-1] // 2, -1)
+    return torch.addcmul(x_NGD * cos_N1D, swapped_NGD, sin_N1D)
+
+
+class Attention:
+    """Projections, optional norm of each query and key head, rotary embedding; the rest is the engine's.
+
+    qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then keys, then values; out: [H, Hq D].
+    qk_norm: [G, D], the norm weight of every query and key head, or None.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        shape: interface.ModelShape,
+        *,
+        qkv: Tensor,
+        qkv_bias: Tensor | None = None,
+        out: Tensor,
+        out_bias: Tensor | None = None,
+        qk_norm_GD: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ):
+        self._layer = layer
+        self._num_q, self._head_dim = shape.num_heads, shape.head_dim
+        self._num_qk = shape.num_heads + shape.num_kv_heads
+        self._num_qkv = self._num_qk + shape.num_kv_heads
+        self._qkv, self._qkv_bias = qkv, qkv_bias
+        self._out, self._out_bias = out, out_bias
+        self._qk_norm_GD, self._norm_eps = qk_norm_GD, norm_eps
+
+    def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention) -> Tensor:
+        N, D = x_NH.shape[0], self._head_dim
+        heads_NGD = F.linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
+        qk_NGD = heads_NGD[:, : self._num_qk]
+        if self._qk_norm_GD is not None:
+            qk_NGD = F.rms_norm(qk_NGD, (D,), eps=self._norm_eps) * self._qk_norm_GD
+        qk_NGD = rotate(qk_NGD, *rotary)
+        out_NHD = attention(
+            self._layer,
+            qk_NGD[:, : self._num_q],
+            qk_NGD[:, self._num_q :],
+            heads_NGD[:, self._num_qk :],
+        )
+        return F.linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x_NH: Tensor, phase: str = "prefill") -> Tensor:
+        """`phase` is for MoE layers, which are called alike."""
+        gate_NI, up_NI = F.linear(x_NH, self._gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate_NI) * up_NI, self._down)
+
+
+class GatedSharedExpert:
+    """A gated MLP that sees every token, scaled by a sigmoid gate of its own. gate: [1, H]."""
+
+    def __init__(self, mlp: GatedMLP, gate_1H: Tensor):
+        self._mlp, self._gate_1H = mlp, gate_1H
+
+    def __call__(self, x_NH: Tensor) -> Tensor:
+        return torch.sigmoid(F.linear(x_NH, self._gate_1H)) * self._mlp(x_NH)

@@ -1,0 +1,141 @@
+"""The decoder that Qwen-style MoE models share, built from its `DecoderSpec`.
+
+    x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  logits = head(norm(x))
+
+An MLP is an MoE layer (with a gated shared expert where the model has one) or a dense gated MLP; the
+expert computation is the planned `MoELayer`'s.
+
+Plain objects rather than `nn.Module`: the weights are frozen, and per-step Python overhead is most of
+the time of a small model on a CPU.
+
+Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, E experts,
+Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.checkpoint import ExpertShape
+from turnout.models.blocks import Attention, GatedSharedExpert, Norm, RotaryEmbedding
+from turnout.models.interface import ProgressFn, Step
+from turnout.models.spec import DecoderSpec
+from turnout.models.weights import Weights
+from turnout.moe.layer import MoELayer
+from turnout.moe.plan import MoEPlan
+from turnout.parallel.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayer:
+    """Attention, then an MLP, each on the normed residual stream."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: Callable[[Tensor, str], Tensor]  # (x_NH, phase) -> [N, H]
+
+    def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
+        x_NH = x_NH + self.attention(self.attention_norm(x_NH), rotary, step.attention)
+        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase)
+
+
+class Decoder:
+    """An `interface.Model`: the decoder of one rank, with its weights."""
+
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, plan: MoEPlan, topology: Topology, progress: ProgressFn
+    ):
+        """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
+        self.shape = shape = spec.shape
+        self._spec, self._weights, self._plan, self._topology = spec, weights, plan, topology
+        self._embedding_VH = weights.linear("model.embed_tokens", shape.vocab_size, shape.hidden_size)
+        self._head_VH = self._embedding_VH
+        if not spec.tied_embeddings:
+            self._head_VH = weights.linear("lm_head", shape.vocab_size, shape.hidden_size)
+        self._rotary = RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)
+        self._layers = []
+        for i in range(shape.num_layers):
+            progress("loading layers", i, shape.num_layers)
+            self._layers.append(self._layer(i))
+        progress("loading layers", shape.num_layers, shape.num_layers)
+        self._norm = self._read_norm("model.norm")
+
+    def forward(self, step: Step) -> Tensor:
+        """See `interface.Model.forward`."""
+        x_NH = F.embedding(step.input_ids, self._embedding_VH)
+        rotary = self._rotary(step.positions)
+        for layer in self._layers:
+            x_NH = layer(x_NH, rotary, step)
+        return self._norm(x_NH)
+
+    def logits(self, hidden_SH: Tensor) -> Tensor:
+        """See `interface.Model.logits`."""
+        return F.linear(hidden_SH, self._head_VH).float()
+
+    def _layer(self, i: int) -> DecoderLayer:
+        prefix = f"model.layers.{i}"
+        is_moe = i in self._spec.moe_layers
+        return DecoderLayer(
+            attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
+            attention=self._read_attention(i, f"{prefix}.self_attn"),
+            mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
+            mlp=self._read_moe(f"{prefix}.mlp") if is_moe else self._read_dense(f"{prefix}.mlp"),
+        )
+
+    def _read_norm(self, prefix: str) -> Norm:
+        weight_H = self._weights.tensor(f"{prefix}.weight", self.shape.hidden_size)
+        return Norm(weight_H, self._spec.norm_eps)
+
+    def _read_attention(self, i: int, prefix: str) -> Attention:
+        spec, shape, weights = self._spec, self.shape, self._weights
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        rows = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        return Attention(
+            i,
+            shape,
+            qkv=weights.fused(rows, shape.hidden_size),
+            qkv_bias=weights.fused_bias(rows) if spec.qkv_bias else None,
+            out=weights.linear(f"{prefix}.o_proj", shape.hidden_size, q),
+            out_bias=weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None,
+            qk_norm_GD=self._read_qk_norm(prefix) if spec.qk_norm else None,
+            norm_eps=spec.norm_eps,
+        )
+
+    def _read_qk_norm(self, prefix: str) -> Tensor:
+        q_D, k_D = (
+            self._weights.tensor(f"{prefix}.{name}.weight", self.shape.head_dim)
+            for name in ("q_norm", "k_norm")
+        )
+        return torch.stack([q_D] * self.shape.num_heads + [k_D] * self.shape.num_kv_heads)
+
+    def _read_dense(self, prefix: str) -> Callable[[Tensor, str], Tensor]:
+        return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
+
+    def _read_moe(self, prefix: str) -> MoELayer:
+        spec, plan, weights = self._spec.moe, self._plan, self._weights
+        shape = ExpertShape(
+            num_experts=spec.num_experts,
+            hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size,
+        )
+        return MoELayer(
+            spec,
+            plan,
+            router_weight=weights.linear(f"{prefix}.gate", spec.num_experts, spec.hidden_size),
+            experts=weights.checkpoint.experts(
+                f"{prefix}.experts", shape, plan.first_expert, plan.num_local_experts
+            ),
+            shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
+            topology=self._topology,
+        )
+
+    def _read_shared(self, prefix: str) -> GatedSharedExpert:
+        H = self.shape.hidden_size
+        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, self._spec.shared_intermediate_size)
+        return GatedSharedExpert(mlp, self._weights.linear(f"{prefix}.shared_expert_gate", 1, H))

@@ -1,0 +1,198 @@
+"""What a config says about rotary position embedding (RoPE). Does not import torch.
+
+A variant is only another set of inverse frequencies, and for some a factor on cos and sin:
+
+| rope_type | what it does                                                   | source           |
+|-----------|----------------------------------------------------------------|------------------|
+| default   | theta ** (-2d / D)                                             | arXiv:2104.09864 |
+| linear    | all frequencies divided by `factor`                            | arXiv:2306.15595 |
+| dynamic   | theta grows with the sequence beyond max_position_embeddings   | arXiv:2306.15595 |
+| yarn      | slow dimensions interpolated, fast ones kept, a ramp between   | arXiv:2309.00071 |
+| llama3    | the same, bounded by wavelengths                               | Llama 3.1        |
+| longrope  | a searched divisor per dimension, a short and a long set       | arXiv:2402.13753 |
+
+`dynamic` and `longrope` change the frequencies once a sequence outgrows a length. Keys already in the
+cache would then have been rotated by other frequencies, so results would depend on how a prompt was
+cut into chunks and on who shares its batch. Both are therefore served up to that length, where they
+are exact; `max_positions` says how far.
+
+Legend: D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnout.errors import UserError
+from turnout.models.fields import ConfigFields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """`adjust` maps the plain frequencies, float32 [D/2], to the variant's; `scaling` multiplies cos and
+    sin; positions run below `max_positions`."""
+
+    head_dim: int
+    theta: float
+    max_positions: int
+    adjust: Callable[[Tensor], Tensor]
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a variant is computed from."""
+
+    fields: ConfigFields
+    head_dim: int
+    theta: float
+    max_positions: int
+    trained_positions: int  # original_max_position_embeddings
+
+    def rope(
+        self, adjust: Callable[[Tensor], Tensor], *, scaling: float = 1.0, max_positions: int | None = None
+    ) -> Rope:
+        return Rope(
+            head_dim=self.head_dim,
+            theta=self.theta,
+            max_positions=max_positions or self.max_positions,
+            adjust=adjust,
+            scaling=scaling,
+        )
+
+
+def read_rope(fields: ConfigFields, *, head_dim: int) -> Rope:
+    """The variant that a config names, in `rope_parameters` (transformers 5) or `rope_scaling`.
+
+    Raises UserError for a variant, a field or a value that is not implemented, by name.
+    """
+    max_positions = fields.integer("max_position_embeddings")
+    if head_dim % 2:
+        raise UserError(f"{fields.where}: head_dim = {head_dim}: rotary embedding needs an even head size")
+    rope = _rope_fields(fields)
+    kind = str(rope.raw("rope_type") or rope.raw("type") or "default")
+    if kind not in _VARIANTS:
+        raise UserError(f"{rope.where}: rope_type {kind!r} is not implemented; known: {', '.join(_VARIANTS)}")
+    rope.choice("partial_rotary_factor", (1.0, 1), default=1.0)
+    trained = rope.integer("original_max_position_embeddings", max_positions)
+    request = _Request(
+        fields=rope,
+        head_dim=head_dim,
+        theta=rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA, above=1), above=1),
+        max_positions=max_positions,
+        trained_positions=fields.integer("original_max_position_embeddings", trained),
+    )
+    result = _VARIANTS[kind](request)
+    rope.refuse_unread(harmless=())
+    return result
+
+
+def _rope_fields(fields: ConfigFields) -> ConfigFields:
+    given = {name: fields.raw(name) for name in ("rope_scaling", "rope_parameters")}
+    present = {name: value for name, value in given.items() if value}
+    if len(present) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise fields.wrong("rope_scaling", "contradicts rope_parameters; keep one of them")
+    for name, value in present.items():
+        if not isinstance(value, dict):
+            raise fields.wrong(name, "must be an object")
+        if any(isinstance(v, dict) for v in value.values()):
+            raise fields.wrong(name, "parameters per layer type are not implemented")
+        return ConfigFields(value, f"{fields.where}: {name}")
+    return ConfigFields({}, f"{fields.where}: rope_parameters")
+
+
+def _default(request: _Request) -> Rope:
+    return request.rope(lambda plain: plain)
+
+
+def _linear(request: _Request) -> Rope:
+    factor = request.fields.number("factor")
+    return request.rope(lambda plain: plain / factor)
+
+
+def _dynamic(request: _Request) -> Rope:
+    request.fields.number("factor")  # acts only beyond max_positions, where nothing is served
+    return request.rope(lambda plain: plain)
+
+
+def _yarn(request: _Request) -> Rope:
+    """A context of `factor` times the trained one is served even where max_position_embeddings was left
+    at the trained length, as Qwen's model cards tell users to do."""
+    fields, dim, trained = request.fields, request.head_dim, request.trained_positions
+    factor = fields.number("factor", request.max_positions / trained)
+    low, high = (
+        dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(request.theta))
+        for rotations in (fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0))
+    )
+    if fields.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    ramp = [min(max((d - low) / width, 0.0), 1.0) for d in range(dim // 2)]
+
+    def adjust(plain: Tensor) -> Tensor:
+        interpolated = plain.new_tensor(ramp)
+        return plain / factor * interpolated + plain * (1 - interpolated)
+
+    return request.rope(
+        adjust,
+        scaling=_yarn_scaling(fields, factor),
+        max_positions=max(request.max_positions, int(factor * trained)),
+    )
+
+
+def _yarn_scaling(fields: ConfigFields, factor: float) -> float:
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = (fields.raw(n) and fields.number(n) for n in ("mscale", "mscale_all_dim"))
+    inferred = temperature(1.0)
+    if mscale and mscale_all_dim:
+        inferred = temperature(mscale) / temperature(mscale_all_dim)
+    return fields.number("attention_factor", inferred)
+
+
+def _llama3(request: _Request) -> Rope:
+    fields, trained = request.fields, request.trained_positions
+    factor = fields.number("factor")
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if high <= low:
+        raise fields.wrong("high_freq_factor", f"must be above low_freq_factor ({low:g})")
+
+    def adjust(plain: Tensor) -> Tensor:
+        rotations = trained * plain / (2 * math.pi)
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        return plain / factor * (1 - kept) + plain * kept
+
+    return request.rope(adjust)
+
+
+def _longrope(request: _Request) -> Rope:
+    fields, trained = request.fields, request.trained_positions
+    factor = fields.number("factor", request.max_positions / trained)
+    short = fields.numbers("short_factor", request.head_dim // 2)
+    fields.numbers("long_factor", request.head_dim // 2)  # never used, but it must be well-formed
+    scaling = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 < trained else 1.0
+    return request.rope(
+        lambda plain: plain / plain.new_tensor(short),
+        scaling=fields.number("attention_factor", scaling),
+        max_positions=min(request.max_positions, trained),
+    )
+
+
+_VARIANTS: dict[str, Callable[[_Request], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}
