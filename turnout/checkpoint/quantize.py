@@ -1,0 +1,252 @@
+"""From a bf16 (float16, float32) checkpoint to NVFP4, MXFP4 or FP8: routed experts only, one at a time.
+
+Attention, routers, norms, embeddings, shared experts and the head are copied as they are and listed as
+not quantised: together they are a few percent of the weights and most of the loss. `bf16` quantises
+nothing: it rounds a float32 checkpoint to bf16.
+
+Memory stays at one expert's weights whatever the size of the model, and the output appears whole or not
+at all (see writer.py). Which tensors each format consists of is encoders.py's business.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
+from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
+from turnout.checkpoint.errors import CheckpointError
+from turnout.checkpoint.files import FLOATS, TensorFiles
+from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
+from turnout.errors import UserError
+from turnout.formats import check
+
+__all__ = ["OUTPUT_FORMATS", "InputAmax", "quantize"]
+
+OUTPUT_FORMATS = ("nvfp4", "mxfp4", "fp8", "bf16")
+SHARD_BYTES = 5_000_000_000
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_COPIED_STEMS = ("LICENSE", "NOTICE")
+
+Progress = Callable[[str, int, int], None]  # (what, bytes of the source done, of how many)
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    format: str,
+    *,
+    calibration: Mapping[str, tuple[float, float]] | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the checkpoint folder `source` to the new folder `out` with its routed experts in `format`.
+
+    calibration (nvfp4 only): InputAmax by expert, such as `model.layers.0.mlp.experts.3`; with it the
+    checkpoint asks for quantised activations (W4A4), without it for weights alone (W4A16). An expert that
+    is absent or saw no token (0) takes its layer's largest values.
+
+    Raises UserError, before anything is written, for an unknown format, a source that is quantised
+    already or has no routed experts, sizes that the format cannot hold, an `out` that exists, cannot be
+    written or does not fit; and while writing for weights that are not finite or files that are damaged.
+    """
+    if format not in OUTPUT_FORMATS:
+        raise UserError(f"unknown format {format!r}; quantize writes {', '.join(OUTPUT_FORMATS)}")
+    if calibration is not None and format != "nvfp4":
+        raise UserError(f"calibrated activation scales belong to nvfp4; {format} has none")
+    config = _unquantized_config(source)
+    files = TensorFiles(source)
+    job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, calibration)
+    groups = job.groups()
+    needed = sum(entry.nbytes for group in groups for entry in group)
+    with new_folder(out, needed_bytes=needed) as folder:
+        writer = ShardWriter(folder, groups, shard_bytes)
+        total, done = sum(files.meta(name).nbytes for name in files), 0
+        for nbytes in job.run(writer):
+            done += nbytes
+            if progress is not None:
+                progress(f"writing {format}", done, total)
+        writer.finish()
+        _copy_files(source, folder)
+        _write_config(folder, source, job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is copied and what is encoded."""
+
+    files: TensorFiles
+    copied: tuple[str, ...]
+    dtypes: Mapping[str, torch.dtype]  # of copied tensors that are rounded to another one
+    layers: tuple[ExpertLayer, ...] = ()
+    encoder: Encoder | None = None
+    changes: Mapping[str, Any]  # to config.json, besides quantization_config
+
+    def groups(self) -> list[list[Entry]]:
+        """Every tensor of the output, in the order in which `run` writes them."""
+        groups = [[Entry(n, self._dtype(n), self.files.meta(n).shape)] for n in self.copied]
+        for layer in self.layers:
+            assert self.encoder is not None
+            groups += self.encoder.groups(layer)
+        return groups
+
+    def run(self, writer: ShardWriter) -> Iterator[int]:
+        """Write everything; yields the bytes of the source dealt with since the last time."""
+        for name in self.copied:
+            writer.write(name, self._read(name).to(self._dtype(name)))
+            yield self.files.meta(name).nbytes
+        for layer in self.layers:
+            assert self.encoder is not None
+            for index in range(layer.num_experts):
+                names = {p: f"{layer.expert(index)}.{p}.weight" for p in PROJECTIONS}
+                weights = {p: self._read(name) for p, name in names.items()}
+                self.encoder.write(layer, index, weights, writer)
+                yield sum(self.files.meta(name).nbytes for name in names.values())
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.dtypes.get(name, self.files.meta(name).dtype)
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.files.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise self.files.wrong(
+                name, "is damaged", "finite numbers", "NaN or infinities", "Download the checkpoint again"
+            )
+        return tensor
+
+
+def _job(
+    files: TensorFiles,
+    config: Mapping[str, Any],
+    format: str,
+    calibration: Mapping[str, tuple[float, float]] | None,
+) -> _Job:
+    layers = _expert_layers(files, config)
+    for layer in layers:
+        for projection in PROJECTIONS:
+            check(format, layer.shape(projection), f"{layer.expert(0)}.{projection}.weight")
+    _check_calibration(calibration, layers)
+    encoders: dict[str, Encoder] = {"nvfp4": Nvfp4(calibration), "mxfp4": Mxfp4(), "fp8": Fp8()}
+    copied = tuple(name for name in files if not _EXPERT.fullmatch(name))
+    return _Job(files=files, copied=copied, dtypes={}, layers=layers, encoder=encoders[format], changes={})
+
+
+def _bf16_job(files: TensorFiles, config: Mapping[str, Any]) -> _Job:
+    """Round what has the checkpoint's own dtype; what a bf16 checkpoint keeps in float32 stays so."""
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    metas = {name: files.meta(name).dtype for name in files}
+    rounded = {name: torch.bfloat16 for name, dtype in metas.items() if own == str(dtype)[len("torch.") :]}
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    return _Job(files=files, copied=tuple(files), dtypes=rounded, changes=dict.fromkeys(keys, "bfloat16"))
+
+
+def _unquantized_config(source: Path) -> dict[str, Any]:
+    config = read_config(source)
+    record = config.get("quantization_config") or config.get("compression_config")
+    if record is not None:
+        record = record if isinstance(record, dict) else {}
+        method = " ".join(
+            str(record[key]) for key in ("quant_method", "quant_algo", "format") if key in record
+        )
+        raise UserError(
+            f"{source} is quantised already ({method or 'its config.json says so'}); "
+            "quantize starts from bf16, float16 or float32 weights"
+        )
+    return config
+
+
+def _expert_layers(files: TensorFiles, config: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
+    """Every MoE layer, with every projection of every expert present and of the right shape and dtype."""
+    counts: dict[str, int] = {}
+    for name in files:
+        if match := _EXPERT.fullmatch(name):
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    if not counts:
+        raise CheckpointError(
+            "has no routed experts to quantise",
+            file=files.folder,
+            expected="tensors named ....experts.0.gate_proj.weight and so on, one per expert",
+            found=_stacked(files) or "none",
+        )
+    for prefix, count in counts.items():
+        declared = _declared_experts(config)
+        if declared is not None and count != declared:
+            raise CheckpointError(
+                f"{prefix} has the wrong number of experts", file=files.folder, expected=declared, found=count
+            )
+    return tuple(_expert_layer(files, prefix, count) for prefix, count in counts.items())
+
+
+def _expert_layer(files: TensorFiles, prefix: str, count: int) -> ExpertLayer:
+    first = files.expect(f"{prefix}.0.gate_proj.weight", None, FLOATS)
+    if len(first.shape) != 2:
+        raise files.wrong(f"{prefix}.0.gate_proj.weight", "is not a matrix", "[I, H]", list(first.shape))
+    rows, columns = first.shape
+    layer = ExpertLayer(prefix=prefix, num_experts=count, intermediate_size=rows, hidden_size=columns)
+    for index in range(count):
+        for projection in PROJECTIONS:
+            name = f"{layer.expert(index)}.{projection}.weight"
+            files.expect(name, layer.shape(projection), FLOATS, why="All experts of a layer are needed")
+    return layer
+
+
+def _stacked(files: TensorFiles) -> str | None:
+    return next((name for name in files if name.endswith((".gate_up_proj", ".gate_up_proj.weight"))), None)
+
+
+def _declared_experts(config: Mapping[str, Any]) -> int | None:
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if isinstance(config.get(key), int):
+            return config[key]
+    return None
+
+
+def _check_calibration(
+    calibration: Mapping[str, tuple[float, float]] | None, layers: tuple[ExpertLayer, ...]
+) -> None:
+    known = {layer.expert(index) for layer in layers for index in range(layer.num_experts)}
+    for name in calibration or {}:
+        if name not in known:
+            example = layers[0].expert(0)
+            raise UserError(
+                f"calibration names {name!r}, which is no expert here; they are called {example!r}"
+            )
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Tokenizer, generation settings, chat template, licence: everything small but weights and config."""
+    for path in sorted(source.iterdir()):
+        ours = path.name in (CONFIG, MODELOPT_CONFIG) or path.name.endswith(".index.json")
+        wanted = path.suffix in _COPIED_SUFFIXES or path.stem in _COPIED_STEMS
+        if path.is_file() and wanted and not ours:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(folder: Path, source: Path, job: _Job) -> None:
+    """config.json comes last: without it the folder is no model."""
+    config = read_config(source) | dict(job.changes)
+    if job.encoder is not None:
+        kept = [n.removesuffix(".weight") for n in job.copied if _is_linear(n, job.files)]
+        quantized = [
+            f"{layer.expert(index)}.{projection}"
+            for layer in job.layers
+            for index in range(layer.num_experts)
+            for projection in PROJECTIONS
+        ]
+        config["quantization_config"], beside = job.encoder.declare(kept, quantized)
+        for name, value in beside.items():
+            write_json(folder / name, value)
+    write_json(folder / CONFIG, config)
+
+
+def _is_linear(name: str, files: TensorFiles) -> bool:
+    """Matrices other than embeddings; the lists of what was not quantised are about linear layers."""
+    return name.endswith(".weight") and len(files.meta(name).shape) == 2 and "embed" not in name
