@@ -3,8 +3,7 @@
 * nvfp4, as ModelOpt exports it: per expert `{gate,up,down}_proj.weight`, `.weight_scale`, `.weight_scale_2`
   and, when calibrated, `.input_scale`; declared in `hf_quant_config.json` and in `quantization_config`.
 * mxfp4, as GPT-OSS has it: per layer `gate_up_proj_blocks`, `gate_up_proj_scales`, `down_proj_blocks`,
-  `down_proj_scales`, all experts stacked. Rows are in the order of the architecture's own stacked
-  `gate_up_proj`: all gate rows, then all up rows. (Only GPT-OSS itself alternates them.)
+  `down_proj_scales`, all experts stacked, gate and up rows interleaved.
 * fp8, as DeepSeek-V3 and Qwen3-FP8 have it: per expert `{gate,up,down}_proj.weight`, `.weight_scale_inv`.
 
 Legend: E experts, I intermediate size, H hidden size.
@@ -23,7 +22,7 @@ from torch import Tensor
 from turnout import __version__
 from turnout.checkpoint.writer import Entry, ShardWriter
 from turnout.errors import UserError
-from turnout.formats import encode, fp8, mxfp4, nvfp4
+from turnout.formats import encode, fp8, layouts, mxfp4, nvfp4
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -164,7 +163,10 @@ class Mxfp4:
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         gate_up = torch.cat((weights["gate_proj"], weights["up_proj"]))
-        stacked = {"gate_up_proj": gate_up, "down_proj": weights["down_proj"]}
+        stacked = {
+            "gate_up_proj": layouts.interleave_gate_up_rows(gate_up),
+            "down_proj": weights["down_proj"],
+        }
         for projection, weight in stacked.items():
             packed = encode(weight, "mxfp4", name=f"{layer.expert(index)}.{projection}")
             assert packed.scale is not None
