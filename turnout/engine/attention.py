@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.engine.request import Request
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import ModelShape
 
@@ -63,45 +64,41 @@ class PagedAttention:
         self.device, self.dtype = device, dtype
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
         slot = (2, shape.num_kv_heads, shape.head_dim)
-        self._cache = torch.zeros(
-            shape.num_layers, num_pages * page_size, *slot, dtype=dtype, device=device
-        )
+        self._cache = torch.zeros(shape.num_layers, num_pages * page_size, *slot, dtype=dtype, device=device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
-        self._offsets = torch.arange(page_size)
-        self._places_L = torch.arange(self._pages_per_row * page_size)
+        self._host_offsets = torch.arange(page_size)
+        self._offsets = self._host_offsets.to(device)
+        self._places = torch.arange(self._pages_per_row * page_size, device=device)
         self._layout: StepLayout | None = None
 
     @property
     def cache_bytes(self) -> int:
         return self._cache.numel() * self._cache.element_size()
 
-    def set_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Write `pages` into the page table of `row`, starting at its page `first`."""
-        self._table_RP[row, first : first + len(pages)] = torch.tensor(pages)
-
     def begin(self, singles: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
         """Lay out a step: `singles` bring one token each, `chunks` several, in this order."""
+        for chunk in (*singles, *chunks):
+            self._place(chunk.request)
         rows_B = torch.tensor([c.request.row for c in singles], dtype=torch.int64)
         ends_B = torch.tensor([c.end for c in singles], dtype=torch.int64)
-        last_B = ends_B - 1
-        writes = [self._table_RP[rows_B, last_B // self.page_size] * self.page_size + last_B % self.page_size]
-        layouts = []
+        pages = -(-max((c.end for c in singles), default=0) // self.page_size)
+        contexts = [self._context_slots(c.request.row, c.end) for c in chunks]
+        writes = [self._single_slots(rows_B, ends_B - 1)]
+        writes += [slots_L[c.start :] for c, slots_L in zip(chunks, contexts, strict=True)]
+        write_N, ends_B, table_BP, *contexts = to_device(
+            [torch.cat(writes), ends_B, self._table_RP[rows_B, :pages], *contexts], self.device
+        )
         at = len(singles)
-        for chunk in chunks:
-            slots_L = self._context_slots(chunk.request.row, chunk.end)
-            writes.append(slots_L[chunk.start :])
+        layouts = []
+        for chunk, slots_L in zip(chunks, contexts, strict=True):
             layouts.append(self._chunk_layout(chunk, at, slots_L))
             at += chunk.length
-        width = max((c.end for c in singles), default=0)
-        pages = -(-width // self.page_size)
-        slots_BPs = self._table_RP[rows_B, :pages, None] * self.page_size + self._offsets
-        beyond_BL = self._places_L[: pages * self.page_size] >= ends_B[:, None]
-        mask_BL = torch.zeros(beyond_BL.shape, dtype=self.dtype).masked_fill_(beyond_BL, float("-inf"))
+        slots_BL, mask_BL = self._padded_contexts(table_BP, ends_B)
         self._layout = StepLayout(
-            write_N=torch.cat(writes).to(self.device),
+            write_N=write_N,
             num_single=len(singles),
-            slots_BL=slots_BPs.view(-1).to(self.device),
-            mask_B11L=mask_BL[:, None, None, :].to(self.device),
+            slots_BL=slots_BL.view(-1),
+            mask_B11L=mask_BL[:, None, None, :],
             chunks=tuple(layouts),
         )
 
@@ -123,19 +120,53 @@ class PagedAttention:
             parts.append(_attend_chunk(q_THD, k_LHD, v_LHD, chunk.mask_TL))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _place(self, request: Request) -> None:
+        """Bring the page table up to date with the pages of `request`."""
+        if request.placed < len(request.pages):
+            fresh = torch.tensor(request.pages[request.placed :])
+            self._table_RP[request.row, request.placed : len(request.pages)] = fresh
+            request.placed = len(request.pages)
+
+    def _single_slots(self, rows_B: Tensor, places_B: Tensor) -> Tensor:
+        pages_B = self._table_RP[rows_B, places_B // self.page_size]
+        return pages_B * self.page_size + places_B % self.page_size
+
     def _context_slots(self, row: int, end: int) -> Tensor:
         pages = -(-end // self.page_size)
-        slots = self._table_RP[row, :pages, None] * self.page_size + self._offsets
+        slots = self._table_RP[row, :pages, None] * self.page_size + self._host_offsets
         return slots.view(-1)[:end]
+
+    def _padded_contexts(self, table_BP: Tensor, ends_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and additive mask [B, L] of contexts of different lengths.
+
+        Padding repeats the request's first slot: whatever another request left in a page, NaN
+        included, is never read, not even to be masked.
+        """
+        slots_BL = (table_BP[:, :, None] * self.page_size + self._offsets).flatten(1)
+        beyond_BL = self._places[: slots_BL.shape[1]] >= ends_B[:, None]
+        slots_BL = torch.where(beyond_BL, slots_BL[:, :1], slots_BL)
+        return slots_BL, self._mask(beyond_BL)
 
     def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
         rows = slice(at, at + chunk.length)
         if chunk.start == 0:
             return ChunkLayout(rows=rows, slots_L=None, mask_TL=None)
-        places_L = self._places_L[: chunk.end]
+        places_L = self._places[: chunk.end]
         later_TL = places_L > places_L[chunk.start :, None]
-        mask_TL = torch.zeros(later_TL.shape, dtype=self.dtype).masked_fill_(later_TL, float("-inf"))
-        return ChunkLayout(rows=rows, slots_L=slots_L.to(self.device), mask_TL=mask_TL.to(self.device))
+        return ChunkLayout(rows=rows, slots_L=slots_L, mask_TL=self._mask(later_TL))
+
+    def _mask(self, hidden: Tensor) -> Tensor:
+        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(hidden, float("-inf"))
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Host int64 tensors on `device`, in one transfer rather than one each."""
+    if device.type == "cpu":
+        return list(tensors)
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).pin_memory()
+    parts = packed.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _attend_singles(q_BHD: Tensor, cache_S2HD: Tensor, layout: StepLayout) -> Tensor:

@@ -19,9 +19,11 @@ class Request:
     tokens: list[int]
     num_prompt: int
     seed: int
-    order: int  # of arrival; a lower one is never preempted for a higher one
+    stop_ids: frozenset[int]  # any of these ends the output
+    plain: bool  # greedy, with nothing that changes or reports logits
     row: int = -1  # of the page table while running, else -1
     pages: list[int] = field(default_factory=list)
+    placed: int = 0  # pages already written to the page table
     computed: int = 0
     published: int = 0  # pages already offered to the pool
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
@@ -30,17 +32,24 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @classmethod
-    def start(cls, message: AddRequest, *, seed: int, order: int) -> Request:
-        wants_scores = message.sampling.prompt_logprobs is not None
+    def start(cls, message: AddRequest, *, seed: int, eos_token_ids: tuple[int, ...]) -> Request:
+        """`seed` counts where the request brings none."""
+        sampling = message.sampling
+        eos = () if sampling.ignore_eos else eos_token_ids
         return cls(
             id=message.id,
-            sampling=message.sampling,
+            sampling=sampling,
             tokens=list(message.prompt_ids),
             num_prompt=len(message.prompt_ids),
-            seed=seed,
-            order=order,
-            prompt_logprobs=[None] if wants_scores else None,
+            seed=seed if sampling.seed is None else sampling.seed,
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            plain=_is_plain(sampling),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
         )
+
+    @property
+    def penalised(self) -> bool:
+        return _penalised(self.sampling)
 
     @property
     def num_output(self) -> int:
@@ -71,3 +80,12 @@ class Request:
             tokens = self.tokens[page * page_size : (page + 1) * page_size]
             self.digests.append(chain(parent, tokens))
         return list(islice(self.digests, num_pages))
+
+
+def _penalised(sampling: SamplingParams) -> bool:
+    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    adjusts = sampling.logit_bias or sampling.min_tokens or _penalised(sampling)
+    return sampling.temperature == 0 and sampling.logprobs is None and not adjusts

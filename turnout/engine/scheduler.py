@@ -195,6 +195,7 @@ class Scheduler:
         self._rows.append(request.row)
         request.row = -1
         request.pages = []
+        request.placed = 0
         request.computed = 0
         request.published = 0
 

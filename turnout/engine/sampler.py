@@ -1,0 +1,211 @@
+"""Logits -> next tokens, for all requests of a step at once.
+
+Order: logit bias, minimum length, repetition, presence and frequency penalties, temperature, top-k,
+top-p, min-p, draw. Log-probabilities are the model's own, before any of these.
+
+A draw turns one uniform number into a token through the cumulative distribution. That number is a
+digest of (seed, position), not the next one of a generator: a request draws the same tokens whatever
+else is in the batch, and after a preemption.
+
+Legend: S rows, one per request, V vocabulary, R rows of the page table, one per running request.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from turnout.engine.messages import TokenLogprobs
+from turnout.engine.request import Request
+from turnout.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry per request. `valid` is False where the logits held no finite maximum."""
+
+    token_ids: list[int]
+    valid: list[bool]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Stateless but for the token counts that penalties need."""
+
+    def __init__(self, vocab_size: int, max_running: int, device: torch.device):
+        self.device = device
+        self._counts = TokenCounts(vocab_size, max_running, device)
+
+    def __call__(self, logits_SV: Tensor, requests: Sequence[Request]) -> Sampled:
+        """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten."""
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        if all(request.plain for request in requests):
+            token_ids, valid = _greedy(logits_SV)
+            return Sampled(token_ids, valid, logprobs)
+        wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
+        scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
+        self._adjust(logits_SV, requests)
+        token_ids, valid = _greedy(logits_SV)
+        drawn = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
+        if drawn:
+            chosen = _draw(logits_SV[drawn], [requests[i] for i in drawn])
+            for i, token in zip(drawn, chosen, strict=True):
+                token_ids[i] = token
+        if scores_SV is not None:
+            counts = [requests[i].sampling.logprobs or 0 for i in wanted]
+            found = token_logprobs(scores_SV, [token_ids[i] for i in wanted], counts)
+            for i, entry in zip(wanted, found, strict=True):
+                logprobs[i] = entry
+        return Sampled(token_ids, valid, logprobs)
+
+    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request]) -> None:
+        """Bias, minimum length and penalties, in place."""
+        biased = [
+            (i, token, bias) for i, r in enumerate(requests) for token, bias in r.sampling.logit_bias.items()
+        ]
+        if biased:
+            rows, tokens, values = zip(*biased, strict=True)
+            at = (self._index(rows), self._index(tokens))
+            logits_SV.index_put_(at, torch.tensor(values, device=self.device), accumulate=True)
+        too_early = [
+            (i, token)
+            for i, r in enumerate(requests)
+            if r.num_output < r.sampling.min_tokens
+            for token in r.stop_ids
+        ]
+        if too_early:
+            rows, tokens = zip(*too_early, strict=True)
+            logits_SV[self._index(rows), self._index(tokens)] = float("-inf")
+        penalised = [i for i, r in enumerate(requests) if r.penalised]
+        if penalised:
+            rows_S = self._index(penalised)
+            logits_SV[rows_S] = self._counts.penalise(logits_SV[rows_S], [requests[i] for i in penalised])
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+class TokenCounts:
+    """How often each request's output holds each token, and which tokens it holds at all."""
+
+    def __init__(self, vocab_size: int, max_running: int, device: torch.device):
+        self._shape, self._device = (max_running, vocab_size), device
+        self._output_RV: Tensor | None = None  # float32, allocated for the first penalty
+        self._seen_RV: Tensor | None = None  # bool, prompt or output
+        self._owners: list[tuple[Request, int] | None] = [None] * max_running  # and tokens counted
+
+    def penalise(self, logits_SV: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Logits with the penalties of `requests` applied."""
+        output_SV, seen_SV = self._count(requests)
+        params = [request.sampling for request in requests]
+        repetition = _column([p.repetition_penalty for p in params], self._device)
+        presence = _column([p.presence_penalty for p in params], self._device)
+        frequency = _column([p.frequency_penalty for p in params], self._device)
+        repeated_SV = torch.where(logits_SV < 0, logits_SV * repetition, logits_SV / repetition)
+        logits_SV = torch.where(seen_SV, repeated_SV, logits_SV)
+        return logits_SV - presence * (output_SV > 0) - frequency * output_SV
+
+    def _count(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Bring the requests' rows up to date: output counts and seen tokens, [S, V] each."""
+        if self._output_RV is None or self._seen_RV is None:
+            self._output_RV = torch.zeros(self._shape, device=self._device)
+            self._seen_RV = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        rows, tokens, weights = [], [], []
+        for request in requests:
+            owner = self._owners[request.row]
+            start = owner[1] if owner is not None and owner[0] is request else 0
+            if start == 0:
+                self._output_RV[request.row] = 0
+                self._seen_RV[request.row] = False
+            new = request.tokens[start:]
+            rows += [request.row] * len(new)
+            tokens += new
+            weights += [float(i >= request.num_prompt) for i in range(start, len(request.tokens))]
+            self._owners[request.row] = (request, len(request.tokens))
+        at = (torch.tensor(rows, device=self._device), torch.tensor(tokens, device=self._device))
+        if rows:
+            self._output_RV.index_put_(at, torch.tensor(weights, device=self._device), accumulate=True)
+            self._seen_RV[at] = True
+        mine = torch.tensor([request.row for request in requests], device=self._device)
+        return self._output_RV[mine], self._seen_RV[mine]
+
+
+def token_logprobs(scores_SV: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probability, rank and the `counts[s]` best alternatives of token s, from log-probabilities."""
+    ids_S1 = torch.tensor(token_ids, device=scores_SV.device)[:, None]
+    own_S1 = scores_SV.gather(1, ids_S1)
+    ranks = ((scores_SV > own_S1).sum(1) + 1).tolist()
+    width = min(max(counts), scores_SV.shape[1])
+    best = torch.topk(scores_SV, width, dim=1)
+    best_ids, best_values, own = best.indices.tolist(), best.values.tolist(), own_S1[:, 0].tolist()
+    return [
+        TokenLogprobs(
+            token_id=token,
+            logprob=own[s],
+            rank=ranks[s],
+            top=list(zip(best_ids[s][:n], best_values[s][:n], strict=True)),
+        )
+        for s, (token, n) in enumerate(zip(token_ids, counts, strict=True))
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing else: 53 bits of a digest."""
+    digest = blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def _greedy(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
+    """The largest logit's token (the lowest id among equals), and whether that logit is finite.
+
+    `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
+    """
+    values_S, ids_S = logits_SV.max(dim=-1)
+    both = torch.stack((ids_S, values_S.isfinite().to(ids_S.dtype))).tolist()  # one device transfer
+    return both[0], [bool(flag) for flag in both[1]]
+
+
+def _draw(logits_SV: Tensor, requests: Sequence[Request]) -> list[int]:
+    """A random token per row, by temperature, top-k, top-p and min-p."""
+    params = [request.sampling for request in requests]
+    device = logits_SV.device
+    temperature = _column([p.temperature for p in params], device)
+    # The largest logit first becomes 0: a tiny temperature then sends the others to -inf, not to NaN.
+    logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
+    probs_SV = torch.softmax(logits_SV, dim=-1)
+    order_SV = None
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        # Stable, so that equal probabilities come in the order of ids in every batch.
+        probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+        probs_SV = _keep_top(probs_SV, params)
+    if any(p.min_p > 0 for p in params):
+        floor_S1 = probs_SV.amax(-1, keepdim=True) * _column([p.min_p for p in params], device)
+        probs_SV = probs_SV.masked_fill(probs_SV < floor_S1, 0)
+    cumulative_SV = probs_SV.double().cumsum(-1)
+    drawn = [uniform(r.seed, r.num_output) for r in requests]
+    target_S1 = torch.tensor(drawn, dtype=torch.float64, device=device)[:, None] * cumulative_SV[:, -1:]
+    # The first place beyond the target: never one of probability 0, whose sum equals the one before.
+    place_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True).clamp_(max=probs_SV.shape[1] - 1)
+    chosen_S1 = place_S1 if order_SV is None else order_SV.gather(1, place_S1)
+    return chosen_S1[:, 0].tolist()
+
+
+def _keep_top(probs_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero all but the top-k, then all but the fewest that hold `top_p` of the rest; sorted input."""
+    device, V = probs_SV.device, probs_SV.shape[1]
+    k_S1 = torch.tensor([p.top_k if p.top_k > 0 else V for p in params], device=device)[:, None]
+    probs_SV = probs_SV.masked_fill(torch.arange(V, device=device) >= k_S1, 0)
+    before_SV = probs_SV.cumsum(-1) - probs_SV
+    kept_S1 = probs_SV.sum(-1, keepdim=True) * _column([p.top_p for p in params], device)
+    # top_p 1 keeps all: rounding of the sums must not cut the tail.
+    nucleus_S1 = _column([p.top_p for p in params], device) < 1
+    return probs_SV.masked_fill(nucleus_S1 & (before_SV >= kept_S1), 0)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

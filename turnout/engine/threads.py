@@ -1,0 +1,46 @@
+"""How many CPU threads to compute with: the physical cores that this process may really use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(*, cpus: Path = CPUS, cgroup: Path = CGROUP) -> int:
+    """Physical cores among the CPUs of this process's affinity mask, within its control group's quota.
+
+    Two hyperthreads of a core share its multipliers, so that a thread on each only adds waiting.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # no affinity on this platform
+        return max(1, os.cpu_count() or 1)
+    allowed = os.sched_getaffinity(0)
+    cores = len({_siblings(cpus, cpu) for cpu in allowed})
+    return max(1, min([cores, *_quotas(cgroup)]))
+
+
+def _siblings(cpus: Path, cpu: int) -> str:
+    """The hyperthreads of the core of `cpu`, as the kernel lists them; `cpu` alone if it does not say."""
+    try:
+        return (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quotas(cgroup: Path) -> Iterable[int]:
+    """Whole CPUs that the control group's quota grants: version 2's file, then version 1's pair."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        if quota != "max":
+            yield int(quota) // int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        if quota_us > 0:
+            yield quota_us // int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        pass

@@ -1,0 +1,233 @@
+"""Text <-> token ids, and chat messages -> prompt. Never imports torch, and runs no model's code unasked.
+
+Reads `tokenizer.json` with the `tokenizers` library and renders the chat template itself; only a
+folder without that file (older checkpoints) goes through transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from turnout.errors import UserError
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to share between threads."""
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, *, template: str | None, special: Mapping[str, str], folder: Path
+    ):
+        """`special`: variables of the chat template such as bos_token and eos_token."""
+        core.no_truncation()
+        core.no_padding()
+        self._core, self._special, self._folder = core, dict(special), folder
+        self.vocab_size = core.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
+        self.byte_level = _is_byte_level(core)
+        self._template = None if template is None else _compile(template, folder)
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer of a model's folder. Raises UserError naming the file that is missing or broken."""
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
+        return cls(
+            _read_core(folder, trust_remote_code),
+            template=_read_template(folder, settings),
+            special=special,
+            folder=folder,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, exactly, even where it is part of a character. b"" if unknown."""
+        token = self._core.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            return _from_byte_level(token)
+        byte = _BYTE_FALLBACK.fullmatch(token)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return token.replace("▁", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`, by the model's chat template.
+
+        Raises UserError if there is no template or it refuses the messages.
+        """
+        if self._template is None:
+            raise UserError(
+                f"{self._folder}: the tokenizer has no chat template; use plain completions, or add "
+                "chat_template.jinja to the model's folder"
+            )
+        values = {
+            **self._special,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            return self._template.render(values)
+        except Exception as error:  # the template is the model's, its input the user's: either may be wrong
+            raise UserError(f"the model's chat template refuses these messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of `render_chat`; the template itself writes every special token."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _read_core(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{path}: not a tokenizer that can be read ({error})") from None
+    if not (folder / "tokenizer_config.json").is_file():
+        raise UserError(f"{folder}: has no tokenizer.json; copy the model's tokenizer files there")
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        return loaded.backend_tokenizer
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        raise UserError(
+            f"{folder}: has no tokenizer.json, and transformers cannot make one ({error}); save it with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: must be a JSON object")
+    return loaded
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The default chat template: a file of its own, or a field that is one text or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Every `..._token` that is a text, or an object holding one as its content."""
+    found = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what training learns from; here its content is plain text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str, folder: Path) -> jinja2.Template:
+    """Sandboxed: a template comes with the model and must not reach beyond its variables."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{folder}: chat template, line {error.lineno}: {error.message}") from None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which models were not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
+    decoder = json.loads(core.to_str())["decoder"]
+    return decoder is not None and decoder["type"] == "ByteLevel"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of every byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _from_byte_level(token: str) -> bytes:
+    """An added token may hold characters outside the alphabet; it then stands for itself."""
+    try:
+        return bytes([_ALPHABET[char] for char in token])
+    except KeyError:
+        return token.encode()
