@@ -1,0 +1,144 @@
+"""The engine process: `python -m turnout.engine.worker`, started by the server.
+
+Standard input brings one line of JSON, {"folder": ..., "config": {...}}, and then stays open; its end
+means that the server is gone. Signals are the server's business: a terminal or a service manager sends
+them to the whole group, and the server decides how to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from turnout.config import Config
+from turnout.engine.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    EngineStats,
+    Event,
+    Failed,
+    Outputs,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    command_decoder,
+    encoder,
+)
+from turnout.errors import UserError
+
+STATS_INTERVAL = 1.0  # seconds
+FLUSH_MS = 2000  # to deliver the last message
+
+
+class Core(Protocol):
+    """What the loop needs of the engine core."""
+
+    def add(self, request: AddRequest) -> None: ...
+    def abort(self, ids: list[str]) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+def main() -> int:
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    start = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_leave_with_server, args=(start["folder"],), daemon=True).start()
+    context = zmq.Context()
+    commands = _connect(context, zmq.PULL, start["folder"], "commands")
+    events = _connect(context, zmq.PUSH, start["folder"], "events")
+
+    def send(event: Event) -> None:
+        events.send(encoder.encode(event))
+
+    try:
+        run(load(start["config"], send), commands, send)
+        return 0
+    except UserError as error:
+        send(Failed(str(error), user_error=True))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        send(Failed(f"the engine failed: {type(error).__name__}: {error}"))
+        return 1
+    finally:
+        context.destroy(linger=FLUSH_MS)
+
+
+def run(core: Core, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
+    """Obey, step, report, until told to shut down. Sleeps on the socket while there is nothing to do."""
+    reported = 0.0
+    while True:
+        refused: list[RequestOutput] = []
+        idle = not core.has_work()
+        told = commands.poll(int(STATS_INTERVAL * 1000) if idle else 0)
+        while commands.poll(0):
+            command = command_decoder.decode(commands.recv())
+            if isinstance(command, Shutdown):
+                return
+            refused += obey(core, command)
+        outputs = refused + core.step() if core.has_work() else refused
+        now = time.monotonic()
+        if outputs or told or now - reported >= STATS_INTERVAL:
+            send(Outputs(outputs=outputs, stats=core.stats()))
+            reported = now
+
+
+def obey(core: Core, command: Command) -> list[RequestOutput]:
+    """Pass `command` on; a request that the engine refuses ends here, and harms no other."""
+    if isinstance(command, Abort):
+        core.abort(command.ids)
+    elif isinstance(command, AddRequest):
+        try:
+            core.add(command)
+        except UserError as error:
+            return [RequestOutput(id=command.id, finish_reason="error", error=str(error), user_error=True)]
+    return []
+
+
+def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
+    """Build the engine of the configuration `values` and announce it. Raises UserError."""
+    from turnout.engine.blueprint import resolve
+    from turnout.engine.core import EngineCore
+
+    core = EngineCore(resolve(Config(**values)))
+    shape = core.blueprint.description.shape
+    send(
+        Ready(
+            info=core.info(),
+            max_context=core.blueprint.max_context,
+            eos_token_ids=list(shape.eos_token_ids),
+        )
+    )
+    return core
+
+
+def _leave_with_server(folder: str) -> None:
+    """Wait for the end of standard input, then end this process at once, whatever it is doing."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.connect(f"ipc://{folder}/{name}")
+    return socket
+
+
+if __name__ == "__main__":
+    sys.exit(main())

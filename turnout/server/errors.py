@@ -1,0 +1,51 @@
+"""Errors as OpenAI's clients expect them: a status code and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """Something that ends a request with an error `status`; `param` names the field at fault, if one is."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.status == 503:
+            headers["Retry-After"] = "1"
+        elif self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return json_response(self.body(), self.status, headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`content` as JSON. Not starlette's: msgspec is several times faster on long lists of numbers."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

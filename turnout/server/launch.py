@@ -1,0 +1,127 @@
+"""Start a server as a user would, for a while: `with launch(config) as base_url: ...`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import IO
+
+from turnout.config import Config, ServerConfig, flag_name
+from turnout.errors import UserError
+from turnout.server.run import READY
+
+LAST_LINES = 20
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@contextlib.contextmanager
+def launch(config: Config, *, show: bool = True) -> Iterator[str]:
+    """Run `turnout serve` with `config` in a process of its own; yields its base URL, ending in /v1.
+
+    A plain `Config`, or port 0, gets any free port. `show` passes the server's output on to standard
+    error, progress bars included. Raises UserError with the server's last lines if it does not start.
+    On leaving, the server is told to drain and has its --shutdown-timeout for that.
+    """
+    if not isinstance(config, ServerConfig):
+        config = ServerConfig(**config.describe(), port=0)
+    server = ServerProcess(config, show=show)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+class ServerProcess:
+    """A running `turnout serve`, its output watched by a thread."""
+
+    def __init__(self, config: ServerConfig, *, show: bool = True):
+        self.config = config
+        self.base_url: str | None = None
+        self._show = show
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._known = threading.Event()  # ready or ended
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "turnout.cli", "serve", config.model, *arguments(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(config),
+            bufsize=0,
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> str:
+        """The base URL once requests are served. Raises UserError if the server ends or takes too long."""
+        self._known.wait(self.config.startup_timeout + 60)
+        if self.base_url is None:
+            self.stop()
+            raise UserError(
+                f"the server did not start (exit code {self.process.returncode}):\n{self.last_lines()}"
+            )
+        return self.base_url
+
+    def last_lines(self) -> str:
+        return "\n".join(self._lines)
+
+    def stop(self) -> int:
+        """Tell the server to drain, wait for it; its exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(self.config.shutdown_timeout + 15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(timeout=5)
+        return self.process.returncode
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        rest = b""
+        while chunk := pipe.read(4096):
+            if self._show:
+                sys.stderr.buffer.write(chunk)
+                sys.stderr.flush()
+            *lines, rest = re.split(rb"[\r\n]", rest + chunk)
+            for line in lines:
+                self._note(line)
+        self._note(rest)
+        self._known.set()
+
+    def _note(self, raw: bytes) -> None:
+        line = _CONTROL.sub("", raw.decode(errors="replace")).rstrip()
+        if line:
+            self._lines.append(line)
+        if line.startswith(READY):
+            self.base_url = line.removeprefix(READY)
+            self._known.set()
+
+
+def arguments(config: ServerConfig) -> list[str]:
+    """Every field as a flag, so that neither the environment nor new defaults change what was asked."""
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("model", "api_key"):
+            continue
+        if isinstance(value, bool):
+            words.append(flag_name(field.name) if value else "--no-" + flag_name(field.name)[2:])
+        else:
+            words += [flag_name(field.name), str(value)]
+    return words
+
+
+def environment(config: ServerConfig) -> dict[str, str]:
+    """Ours, plus what must not show in a process list, plus our terminal's nature behind the pipe."""
+    values = dict(os.environ) | {"TURNOUT_API_KEY": config.api_key, "PYTHONUNBUFFERED": "1"}
+    if sys.stderr.isatty():
+        values |= {"TTY_COMPATIBLE": "1", "COLUMNS": str(os.get_terminal_size(sys.stderr.fileno()).columns)}
+    return values

@@ -1,0 +1,189 @@
+"""`turnout serve`: bind, start the engine, serve, drain, and say how it ended in the exit code.
+
+0  drained after SIGTERM or SIGINT       1  the engine failed
+2  a user error (raised as UserError)    128 + n  a second signal n ended it at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from rich.console import Console
+
+from turnout import __version__
+from turnout.checkpoint import locate
+from turnout.config import ServerConfig
+from turnout.engine.tokenizer import Tokenizer
+from turnout.errors import UserError
+from turnout.server.app import create_app
+from turnout.server.engine import Engine, EngineFailed
+from turnout.server.service import Service
+
+READY = "Turnout is ready at "  # the line that launch.py waits for
+SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+
+log = logging.getLogger("turnout.server")
+console = Console(stderr=False, highlight=False, soft_wrap=True)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which on a signal would close its socket at once; we first drain, see `Supervisor`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until told to stop; the exit code. Raises UserError for what the user can mend."""
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    locate(config.model)
+    listener = bind(config.host, config.port)
+    folder = Path(tempfile.mkdtemp(prefix="turnout-"))  # mode 0700
+    try:
+        return asyncio.run(Supervisor(config, listener, folder).run())
+    except EngineFailed as failure:
+        if failure.user_error:
+            raise UserError(str(failure)) from None
+        sys.stderr.write(f"error: {failure}\n")
+        return 1
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises UserError, before any weight is read, if the address cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise UserError(f"--host {host}: {error.strerror}") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)  # now, since two sockets may be bound to a port that neither listens on
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}; give another --port (0: any free one), "
+            "or stop what uses it"
+        ) from None
+    return listener
+
+
+class Supervisor:
+    """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket, folder: Path):
+        self.config = config
+        self.listener = listener
+        self.folder = folder
+        self.engine = Engine(config, folder)
+        self.service = Service(config, self.engine)
+        self._told_to_stop = asyncio.Event()
+
+    @property
+    def base_url(self) -> str:
+        host, port = self.listener.getsockname()[:2]
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    async def run(self) -> int:
+        """The exit code. Raises EngineFailed, UserError (of the tokenizer)."""
+        loop = asyncio.get_running_loop()
+        for number in HANDLED:
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = self._http_server()
+        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
+        engine = asyncio.create_task(self.engine.run())
+        life = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait({engine, life, serving}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (engine, life, serving):
+                if task.done():
+                    task.result()
+            return 0
+        finally:
+            life.cancel()
+            http.should_exit = True
+            await asyncio.wait({serving})
+            await self.engine.stop()
+            await asyncio.wait({engine})
+            self.engine.close()
+
+    async def _live(self) -> None:
+        """Load, announce, wait for a signal, drain."""
+        stop = asyncio.create_task(self._told_to_stop.wait())
+        loading = asyncio.create_task(self._load())
+        await asyncio.wait({stop, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            console.print(f"{READY}{self.base_url}")
+            await stop
+        loading.cancel()
+        await self._drain()
+
+    async def _load(self) -> None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        await self.engine.started.wait()
+        if self.engine.ready is None:
+            await asyncio.Future()  # the engine's task says why
+        assert self.engine.ready is not None
+        self.service.open(tokenizer)
+        console.print(summary(self.engine.ready.info))
+
+    async def _drain(self) -> None:
+        """No new requests; wait for the running ones."""
+        self.service.draining = True
+        log.info("draining: %d requests are running", self.service.num_active)
+        try:
+            await asyncio.wait_for(self.service.wait_idle(), self.config.shutdown_timeout)
+        except TimeoutError:
+            log.warning("--shutdown-timeout is over: cutting %d requests off", self.service.num_active)
+            self.service.cut_off()
+
+    def _on_signal(self, number: int) -> None:
+        if self._told_to_stop.is_set():
+            self.engine.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os._exit(128 + number)
+        self._told_to_stop.set()
+
+    def _http_server(self) -> HttpServer:
+        level = self.config.log_level
+        return HttpServer(
+            uvicorn.Config(
+                create_app(self.service),
+                log_config=None,
+                log_level="warning" if level == "info" else level,
+                access_log=level == "debug",
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=SHUTDOWN_GRACE,
+            )
+        )
+
+
+def load_tokenizer(config: ServerConfig) -> Tokenizer:
+    return Tokenizer.load(locate(config.model), trust_remote_code=config.trust_remote_code)
+
+
+def summary(info: dict[str, Any]) -> str:
+    """What the engine decided, for the terminal."""
+    return f"turnout {__version__}"
