@@ -1,0 +1,54 @@
+"""Safetensors in, this rank's weights out, whatever format they were published in.
+
+    folder = locate("Qwen/Qwen3-30B-A3B")     # no torch, no network
+    config = read_config(folder)              # no torch
+    checkpoint = open_checkpoint(folder)      # headers are checked, nothing is read yet
+    checkpoint.linear("model.layers.0.self_attn.q_proj", (4096, 2048), torch.bfloat16)
+    checkpoint.experts("model.layers.0.mlp.experts", ExpertShape(...), first=0, count=32)
+
+Everything that is wrong with a checkpoint is a CheckpointError that names the file, the tensor, what was
+expected and what was found.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnout.checkpoint.checkpoint import Checkpoint, ProgressFn, open_checkpoint
+    from turnout.checkpoint.config import read_config
+    from turnout.checkpoint.errors import CheckpointError
+    from turnout.checkpoint.experts import ExpertShape
+    from turnout.checkpoint.locate import locate
+    from turnout.checkpoint.quantization import Quantization, parse_quantization
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "ExpertShape": "experts",
+    "ProgressFn": "checkpoint",
+    "Quantization": "quantization",
+    "locate": "locate",
+    "open_checkpoint": "checkpoint",
+    "parse_quantization": "quantization",
+    "read_config": "config",
+}
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertShape",
+    "ProgressFn",
+    "Quantization",
+    "locate",
+    "open_checkpoint",
+    "parse_quantization",
+    "read_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the server and `plan` locate and read configurations without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,65 +1,45 @@
-"""Safetensors files of one folder: headers checked when opened, bytes read straight to where they go.
+"""Tensors of one folder by name, their bytes read straight to where they go.
 
-A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range), and
-the data. Tensors are read with `readinto` rather than through a memory map: the bytes land in the
-preallocated weights without a second copy, mapped pages never count towards this process's memory,
-and a file that shrinks while it is read is an error instead of a SIGBUS.
+Tensors are read with `readinto` rather than through a memory map: the bytes land in the preallocated
+weights without a second copy, mapped pages never count towards this process's memory, and a file that
+shrinks while it is read is an error instead of a SIGBUS.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import io
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
+from turnout.checkpoint.headers import TensorMeta, open_folder
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+ProgressFn = Callable[[str, int, int], None]  # (tensor, bytes done, bytes in all)
 
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """Where a tensor lies: `nbytes` bytes from `offset` of `file`."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+_CHUNK_BYTES = 1 << 24
 
 
 class TensorFiles:
-    """All tensors of a checkpoint folder by name."""
+    """All tensors of a checkpoint folder by name. Not for use by several threads at once.
 
-    def __init__(self, folder: Path):
+    `progress(what, done, total)` hears of each tensor once, when it has been read or set aside, with the
+    bytes of the checkpoint dealt with so far.
+    """
+
+    def __init__(self, folder: Path, progress: ProgressFn | None = None):
         self.folder = folder
-        self._metas = _open_folder(folder)
+        self._metas = open_folder(folder)
+        self._sorted = sorted(self._metas)
+        self._handles: dict[Path, io.FileIO] = {}
+        self._progress = progress
+        self._total = sum(meta.nbytes for meta in self._metas.values())
+        self._done = 0
+        self._open = set(self._metas)  # neither read nor set aside yet
 
     def __contains__(self, name: str) -> bool:
         return name in self._metas
@@ -67,8 +47,32 @@ class TensorFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._metas)
 
+    @property
     def nbytes(self) -> int:
-        return sum(meta.nbytes for meta in self._metas.values())
+        return self._total
+
+    def under(self, start: str) -> list[str]:
+        """All names that begin with `start`, sorted."""
+        first = bisect_left(self._sorted, start)
+        last = bisect_left(self._sorted, start + chr(0x10FFFF), lo=first)
+        return self._sorted[first:last]
+
+    def unread(self) -> list[str]:
+        """Tensors that nobody has read or set aside, sorted."""
+        return sorted(self._open)
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Count tensors as dealt with, for progress and `unread`: read here, or another rank's."""
+        for name in names:
+            if name in self._open:
+                self._open.discard(name)
+                self._done += self._metas[name].nbytes
+                if self._progress is not None:
+                    self._progress(name, self._done, self._total)
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.popitem()[1].close()
 
     def meta(self, name: str, *, why: str = "") -> TensorMeta:
         """Raises CheckpointError when there is no such tensor; `why` says who needs it."""
@@ -94,9 +98,7 @@ class TensorFiles:
     ) -> CheckpointError:
         """The error for a tensor that is there but is not what it should be."""
         file = self._metas[name].file
-        return CheckpointError(
-            problem, file=file, tensor=name, expected=expected, found=found, remedy=remedy
-        )
+        return CheckpointError(problem, file=file, tensor=name, expected=expected, found=found, remedy=remedy)
 
     def read(self, name: str, *, first: int = 0, count: int | None = None) -> Tensor:
         """The tensor, or entries first..first+count of its leading dimension, on the CPU."""
@@ -109,199 +111,43 @@ class TensorFiles:
     def read_into(self, name: str, out: Tensor, *, first: int = 0) -> None:
         """Fill `out`, as many elements as it has, starting at entry `first` of the leading dimension.
 
-        Goes through a temporary on the CPU only if `out` is elsewhere, strided, or of another dtype.
+        Bytes go straight to `out` if it is contiguous, on the CPU and of the stored dtype; otherwise
+        through a temporary of at most `_CHUNK_BYTES`, or of one row where a row is larger.
         """
         meta = self.meta(name)
-        direct = out.device.type == "cpu" and out.is_contiguous() and out.dtype == meta.dtype
-        target = out if direct else torch.empty(out.shape, dtype=meta.dtype)
-        stride = meta.nbytes // meta.shape[0] if first else 0
-        offset = meta.offset + first * stride
-        if offset + target.nbytes > meta.offset + meta.nbytes:
-            raise ValueError(f"{name}: reading {target.nbytes} bytes from entry {first} leaves {meta.shape}")
-        if target.numel():
-            _read_bytes(name, meta.file, offset, memoryview(target.reshape(-1).view(torch.uint8).numpy()))
-        if target is not out:
-            out.copy_(target)
+        offset = meta.offset + (first * (meta.nbytes // meta.shape[0]) if first else 0)
+        if offset + out.numel() * meta.dtype.itemsize > meta.offset + meta.nbytes:
+            raise ValueError(f"{name}: reading {list(out.shape)} from entry {first} leaves {meta.shape}")
+        if out.device.type == "cpu" and out.is_contiguous() and out.dtype == meta.dtype:
+            self._read_bytes(name, offset, out)
+        elif out.numel():
+            rows = out if out.ndim else out.reshape(1)
+            step = max(1, _CHUNK_BYTES // (rows[0].numel() * meta.dtype.itemsize))
+            for chunk in rows.split(step):
+                temporary = torch.empty(chunk.shape, dtype=meta.dtype)
+                self._read_bytes(name, offset, temporary)
+                chunk.copy_(temporary)
+                offset += temporary.nbytes
+        self.set_aside([name])
 
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file whose top level is an object; anything else is a CheckpointError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", file=path) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"is not valid JSON ({error})", file=path) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            "has the wrong type", file=path, expected="a JSON object", found=type(value).__name__
-        )
-    return value
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _read_bytes(name: str, path: Path, offset: int, view: memoryview) -> None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            done = 0
+    def _read_bytes(self, name: str, offset: int, out: Tensor) -> None:
+        path = self._metas[name].file
+        view = memoryview(bytearray()) if not out.numel() else out.reshape(-1).view(torch.uint8).numpy().data
+        try:
+            if path not in self._handles:
+                self._handles[path] = io.FileIO(path)
+            handle, done = self._handles[path], 0
+            handle.seek(offset)
             while done < len(view):
-                got = file.readinto(view[done:])
+                got = handle.readinto(view[done:])
                 if not got:
                     raise CheckpointError(
                         "is truncated", file=path, tensor=name, expected=f"{len(view)} bytes", found=done
                     )
                 done += got
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", file=path, tensor=name) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot be read ({error.strerror})", file=path, tensor=name) from None
 
 
-def _open_folder(folder: Path) -> dict[str, TensorMeta]:
-    if not folder.is_dir():
-        raise CheckpointError("is not a folder", file=folder)
-    if (folder / INDEX).is_file():
-        return _open_index(folder, folder / INDEX)
-    found = sorted(folder.glob("*.safetensors"))
-    if (folder / SINGLE).is_file():
-        found = [folder / SINGLE]
-    if not found:
-        raise _no_weights(folder)
-    _check_numbering(folder, found)
-    metas: dict[str, TensorMeta] = {}
-    for path in found:
-        for name, meta in _read_header(path).items():
-            if name in metas:
-                raise CheckpointError(f"is also in {metas[name].file.name}", file=path, tensor=name)
-            metas[name] = meta
-    return metas
-
-
-def _no_weights(folder: Path) -> CheckpointError:
-    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if pickled:
-        return CheckpointError(
-            f"holds pickled weights ({pickled[0]}), which can run code when opened; only safetensors are loaded",
-            file=folder,
-            remedy="Convert them with safetensors, or take the model's safetensors release",
-        )
-    return CheckpointError("holds no *.safetensors file", file=folder)
-
-
-def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
-    """Without an index, `x-00001-of-00003` still says how many files there should be."""
-    for path in found:
-        match = re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", path.name)
-        if not match:
-            continue
-        stem, width, total = match[1], len(match[2]), int(match[3])
-        for i in range(1, total + 1):
-            other = folder / f"{stem}-{i:0{width}d}-of-{match[3]}.safetensors"
-            if not other.is_file():
-                raise CheckpointError(f"shard {i} of {total} is missing", file=other)
-
-
-def _open_index(folder: Path, index: Path) -> dict[str, TensorMeta]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(
-            "has no usable weight_map", file=index, expected="an object of tensor name: file name", found=weight_map
-        )
-    headers: dict[str, dict[str, TensorMeta]] = {}
-    metas: dict[str, TensorMeta] = {}
-    for name, shard in weight_map.items():
-        if shard not in headers:
-            headers[shard] = _read_header(_shard_path(folder, index, shard))
-        if name not in headers[shard]:
-            raise CheckpointError(f"is listed by {index.name} but is not in this file", file=folder / shard, tensor=name)
-        metas[name] = headers[shard][name]
-    return metas
-
-
-def _shard_path(folder: Path, index: Path, shard: str) -> Path:
-    """Names with a folder part are refused: an index must not lead out of its own folder."""
-    if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"names {shard!r}, which is not a safetensors file of this folder", file=index)
-    path = folder / shard
-    if not path.is_file():
-        raise CheckpointError(
-            f"is missing, though {index.name} lists it", file=path, remedy="Download the checkpoint again"
-        )
-    return path
-
-
-def _read_header(path: Path) -> dict[str, TensorMeta]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    "is truncated or not a safetensors file",
-                    file=path,
-                    expected=f"a header of {length} bytes",
-                    found=f"a file of {size} bytes",
-                )
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", file=path) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"has a header that is not valid JSON ({error})", file=path) from None
-    if not isinstance(header, dict):
-        raise CheckpointError("has a header that is not a JSON object", file=path)
-    header.pop("__metadata__", None)
-    metas = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in header.items()}
-    _check_extent(path, metas, 8 + length, size)
-    return metas
-
-
-def _parse_entry(path: Path, name: str, entry: Any, start: int) -> TensorMeta:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
-    except (KeyError, TypeError, ValueError):
-        well_formed = False
-    if not well_formed:
-        raise CheckpointError(f"has a malformed header entry {entry!r}", file=path, tensor=name)
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            "has an unknown dtype", file=path, tensor=name, expected=", ".join(DTYPES), found=dtype
-        )
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != nbytes:
-        raise CheckpointError(
-            f"has the wrong size for {dtype} {list(shape)}",
-            file=path,
-            tensor=name,
-            expected=f"{nbytes} bytes",
-            found=end - begin,
-        )
-    return TensorMeta(path, DTYPES[dtype], shape, start + begin, nbytes)
-
-
-def _check_extent(path: Path, metas: dict[str, TensorMeta], start: int, size: int) -> None:
-    """Tensors lie end to end and fill the file, as the format demands."""
-    end = start
-    for name, meta in sorted(metas.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if meta.offset != end:
-            raise CheckpointError(
-                "overlaps another tensor or leaves a hole",
-                file=path,
-                tensor=name,
-                expected=f"offset {end}",
-                found=meta.offset,
-            )
-        end += meta.nbytes
-        if end > size:
-            raise CheckpointError(
-                "is truncated",
-                file=path,
-                tensor=name,
-                expected=f"{end} bytes",
-                found=f"a file of {size} bytes",
-                remedy="Download the file again",
-            )
-    if end != size:
-        raise CheckpointError("has bytes after its last tensor", file=path, expected=end, found=size)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

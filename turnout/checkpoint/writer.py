@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.checkpoint.files import DTYPES, INDEX, SINGLE
+from turnout.checkpoint.headers import DTYPES, INDEX, SINGLE
 from turnout.errors import UserError
 
 UNFINISHED = ".partial"

@@ -11,6 +11,9 @@ Format names, used by every part of Turnout:
 
 `bf16` means "not quantised": its data may also be float16 or float32. Scales are plain row-major
 (never swizzled) and always multiply: `w = decode(data) * scale * global_scale`.
+
+fp8 gate and up [I, K] stacked to [2I, K] with I no multiple of 128 keep their own blocks: `block_rows` is
+then the largest height that both are cut into, and scale is float32 [..., N/block_rows, ceil(K/128)].
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class PackedTensor:
     data: Tensor
     scale: Tensor | None = None
     global_scale: Tensor | None = None
+    block_rows: int = 128  # rows that share an fp8 scale; its columns are always 128
 
     @property
     def shape(self) -> torch.Size:
@@ -73,6 +77,9 @@ class PackedTensor:
         if self.format == "bf16":
             return self.data.to(dtype)
         assert self.scale is not None, f"{self.format} weights carry a scale"
+        if self.format == "fp8" and self.block_rows != fp8.BLOCK:
+            blocks = self.data.unflatten(-2, (-1, self.block_rows))
+            return fp8.decode_blocks(blocks, self.scale.unsqueeze(-2)).flatten(-3, -2).to(dtype)
         if self.format == "fp8":
             return fp8.decode_blocks(self.data, self.scale).to(dtype)
         if self.format == "mxfp4":

@@ -1,0 +1,28 @@
+"""Weights that were not quantised: bfloat16, float16 or float32, as published by most model families."""
+
+from __future__ import annotations
+
+from turnout.checkpoint.experts import Wanted, arrangement
+from turnout.checkpoint.files import TensorFiles
+from turnout.checkpoint.parts import PLAIN
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import PackedTensor
+
+WHY = "config.json does not list this module as quantised"
+
+
+def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
+    return PackedTensor(format="bf16", data=PLAIN.read(files, module, n, k, WHY))
+
+
+def experts(wanted: Wanted) -> ExpertWeights:
+    """Experts stored one by one or stacked, in the dtype of the file."""
+    stored = arrangement(wanted, PLAIN)
+    return ExpertWeights(
+        w13=PackedTensor(format="bf16", data=stored.read("w13", PLAIN)),
+        w2=PackedTensor(format="bf16", data=stored.read("w2", PLAIN)),
+        b13=stored.bias("w13"),
+        b2=stored.bias("w2"),
+        first_expert=wanted.first,
+        num_experts=wanted.shape.num_experts,
+    )

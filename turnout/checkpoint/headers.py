@@ -1,0 +1,204 @@
+"""Which tensors a folder holds and where: every header is parsed and checked before anything is read.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte
+range), and the data, tensors end to end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnout.checkpoint.config import read_json_object
+from turnout.checkpoint.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Where a tensor lies: `nbytes` bytes from `offset` of `file`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def open_folder(folder: Path) -> dict[str, TensorMeta]:
+    if not folder.is_dir():
+        raise CheckpointError("is not a folder", file=folder)
+    if (folder / INDEX).is_file():
+        return _open_index(folder, folder / INDEX)
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / SINGLE).is_file():
+        found = [folder / SINGLE]
+    if not found:
+        raise _no_weights(folder)
+    _check_numbering(folder, found)
+    metas: dict[str, TensorMeta] = {}
+    for path in found:
+        for name, meta in _read_header(path).items():
+            if name in metas:
+                raise CheckpointError(f"is also in {metas[name].file.name}", file=path, tensor=name)
+            metas[name] = meta
+    return metas
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        return CheckpointError(
+            f"holds pickled weights ({pickled[0]}), which can run code when opened",
+            file=folder,
+            remedy="Only safetensors are loaded: convert the model, or take the model's safetensors release",
+        )
+    return CheckpointError("holds no *.safetensors file", file=folder)
+
+
+def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
+    """Without an index, `x-00001-of-00003` still says how many files there should be."""
+    for path in found:
+        match = re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", path.name)
+        if not match:
+            continue
+        stem, width, total = match[1], len(match[2]), int(match[3])
+        for i in range(1, total + 1):
+            other = folder / f"{stem}-{i:0{width}d}-of-{match[3]}.safetensors"
+            if not other.is_file():
+                raise CheckpointError(f"shard {i} of {total} is missing", file=other)
+
+
+def _open_index(folder: Path, index: Path) -> dict[str, TensorMeta]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(
+            "has no usable weight_map",
+            file=index,
+            expected="an object of tensor name: file name",
+            found=weight_map,
+        )
+    headers: dict[str, dict[str, TensorMeta]] = {}
+    metas: dict[str, TensorMeta] = {}
+    for name, shard in weight_map.items():
+        if shard not in headers:
+            headers[shard] = _read_header(_shard_path(folder, index, shard))
+        if name not in headers[shard]:
+            raise CheckpointError(
+                f"is listed by {index.name} but is not in this file", file=folder / shard, tensor=name
+            )
+        metas[name] = headers[shard][name]
+    return metas
+
+
+def _shard_path(folder: Path, index: Path, shard: str) -> Path:
+    """Names with a folder part are refused: an index must not lead out of its own folder."""
+    if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"names {shard!r}, which is not a safetensors file of this folder", file=index)
+    path = folder / shard
+    if not path.is_file():
+        raise CheckpointError(
+            f"is missing, though {index.name} lists it", file=path, remedy="Download the checkpoint again"
+        )
+    return path
+
+
+def _read_header(path: Path) -> dict[str, TensorMeta]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    "is truncated or not a safetensors file",
+                    file=path,
+                    expected=f"a header of {length} bytes",
+                    found=f"a file of {size} bytes",
+                )
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})", file=path) from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"has a header that is not valid JSON ({error})", file=path) from None
+    if not isinstance(header, dict):
+        raise CheckpointError("has a header that is not a JSON object", file=path)
+    header.pop("__metadata__", None)
+    metas = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    _check_extent(path, metas, 8 + length, size)
+    return metas
+
+
+def _parse_entry(path: Path, name: str, entry: Any, start: int) -> TensorMeta:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(f"has a malformed header entry {entry!r}", file=path, tensor=name)
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            "has an unknown dtype", file=path, tensor=name, expected=", ".join(DTYPES), found=dtype
+        )
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != nbytes:
+        raise CheckpointError(
+            f"has the wrong size for {dtype} {list(shape)}",
+            file=path,
+            tensor=name,
+            expected=f"{nbytes} bytes",
+            found=end - begin,
+        )
+    return TensorMeta(path, DTYPES[dtype], shape, start + begin, nbytes)
+
+
+def _check_extent(path: Path, metas: dict[str, TensorMeta], start: int, size: int) -> None:
+    """Tensors lie end to end and fill the file, as the format demands."""
+    end = start
+    for name, meta in sorted(metas.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if meta.offset != end:
+            raise CheckpointError(
+                "overlaps another tensor or leaves a hole",
+                file=path,
+                tensor=name,
+                expected=f"offset {end}",
+                found=meta.offset,
+            )
+        end += meta.nbytes
+        if end > size:
+            raise CheckpointError(
+                "is truncated",
+                file=path,
+                tensor=name,
+                expected=f"{end} bytes",
+                found=f"a file of {size} bytes",
+                remedy="Download the file again",
+            )
+    if end != size:
+        raise CheckpointError("has bytes after its last tensor", file=path, expected=end, found=size)

@@ -1,0 +1,69 @@
+"""From what the user calls a model to the folder that holds it. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from turnout.checkpoint.config import CONFIG
+from turnout.errors import UserError
+
+ASSETS = Path(__file__).parent.parent / "assets"
+BUNDLED = ("demo", "demo-bf16")
+# owner/name or name, as the hub allows: letters, digits and single - _ . between them.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def locate(model: str) -> Path:
+    """The folder of a bundled model, of a local path, or of a hub id already in the local cache.
+
+    The path of a `config.json` stands for the folder it lies in; a plan needs no more than that file.
+    Never uses the network. Raises UserError saying what to do when there is no such model.
+    """
+    path = Path(model).expanduser()
+    if model in BUNDLED and not path.is_dir():
+        return _bundled(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _file(path)
+    if _HUB_ID.fullmatch(model):
+        cached = _cached(model)
+        if cached is not None:
+            return cached
+        raise UserError(
+            f"no model {model!r}: neither a local folder nor in the local Hugging Face cache. "
+            f"Fetch it with `hf download {model}`, or give the path of a checkpoint folder"
+        )
+    raise UserError(
+        f"no model {model!r}: there is no such folder. Give the path of a checkpoint folder, a hub id "
+        f"such as Qwen/Qwen3-30B-A3B, or {' or '.join(BUNDLED)}"
+    )
+
+
+def _bundled(model: str) -> Path:
+    folder = ASSETS / model
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"the bundled model {model!r} is not part of this installation (looked in {folder}). "
+            "Install turnout from its repository, or give the path of a checkpoint folder"
+        )
+    return folder
+
+
+def _file(path: Path) -> Path:
+    if path.name == CONFIG:
+        return path.parent
+    raise UserError(f"{path} is a file: give the folder that holds {CONFIG} and *.safetensors")
+
+
+def _cached(repo_id: str) -> Path | None:
+    """The snapshot of `repo_id` (revision main) in the Hugging Face cache, if its config is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(repo_id, CONFIG)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,113 @@
+"""One tensor of a stored matrix: what it is called, what it must look like, and reading it checked.
+
+A matrix [N, K] is kept as codes and scales; each of these parts is a tensor [ceil(N / rows),
+ceil(K / columns)] whose element [i, j] belongs to `rows` x `columns` of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from turnout.checkpoint.files import FLOATS, TensorFiles
+from turnout.formats.packed import PackedTensor
+
+E4M3 = torch.float8_e4m3fn
+ROWS_AT_ONCE = 1024  # decoded together; a multiple of every block height
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What the values of a scale must be; `holds` sees the tensor as stored."""
+
+    holds: Callable[[Tensor], bool]
+    words: str
+
+
+def _e4m3_holds(scale: Tensor) -> bool:
+    code = scale.view(torch.uint8)
+    return bool(((code < 0x7F) | (code == 0x80)).all())  # 0x7F is NaN, 0x80 is -0
+
+
+POSITIVE = Sound(lambda s: bool((torch.isfinite(s) & (s > 0)).all()), "finite and positive")
+E4M3_SCALE = Sound(_e4m3_holds, "finite and not negative")
+E8M0_SCALE = Sound(lambda s: bool((s.view(torch.uint8) != 0xFF).all()), "finite (e8m0 byte 255 is NaN)")
+
+
+@dataclass(frozen=True)
+class Part:
+    suffix: str  # after the module's name, such as ".weight_scale"
+    dtypes: tuple[torch.dtype, ...]
+    rows: int = 1
+    columns: int = 1
+    sound: Sound | None = None
+
+    def shape(self, n: int, k: int) -> tuple[int, int]:
+        return -(-n // self.rows), -(-k // self.columns)
+
+    def check(self, files: TensorFiles, name: str, value: Tensor) -> None:
+        """Raises CheckpointError if the values read from `name` cannot be scales."""
+        if self.sound is not None and not self.sound.holds(value):
+            raise files.wrong(
+                name,
+                "holds values that are no scales",
+                f"every element {self.sound.words}",
+                summary(value),
+                "The file is damaged, or its quantisation went wrong; write it again",
+            )
+
+    def read(self, files: TensorFiles, module: str, n: int, k: int, why: str) -> Tensor:
+        """This part of the matrix [n, k] called `module`."""
+        name = module + self.suffix
+        files.expect(name, self.shape(n, k), self.dtypes, why=why)
+        value = files.read(name)
+        self.check(files, name, value)
+        return value
+
+
+PLAIN = Part(".weight", FLOATS)
+
+
+def read_scalar(files: TensorFiles, name: str, why: str) -> Tensor:
+    """A positive scale, one number, as float32 [1]."""
+    meta = files.expect(name, None, FLOATS, why=why)
+    if meta.shape not in ((), (1,)):
+        raise files.wrong(name, "has the wrong shape", "a scalar", list(meta.shape), why)
+    value = files.read(name).float().reshape(1)
+    check_positive(files, name, value)
+    return value
+
+
+def check_positive(files: TensorFiles, name: str, value: Tensor) -> None:
+    Part("", FLOATS, sound=POSITIVE).check(files, name, value)
+
+
+def summary(value: Tensor) -> str:
+    """What is wrong among the elements of a scale, in a few words."""
+    flat = value.float().flatten()
+    if flat.numel() == 1:
+        return f"{float(flat):g}"
+    counts = {
+        "NaN": int(flat.isnan().sum()),
+        "infinite": int(flat.isinf().sum()),
+        "zero": int((flat == 0).sum()),
+        "negative": int((flat < 0).sum()),
+    }
+    return ", ".join(f"{n} {what}" for what, n in counts.items() if n) + f" of {flat.numel()}"
+
+
+def decode_by_rows(packed: PackedTensor, dtype: torch.dtype) -> Tensor:
+    """A packed matrix [N, K] decoded to `dtype`, few rows at a time: float32 in between is not held whole."""
+    n, k = packed.shape
+    out = torch.empty((n, k), dtype=dtype)
+    for start in range(0, n, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, n)
+        scale = packed.scale
+        if scale is not None:
+            high = -(-n // scale.shape[0]) if packed.format != "fp8" else 128
+            scale = scale[start // high : -(-stop // high)]
+        out[start:stop] = replace(packed, data=packed.data[start:stop], scale=scale).decode(dtype)
+    return out
