@@ -106,7 +106,10 @@ def matrix_bytes(weight_format: str, rows: int, columns: int, *, itemsize: int =
 def expert_bytes(
     spec: MoESpec, *, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
 ) -> int:
-    """The experts of one layer as kept for use: packed as in the checkpoint, or decoded once."""
+    """The experts of one layer as kept for use: packed as in the checkpoint, or decoded once.
+
+    `itemsize` is that of unquantised weights: as stored if packed, of the compute dtype if decoded.
+    """
     weight_format = "bf16" if decoded else spec.format
     rows, inner = spec.w13_rows // expert_tp, spec.intermediate_size // expert_tp
     one = matrix_bytes(weight_format, rows, spec.hidden_size, itemsize=itemsize)
@@ -178,3 +181,13 @@ def kv_bytes_per_token(
     """Keys and values of one token on one rank; a rank keeps at least one KV head."""
     heads = max(1, num_kv_heads // attention_tp)
     return 2 * num_layers * heads * head_dim * itemsize
+
+
+def logits_bytes(rows: int, vocab_size: int) -> int:
+    """float32 logits of the rows sampled in one step, and the copy that sampling works on."""
+    return 2 * 4 * rows * vocab_size
+
+
+def gigabytes(size: int) -> str:
+    """For people: decimal, three digits."""
+    return f"{size / 10**9:.3g} GB"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from turnout.moe import budget as sizes
-from turnout.moe.budget import Budget
+from turnout.moe.budget import Budget, gigabytes
 from turnout.moe.capability import (
     OTHER_RUNNER,
     DispatcherCapability,
@@ -50,6 +50,7 @@ class Case:
     hardware: Hardware
     wishes: Wishes
     compute_dtype: str
+    stored_itemsize: int  # of unquantised weights in the checkpoint
     num_layers: int
 
     @property
@@ -72,7 +73,7 @@ class Case:
             num_local_experts=self.num_local_experts,
             expert_tp=self.topology.expert_tp,
             decoded=storage == "decoded",
-            itemsize=self.itemsize,
+            itemsize=self.itemsize if storage == "decoded" else self.stored_itemsize,
         )
 
     def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
@@ -294,6 +295,8 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
         remedies.append("use --moe-weight-storage packed")
     if experts < needed // 2:
         remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
+    if case.spec.format == "bf16":
+        remedies.append("convert the checkpoint with `turnout quantize`")
     remedies.append("spread the experts with a larger --ep-size, or take a device with more memory")
     dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
     return [
@@ -306,7 +309,3 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
             remedy=", or ".join(remedies),
         )
     ]
-
-
-def gigabytes(size: int) -> str:
-    return f"{size / 10**9:.3g} GB"

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from turnout.moe.budget import Budget
-from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, gigabytes, search
+from turnout.moe.budget import Budget, gigabytes
+from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, search
 from turnout.moe.capability import (
     DispatcherCapability,
     PlanRefused,
@@ -38,7 +38,7 @@ from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS, RUNNERS, Registry
 
-__all__ = ["MoEPlan", "PhasePlan", "Wishes", "plan"]
+__all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
 
 C = TypeVar("C", RunnerCapability, DispatcherCapability)
 
@@ -96,12 +96,14 @@ def plan(
     wishes: Wishes = Wishes(),
     compute_dtype: str,
     num_layers: int = 1,
+    stored_itemsize: int = 2,
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
-    `runners` and `dispatchers` default to the registered ones. Raises PlanRefused with everything that
+    `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
+    `dispatchers` default to the registered ones. Raises PlanRefused with everything that
     stands in the way.
     """
     case = Case(
@@ -111,6 +113,7 @@ def plan(
         hardware=hardware,
         wishes=wishes,
         compute_dtype=compute_dtype,
+        stored_itemsize=stored_itemsize,
         num_layers=num_layers,
     )
     known_runners = _registered(RUNNERS) if runners is None else runners

@@ -7,6 +7,7 @@ reports more than that, a plan made from the preset errs on the safe side.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def detect(device: str = "auto") -> Hardware:
     """
     if device == "cpu":
         return Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True)
+    if device == "auto" and not _may_have_gpu():
+        return detect("cpu")
     import torch
 
     if not torch.cuda.is_available():
@@ -87,6 +90,14 @@ def detect(device: str = "auto") -> Hardware:
         memory_bytes=properties.total_memory,
         present=True,
     )
+
+
+def _may_have_gpu() -> bool:
+    """Whether it is worth importing torch to ask: on Linux a driver shows itself by a device file."""
+    devices = (
+        Path(f) for f in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-ctrl")
+    )
+    return sys.platform != "linux" or any(device.exists() for device in devices)
 
 
 def _host_memory() -> int:
