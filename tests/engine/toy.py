@@ -1,0 +1,188 @@
+"""A tiny transformer written for these tests alone, so that the engine is tested without any other part.
+
+Everything is float32 and seeded. `reference_logits` computes the same network over a whole sequence
+with a plain masked softmax: no cache, no pages, no chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from turnout.config import Config
+from turnout.engine.blueprint import Blueprint, MemoryTable
+from turnout.engine.core import EngineCore
+from turnout.engine.messages import AddRequest, RequestOutput
+from turnout.engine.sampling import SamplingParams
+from turnout.models.interface import ModelDescription, ModelShape, Step
+from turnout.moe.budget import Budget
+from turnout.moe.plan import MoEPlan, PhasePlan
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+
+SHAPE = ModelShape(
+    architecture="Toy",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=50,
+    max_position_embeddings=256,
+    eos_token_ids=(49,),
+)
+
+
+class ToyModel:
+    """An `interface.Model`. Logits depend strongly on position and on every earlier token."""
+
+    def __init__(self, seed: int = 0, shape: ModelShape = SHAPE):
+        generator = torch.Generator().manual_seed(seed)
+        self.shape = shape
+        H, D = shape.hidden_size, shape.head_dim
+
+        def random(*size: int, scale: float) -> Tensor:
+            return torch.randn(*size, generator=generator) * scale
+
+        self.embedding = random(shape.vocab_size, H, scale=1.0)
+        self.position = random(shape.max_position_embeddings, H, scale=0.5)
+        rows = (shape.num_heads + 2 * shape.num_kv_heads) * D
+        self.qkv = [random(rows, H, scale=0.3) for _ in range(shape.num_layers)]
+        self.out = [random(H, shape.num_heads * D, scale=0.5) for _ in range(shape.num_layers)]
+        self.head = random(shape.vocab_size, H, scale=1.0)
+        self.steps: list[int] = []  # tokens of each forward
+        self.poison: int | None = None  # a token whose presence makes NaN
+
+    def forward(self, step: Step) -> Tensor:
+        self.steps.append(len(step.input_ids))
+        x = self._embed(step.input_ids, step.positions)
+        for layer in range(self.shape.num_layers):
+            q, k, v = self._project(layer, x)
+            x = x + step.attention(layer, q, k, v).reshape(len(x), -1) @ self.out[layer].T
+        return x
+
+    def logits(self, hidden_SH: Tensor) -> Tensor:
+        return hidden_SH @ self.head.T
+
+    def reference_logits(self, tokens: list[int]) -> Tensor:
+        """[len(tokens), V], by definition."""
+        shape = self.shape
+        x = self._embed(torch.tensor(tokens), torch.arange(len(tokens)))
+        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        group = shape.num_heads // shape.num_kv_heads
+        for layer in range(shape.num_layers):
+            q, k, v = self._project(layer, x)
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(shape.head_dim)
+            weights = torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1)
+            x = x + torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1) @ self.out[layer].T
+        return x @ self.head.T
+
+    def greedy(self, prompt: list[int], count: int, *, eos: bool = True) -> list[int]:
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count:
+            tokens.append(int(self.reference_logits(tokens)[-1].argmax()))
+            if eos and tokens[-1] in self.shape.eos_token_ids:
+                break
+        return tokens[len(prompt) :]
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding[ids] + self.position[positions]
+        if self.poison is not None:
+            x = torch.where((ids == self.poison)[:, None], float("nan"), x)
+        return x
+
+    def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self.shape
+        normed = x / x.square().mean(-1, keepdim=True).sqrt()
+        heads = (normed @ self.qkv[layer].T).view(len(x), -1, shape.head_dim)
+        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        return q, k, v
+
+
+def make_core(
+    model: ToyModel | None = None, *, num_pages: int = 64, max_context: int = 128, **flags: object
+) -> EngineCore:
+    """An engine over a toy model; `flags` are fields of `Config`."""
+    model = model or ToyModel()
+    values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
+    config = Config(**(values | flags))  # type: ignore[arg-type]
+    return EngineCore(
+        blueprint(config, model.shape, num_pages=num_pages, max_context=max_context), model=model
+    )
+
+
+def blueprint(config: Config, shape: ModelShape, *, num_pages: int, max_context: int) -> Blueprint:
+    """What the planner would hand over, for a model without experts."""
+    phase = PhasePlan(
+        phase="prefill",
+        runner="torch",
+        dispatcher="none",
+        layout="tokens",
+        wire_format="bf16",
+        reduce="none",
+        max_tokens=config.max_prefill_tokens,
+    )
+    moe = MoESpec(hidden_size=shape.hidden_size, intermediate_size=1, num_experts=1, top_k=1)
+    return Blueprint(
+        config=config,
+        folder=Path("toy"),
+        description=ModelDescription(shape=shape, moe=moe, moe_layers=(), dense_parameters=0),
+        topology=Topology(),
+        hardware=Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=2**30),
+        compute_dtype="float32",
+        budget=Budget(tokens_per_request=1, local=1, decode=1, gathered=1, capacity=1),
+        plan=MoEPlan(
+            prefill=phase,
+            decode=phase,
+            activation_format="bf16",
+            weight_storage="decoded",
+            compute_dtype="float32",
+            first_expert=0,
+            num_local_experts=1,
+            weight_bytes=0,
+            workspace_bytes=0,
+            dispatch_bytes=0,
+        ),
+        page_size=config.page_size,
+        num_pages=num_pages,
+        max_context=max_context,
+        memory=MemoryTable(**{f.name: 0 for f in dataclasses.fields(MemoryTable)}),
+    )
+
+
+def request(id: str, prompt: list[int], **sampling: object) -> AddRequest:
+    return AddRequest(id=id, prompt_ids=prompt, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def run(core: EngineCore, requests: list[AddRequest]) -> dict[str, RequestOutput]:
+    """Run all to the end; each request's outputs merged into one."""
+    for message in requests:
+        core.add(message)
+    return collect(core)
+
+
+def collect(core: EngineCore, *, limit: int = 10_000) -> dict[str, RequestOutput]:
+    merged: dict[str, RequestOutput] = {}
+    for _ in range(limit):
+        if not core.has_work():
+            return merged
+        for output in core.step():
+            merge(merged, output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def merge(merged: dict[str, RequestOutput], output: RequestOutput) -> None:
+    whole = merged.setdefault(output.id, RequestOutput(id=output.id))
+    assert whole.finish_reason is None, "an output after the last"
+    whole.token_ids = whole.token_ids + output.token_ids
+    if output.logprobs is not None:
+        whole.logprobs = (whole.logprobs or []) + output.logprobs
+    whole.prompt_logprobs = whole.prompt_logprobs or output.prompt_logprobs
+    whole.cached_tokens = whole.cached_tokens or output.cached_tokens
+    whole.finish_reason, whole.stop_token, whole.error = output.finish_reason, output.stop_token, output.error

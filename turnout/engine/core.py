@@ -1,0 +1,271 @@
+"""The engine of one rank: requests in, tokens out, one forward per step.
+
+    add / abort -> schedule -> forward -> score prompts -> sample -> finish
+
+What one request asks for never changes what another gets: invalid requests are refused when added,
+a request whose logits are not finite ends alone with an error, and rows of a step share nothing but
+the batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout import __version__
+from turnout.checkpoint import open_checkpoint
+from turnout.engine.attention import PagedAttention, to_device
+from turnout.engine.blueprint import Blueprint
+from turnout.engine.messages import AddRequest, EngineStats, RequestOutput, TokenLogprobs
+from turnout.engine.pages import PagePool
+from turnout.engine.request import Request
+from turnout.engine.sampler import Sampler, token_logprobs
+from turnout.engine.scheduler import Chunk, Scheduler
+from turnout.engine.threads import usable_cores
+from turnout.errors import UserError
+from turnout.models import load_model
+from turnout.models.interface import Model, ProgressFn, Step
+
+# Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
+SCORED_ROWS = 128
+
+
+class EngineCore:
+    """Continuous batching over one model. Not thread-safe: one caller adds, aborts and steps."""
+
+    def __init__(
+        self, blueprint: Blueprint, *, model: Model | None = None, progress: ProgressFn | None = None
+    ):
+        """Loads the weights that `blueprint` names, unless `model` brings them.
+
+        Raises UserError (CheckpointError) for weights that are missing or wrong.
+        """
+        self.blueprint = blueprint
+        self._device = torch.device(blueprint.hardware.device)
+        self._threads = _use_threads(blueprint.config.num_threads)
+        self._model = model or self._load(progress)
+        config, shape = blueprint.config, self._model.shape
+        self._pool = PagePool(blueprint.num_pages, reuse=not config.disable_prefix_cache)
+        self._scheduler = Scheduler(
+            self._pool,
+            page_size=blueprint.page_size,
+            max_running=config.max_running_requests,
+            chunk_tokens=config.chunked_prefill_size,
+            prefill_tokens=config.max_prefill_tokens,
+            max_context=blueprint.max_context,
+        )
+        self._attention = PagedAttention(
+            shape,
+            num_pages=blueprint.num_pages,
+            page_size=blueprint.page_size,
+            max_running=config.max_running_requests,
+            max_context=blueprint.max_context,
+            device=self._device,
+            dtype=getattr(torch, blueprint.compute_dtype),
+        )
+        self._sampler = Sampler(shape.vocab_size, config.max_running_requests, self._device)
+        self._requests: dict[str, Request] = {}
+        self._aborted: list[RequestOutput] = []
+        self._added = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_prompt_tokens = 0
+        self._generation_tokens = 0
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._aborted)
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request. Raises UserError, and changes nothing, if it can never run."""
+        self.check(message)
+        seed = (self.blueprint.config.random_seed + self._added) % 2**63
+        self._added += 1
+        request = Request.start(message, seed=seed, eos_token_ids=self._model.shape.eos_token_ids)
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now and free their pages; the next step says so. Unknown ids are ignored."""
+        for id in ids:
+            request = self._requests.get(id)
+            if request is not None:
+                self._aborted.append(self._finish(request, RequestOutput(id=id), "abort"))
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """One forward over whatever the scheduler chose; the new tokens of each request it advanced."""
+        outputs, self._aborted = self._aborted, []
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return outputs
+        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens first, else in order
+        hidden_NH = self._forward(chunks)
+        self._scheduler.computed(chunks)
+        self._steps += 1
+        self._score_prompts(chunks, hidden_NH)
+        return outputs + self._advance(chunks, hidden_NH)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            pid=os.getpid(),
+            steps=self._steps,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            pages_total=self._pool.num_pages,
+            pages_used=self._pool.num_live,
+            pages_cached=self._pool.num_cached,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=self._scheduler.preemptions,
+        )
+
+    def info(self) -> dict[str, Any]:
+        """The blueprint as run, and the versions that run it. Plain values for JSON."""
+        blueprint = self.blueprint
+        return blueprint.describe() | {
+            "version": __version__,
+            "torch": torch.__version__,
+            "num_threads": self._threads,
+            "kv_cache_bytes": self._attention.cache_bytes,
+        }
+
+    def check(self, message: AddRequest) -> None:
+        """Raise UserError saying why `message` can never run, if so."""
+        prompt, sampling, vocab_size = message.prompt_ids, message.sampling, self._model.shape.vocab_size
+        if message.id in self._requests:
+            raise UserError(f"request id {message.id!r}: already in use")
+        if not prompt:
+            raise UserError("the prompt is empty: it must hold at least one token")
+        sampling.check()
+        for name, ids in (
+            ("prompt", prompt),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+                wrong = next(i for i in ids if not 0 <= i < vocab_size)
+                raise UserError(f"{name}: token id {wrong} is not in [0, {vocab_size})")
+        refusal = self._scheduler.refuse(len(prompt), sampling.max_tokens)
+        if refusal is not None:
+            raise UserError(refusal)
+
+    def _load(self, progress: ProgressFn | None) -> Model:
+        blueprint = self.blueprint
+        return load_model(
+            open_checkpoint(blueprint.folder),
+            blueprint.plan,
+            topology=blueprint.topology,
+            device=self._device,
+            dtype=getattr(torch, blueprint.compute_dtype),
+            progress=progress,
+        )
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
+        num_single = sum(chunk.length == 1 for chunk in chunks)
+        self._attention.begin(chunks[:num_single], chunks[num_single:])
+        tokens: list[int] = []
+        places: list[int] = []
+        for chunk in chunks:
+            tokens += chunk.request.tokens[chunk.start : chunk.end]
+            places += range(chunk.start, chunk.end)
+        ids_N, positions_N = to_device([torch.tensor(tokens), torch.tensor(places)], self._device)
+        phase = "decode" if num_single == len(chunks) else "prefill"
+        return self._model.forward(
+            Step(input_ids=ids_N, positions=positions_N, attention=self._attention, phase=phase)
+        )
+
+    def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""
+        for chunk, first_row in _with_rows(chunks):
+            request = chunk.request
+            if not request.scores_missing:
+                continue
+            assert request.prompt_logprobs is not None
+            # The row of token p predicts token p + 1; rows scored before a preemption are not scored again.
+            start = max(chunk.start, len(request.prompt_logprobs) - 1)
+            end = min(chunk.end, request.num_prompt - 1)
+            for at in range(start, end, SCORED_ROWS):
+                until = min(at + SCORED_ROWS, end)
+                rows = hidden_NH[first_row + at - chunk.start : first_row + until - chunk.start]
+                scores_SV = torch.log_softmax(self._model.logits(rows), dim=-1)
+                counts = [request.sampling.prompt_logprobs or 0] * (until - at)
+                request.prompt_logprobs += token_logprobs(
+                    scores_SV, request.tokens[at + 1 : until + 1], counts
+                )
+
+    def _advance(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> list[RequestOutput]:
+        """Sample for every request whose last known token was computed; finish those that are done."""
+        outputs, rows, requests = [], [], []
+        for chunk, first_row in _with_rows(chunks):
+            if not chunk.samples:
+                continue
+            if chunk.request.sampling.max_tokens == 0:
+                outputs.append(self._finish(chunk.request, self._first_output(chunk.request), "length"))
+            else:
+                rows.append(first_row + chunk.length - 1)
+                requests.append(chunk.request)
+        if not requests:
+            return outputs
+        hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
+        sampled = self._sampler(self._model.logits(hidden_SH), requests)
+        for i, request in enumerate(requests):
+            output = RequestOutput(id=request.id)
+            if request.num_output == 0:
+                output = self._first_output(request)
+            if not sampled.valid[i]:
+                output.error = "the model's logits are not finite for this request"
+                outputs.append(self._finish(request, output, "error"))
+                continue
+            outputs.append(self._append(request, output, sampled.token_ids[i], sampled.logprobs[i]))
+        return outputs
+
+    def _append(
+        self, request: Request, output: RequestOutput, token: int, logprobs: TokenLogprobs | None
+    ) -> RequestOutput:
+        request.tokens.append(token)
+        self._generation_tokens += 1
+        output.token_ids = [token]
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if token in request.stop_ids:
+            output.stop_token = token
+            return self._finish(request, output, "stop")
+        if request.num_output >= request.sampling.max_tokens:
+            return self._finish(request, output, "length")
+        return output
+
+    def _first_output(self, request: Request) -> RequestOutput:
+        self._prompt_tokens += request.num_prompt
+        self._cached_prompt_tokens += request.cached_tokens
+        return RequestOutput(
+            id=request.id, prompt_logprobs=request.prompt_logprobs, cached_tokens=request.cached_tokens
+        )
+
+    def _finish(self, request: Request, output: RequestOutput, reason: str) -> RequestOutput:
+        """Forget `request` and free its pages; `output` is its last."""
+        self._scheduler.remove(request)
+        del self._requests[request.id]
+        output.finish_reason = reason
+        return output
+
+
+def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Each chunk with the row of its first token."""
+    row = 0
+    for chunk in chunks:
+        yield chunk, row
+        row += chunk.length
+
+
+def _use_threads(wanted: int) -> int:
+    """Set torch's CPU threads: as wanted, or the usable cores but no more than OMP_NUM_THREADS granted."""
+    threads = wanted or min(torch.get_num_threads(), usable_cores())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,227 @@
+"""Offline generation: a model in this process, prompts in, completions out.
+
+with LLM("demo") as llm:
+    for completion in llm.generate(["2 + 2 =", "3 + 3 ="], SamplingParams(max_tokens=8)):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from turnout.config import Config, load
+from turnout.engine.blueprint import resolve
+from turnout.engine.core import EngineCore
+from turnout.engine.messages import AddRequest, TokenLogprobs
+from turnout.engine.output import TextDelta, TextStream
+from turnout.engine.sampling import SamplingParams
+from turnout.engine.tokenizer import Tokenizer
+from turnout.errors import UserError
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one prompt.
+
+    finish_reason: "stop", "length", or "error" (the model produced no finite logits; `error` says so).
+    stop_reason: the stop string or stop token id that ended it, if one did.
+    logprobs: one entry per token if asked for; prompt_logprobs: one per prompt token, the first None.
+    """
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+    def _add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.error = delta.error
+
+
+class LLM:
+    """A loaded model. Close it, or use it as a context manager, to free its memory early."""
+
+    tokenizer: Tokenizer
+    _core: EngineCore | None
+
+    def __init__(self, model: str = "demo", **flags: Any):
+        """`flags` are the fields of `turnout.config.Config`. Raises UserError."""
+        self._start(load(Config, {"model": model, **flags}))
+
+    @classmethod
+    def from_config(cls, config: Config) -> LLM:
+        """The model of a resolved configuration; no flag or environment variable is read."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights and KV cache. A closed LLM answers no more."""
+        self._core = None
+
+    def info(self) -> dict[str, Any]:
+        """Resolved configuration, plan, memory and model shape."""
+        return self._open().info()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """One completion per prompt, in order. A prompt is text or token ids; one alone is a list of one.
+
+        `sampling`: for all prompts, or one each. `progress`: show a bar on standard error; None: if it
+        is a terminal and there are several prompts. Raises UserError, before any work, for a prompt or
+        parameters that cannot run.
+        """
+        listed = _as_list(prompts)
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]
+        return self._run(ids, _for_each(sampling, len(ids)), progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[Completion]:
+        """As `generate`, for one conversation or several, through the model's chat template."""
+        conversations: Sequence[Any] = [messages] if _is_conversation(messages) else messages
+        ids = [self.tokenizer.encode_chat(c, **template_options) for c in conversations]
+        return self._run(ids, _for_each(sampling, len(ids)), progress)
+
+    def _start(self, config: Config) -> None:
+        blueprint = resolve(config)
+        self.tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=config.trust_remote_code)
+        with _bar(config.load_progress and sys.stderr.isatty()) as bar:
+            task = bar.add_task("loading", total=None)
+            self._core = EngineCore(
+                blueprint,
+                progress=lambda what, done, total: bar.update(
+                    task, description=what, completed=done, total=total
+                ),
+            )
+        self._issued = 0
+
+    def _open(self) -> EngineCore:
+        if self._core is None:
+            raise UserError("this LLM is closed; make a new one")
+        return self._core
+
+    def _run(
+        self, prompts: list[list[int]], sampling: Sequence[SamplingParams], progress: bool | None
+    ) -> list[Completion]:
+        core = self._open()
+        requests = [self._request(ids, params) for ids, params in zip(prompts, sampling, strict=True)]
+        for i, request in enumerate(requests):
+            _check(core, request, i, len(requests))
+        answers = {
+            request.id: Completion(
+                prompt_token_ids=request.prompt_ids,
+                logprobs=None if request.sampling.logprobs is None else [],
+            )
+            for request in requests
+        }
+        shown = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
+        try:
+            self._drive(core, requests, answers, shown)
+        finally:  # an interrupt must leave no request behind
+            core.abort(list(answers))
+            while core.has_work():
+                core.step()
+        return list(answers.values())
+
+    def _drive(
+        self, core: EngineCore, requests: list[AddRequest], answers: dict[str, Completion], shown: bool
+    ) -> None:
+        streams = {request.id: TextStream(self.tokenizer, request.sampling) for request in requests}
+        for request in requests:
+            core.add(request)
+        with _bar(shown) as bar:
+            task = bar.add_task("generating", total=len(requests))
+            while core.has_work():
+                for output in core.step():
+                    delta = streams[output.id].push(output)
+                    answers[output.id]._add(delta)
+                    if delta.stopped and output.finish_reason is None:
+                        core.abort([output.id])
+                    if delta.finish_reason is not None:
+                        bar.advance(task)
+
+    def _request(self, ids: list[int], sampling: SamplingParams) -> AddRequest:
+        self._issued += 1
+        return AddRequest(id=str(self._issued), prompt_ids=ids, sampling=sampling)
+
+
+def _check(core: EngineCore, request: AddRequest, index: int, count: int) -> None:
+    try:
+        core.check(request)
+    except UserError as error:
+        raise UserError(f"prompt {index + 1} of {count}: {error}" if count > 1 else str(error)) from None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+    return bool(messages) and isinstance(messages[0], Mapping)
+
+
+def _for_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise UserError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each")
+    return sampling
+
+
+def _bar(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not shown,
+    )
