@@ -84,7 +84,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     info: dict[str, Any]  # resolved configuration, plan, memory, model shape
     max_context: int  # the longest prompt + output in tokens
-    eos_token_ids: list[int]
+    vocab_size: int  # token ids lie in [0, vocab_size)
 
 
 class Outputs(msgspec.Struct, tag=True, kw_only=True):

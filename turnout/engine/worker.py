@@ -15,10 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config
 from turnout.engine.messages import (
@@ -36,6 +39,10 @@ from turnout.engine.messages import (
     encoder,
 )
 from turnout.errors import UserError
+
+if TYPE_CHECKING:  # torch loads after the first signs of life
+    from turnout.engine.blueprint import Blueprint
+    from turnout.models.interface import ProgressFn
 
 STATS_INTERVAL = 1.0  # seconds
 FLUSH_MS = 2000  # to deliver the last message
@@ -109,20 +116,56 @@ def obey(core: Core, command: Command) -> list[RequestOutput]:
 
 
 def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
-    """Build the engine of the configuration `values` and announce it. Raises UserError."""
+    """Plan, say so, load the weights and announce that requests may come. Raises UserError."""
     from turnout.engine.blueprint import resolve
     from turnout.engine.core import EngineCore
 
-    core = EngineCore(resolve(Config(**values)))
-    shape = core.blueprint.description.shape
-    send(
-        Ready(
-            info=core.info(),
-            max_context=core.blueprint.max_context,
-            eos_token_ids=list(shape.eos_token_ids),
-        )
-    )
+    config = Config(**values)
+    blueprint = resolve(config)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in summary(blueprint):
+        console.print(line)
+    with loading_bar(console, shown=config.load_progress) as progress:
+        core = EngineCore(blueprint, progress=progress)
+    vocab_size = blueprint.description.shape.vocab_size
+    send(Ready(info=core.info(), max_context=blueprint.max_context, vocab_size=vocab_size))
     return core
+
+
+def summary(blueprint: Blueprint) -> list[str]:
+    """What is about to run, in a few lines; `turnout plan` says why."""
+    moe, shape, plan = blueprint.description.moe, blueprint.description.shape, blueprint.plan
+    memory = blueprint.memory
+    runners = " and ".join(
+        f"{phase.runner} with dispatcher {phase.dispatcher} ({phase.phase})"
+        for phase in (plan.prefill, plan.decode)
+    )
+    return [
+        f"{blueprint.config.model}: {shape.architecture}, {shape.num_layers} layers, "
+        f"top-{moe.top_k} of {moe.num_experts} experts in {moe.format}",
+        f"experts run on {runners}; GEMMs multiply with {plan.activation_format}, "
+        f"weights are kept {plan.weight_storage}",
+        f"{blueprint.hardware.name}, computing in {blueprint.compute_dtype}: "
+        f"{_megabytes(memory.dense + memory.experts)} of weights, {_megabytes(memory.kv)} of KV cache "
+        f"for {blueprint.num_pages * blueprint.page_size} tokens; context {blueprint.max_context}",
+    ]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+@contextmanager
+def loading_bar(console: Console, *, shown: bool) -> Iterator[ProgressFn]:
+    """Progress of loading on a terminal; elsewhere the bar stays silent."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield report
 
 
 def _leave_with_server(folder: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,6 +23,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model_name: str):
         self.registry = CollectorRegistry()
+        disable_created_metrics()  # a second series for each, of no use here
         labels = ("model_name",)
 
         def histogram(name: str, help: str) -> Histogram:

@@ -17,13 +17,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from rich.console import Console
 
-from turnout import __version__
-from turnout.checkpoint import locate
+from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
@@ -143,9 +141,7 @@ class Supervisor:
         await self.engine.started.wait()
         if self.engine.ready is None:
             await asyncio.Future()  # the engine's task says why
-        assert self.engine.ready is not None
         self.service.open(tokenizer)
-        console.print(summary(self.engine.ready.info))
 
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
@@ -182,8 +178,3 @@ class Supervisor:
 
 def load_tokenizer(config: ServerConfig) -> Tokenizer:
     return Tokenizer.load(locate(config.model), trust_remote_code=config.trust_remote_code)
-
-
-def summary(info: dict[str, Any]) -> str:
-    """What the engine decided, for the terminal."""
-    return f"turnout {__version__}"

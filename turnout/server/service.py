@@ -50,7 +50,7 @@ class Service:
         ready = self.engine.ready
         assert ready is not None
         self.max_context = ready.max_context
-        self.vocab_size = ready.info["model"]["vocab_size"]
+        self.vocab_size = ready.vocab_size
         self.tokenizer = tokenizer
 
     @property
