@@ -67,7 +67,9 @@ def load_model(
     spec = _read_spec(checkpoint.config)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)
-    return Decoder(spec, weights, plan, topology, progress or _silent)
+    model = Decoder(spec, weights, plan, topology, progress or _silent)
+    _refuse_unread(checkpoint, spec)
+    return model
 
 
 def _read_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -97,6 +99,22 @@ def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[str,
 def _with_format(spec: DecoderSpec, experts_format: tuple[str, bool]) -> DecoderSpec:
     name, quantized_activations = experts_format
     return replace(spec, moe=replace(spec.moe, format=name, quantized_activations=quantized_activations))
+
+
+def _refuse_unread(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Weights of these layers that nobody wanted (a bias, a shared expert) belong to another model."""
+    layers = tuple(f"model.layers.{i}." for i in range(spec.shape.num_layers))
+    unread = [
+        name
+        for name in checkpoint.unread()
+        if name.startswith(layers) and name.endswith((".weight", ".bias"))
+    ]
+    if unread:
+        raise UserError(
+            f"{checkpoint.folder}: {len(unread)} tensors have no place in {spec.shape.architecture} as "
+            f"config.json describes it, such as {unread[0]}; without them the result would be wrong. "
+            "Check that config.json belongs to these weights"
+        )
 
 
 def _silent(what: str, done: int, total: int) -> None:

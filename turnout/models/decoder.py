@@ -118,19 +118,20 @@ class Decoder:
         return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
 
     def _read_moe(self, prefix: str) -> MoELayer:
-        spec, plan, weights = self._spec.moe, self._plan, self._weights
-        shape = ExpertShape(
-            num_experts=spec.num_experts,
-            hidden=spec.hidden_size,
-            intermediate=spec.intermediate_size,
+        spec, weights = self._spec.moe, self._weights
+        experts = weights.checkpoint.experts(
+            f"{prefix}.experts",
+            ExpertShape(
+                num_experts=spec.num_experts, hidden=spec.hidden_size, intermediate=spec.intermediate_size
+            ),
+            first=self._plan.first_expert,
+            count=self._plan.num_local_experts,
         )
         return MoELayer(
             spec,
-            plan,
+            self._plan,
             router_weight=weights.linear(f"{prefix}.gate", spec.num_experts, spec.hidden_size),
-            experts=weights.checkpoint.experts(
-                f"{prefix}.experts", shape, plan.first_expert, plan.num_local_experts
-            ),
+            experts=experts,
             shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
             topology=self._topology,
         )
