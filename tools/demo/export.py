@@ -1,0 +1,115 @@
+"""Between the training model's parameters and files: its own shards, and a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .model import DemoModel, Shape
+
+SHARDS = 3
+
+
+def save_parameters(model: DemoModel, folder: Path) -> None:
+    """float32 parameters in SHARDS files of about equal size: `parameters-{i}.safetensors`."""
+    pieces = {
+        f"{name}/{i}": part.contiguous().cpu()
+        for name, p in model.state_dict().items()
+        for i, part in enumerate(p.chunk(SHARDS) if p.ndim > 2 else [p])
+    }
+    for i in range(SHARDS):
+        shard = {k: v for k, v in pieces.items() if k.endswith(f"/{i}")}
+        save_file(shard, folder / f"parameters-{i}.safetensors")
+
+
+def load_parameters(model: DemoModel, folder: Path) -> None:
+    pieces: dict[str, list[Tensor]] = {}
+    for i in range(SHARDS):
+        for name, part in load_file(folder / f"parameters-{i}.safetensors").items():
+            pieces.setdefault(name.rpartition("/")[0], []).append(part)
+    model.load_state_dict({name: torch.cat(parts) for name, parts in pieces.items()})
+
+
+def write_folder(model: DemoModel, folder: Path, end_id: int, pad_id: int) -> None:
+    """config.json, generation_config.json and model.safetensors in bfloat16, as Qwen3-MoE is published.
+
+    The tokenizer's files are expected to be there already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _config(model.shape, end_id, pad_id))
+    generation = {"do_sample": False, "eos_token_id": end_id, "pad_token_id": pad_id}
+    _write_json(folder / "generation_config.json", generation)
+    tensors = {name: t.to(torch.bfloat16).contiguous().clone() for name, t in _named(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _config(s: Shape, end_id: int, pad_id: int) -> dict:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "decoder_sparse_step": 1,
+        "eos_token_id": end_id,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": s.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": s.expert_width * s.top_k,
+        "max_position_embeddings": s.max_positions,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": s.expert_width,
+        "norm_topk_prob": True,
+        "num_attention_heads": s.heads,
+        "num_experts": s.experts,
+        "num_experts_per_tok": s.top_k,
+        "num_hidden_layers": s.layers,
+        "num_key_value_heads": s.kv_heads,
+        "output_router_logits": False,
+        "pad_token_id": pad_id,
+        "rms_norm_eps": s.eps,
+        "rope_theta": s.rope_theta,
+        "router_aux_loss_coef": 0.01,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": s.vocab,
+    }
+
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "router": "mlp.gate",
+}
+
+
+def _named(model: DemoModel) -> list[tuple[str, Tensor]]:
+    """Every tensor under its published name."""
+    state = model.state_dict()
+    named = [("model.embed_tokens.weight", state["embed"]), ("model.norm.weight", state["final_norm"])]
+    for layer in range(model.shape.layers):
+        prefix = f"model.layers.{layer}"
+        named += [(f"{prefix}.{new}.weight", state[old][layer]) for old, new in _LAYER_NAMES.items()]
+        for expert in range(model.shape.experts):
+            for name in ("gate", "up", "down"):
+                key = f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"
+                named.append((key, state[name][layer, expert]))
+    return named
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""Muon for the weight matrices, AdamW for everything else.
+
+Muon (K. Jordan et al., 2024) replaces each matrix's momentum by the nearest orthogonal matrix, found
+by Newton-Schulz iteration; the update is scaled to the size of AdamW's (J. Liu et al., "Muon is
+scalable for LLM training", 2025), so one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(torch.optim.Optimizer):
+    """Parameters of shape [..., rows, columns]: each matrix is orthogonalised on its own."""
+
+    def __init__(self, params: list[nn.Parameter], weight_decay: float, momentum: float = 0.95):
+        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonalize(p.grad.lerp(state["momentum"], group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape[-2:]) ** 0.5)
+
+
+def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+    """About `U V^T` of each matrix `U S V^T` in g [..., rows, columns]: singular values near 1."""
+    a, b, c = _COEFFICIENTS
+    x = g.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x if wide else x.mT).to(g.dtype)
+
+
+def make_optimizers(model: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if name in MATRICES]
+    others = [p for name, p in model.named_parameters() if name not in MATRICES]
+    cuda = others[0].is_cuda
+    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+    return [Muon(matrices, weight_decay), adam]

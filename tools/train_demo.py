@@ -1,0 +1,214 @@
+"""Make the bundled demo model: its tokenizer, its training, its export.
+
+    python -m tools.train_demo tokenizer FOLDER        learn the tokenizer
+    python -m tools.train_demo train --out DIR ...     train on a GPU, by the clock
+    python -m tools.train_demo export DIR FOLDER       write DIR's parameters as a bf16 checkpoint
+
+Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
+whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
+weights serve all three. The schedule goes by elapsed time: a run ends when it is told to, on any GPU.
+docs/demo-model.md says how the shipped model was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tools.demo import fakequant, measure
+from tools.demo.data import IGNORE, LONGEST, Batch, batches
+from tools.demo.export import load_parameters, save_parameters, write_folder
+from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
+from tools.demo.optimizer import make_optimizers
+from tools.demo.tokens import END, PAD, load_tokenizer, train_tokenizer
+
+BALANCE_WEIGHT = 0.01
+WARMUP_STEPS = 200
+CLIP = 1.0
+# How often a layer runs in each format while training with quantisation.
+SHARES = {fakequant.BF16: 0.15, fakequant.NVFP4: 0.55, fakequant.MXFP4: 0.3}
+
+LossStep = Callable[[Batch, Quantization | None], tuple[Tensor, Tensor, Tensor]]
+
+
+class Trainer:
+    """One run: model, optimisers and the clock."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device = torch.device(args.device)
+        cuda = self.device.type == "cuda"
+        torch.manual_seed(args.seed)
+        torch.set_float32_matmul_precision("high")
+        shape = Shape(layers=args.layers, experts=args.experts)
+        self.model = DemoModel(shape, torch.bfloat16 if cuda else torch.float32)
+        if args.resume:
+            load_parameters(self.model, args.resume)
+        self.model.to(self.device)
+        self.optimizers = make_optimizers(self.model, args.weight_decay)
+        self.amax = torch.zeros(shape.layers, 2, device=self.device)
+        self.loss: LossStep = torch.compile(self._loss, dynamic=False) if cuda else self._loss
+        self.log: list[dict[str, float]] = []
+        self.steps = 0
+
+    def run(self) -> None:
+        args = self.args
+        data = batches(args.tokenizer, args.tokens, args.seed, args.workers)
+        self._warm_up(next(data))
+        budget = 60 * args.minutes
+        start = time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < budget:
+            progress = elapsed / budget
+            quantized = progress >= 1 - args.quantized_share
+            batch = next(data).to(self.device)
+            self._set_rate(progress)
+            loss, balance, norm = self._step(batch, quantized)
+            self.steps += 1
+            if self.steps % args.log_every == 0:
+                self._record(elapsed, progress, quantized, loss, balance, norm)
+        self.seconds = time.perf_counter() - start
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Compile both phases before the clock starts; the gradients are thrown away."""
+        batch = batch.to(self.device)
+        for quantized in (False, True):
+            for _ in range(2):
+                loss, _, amax = self.loss(batch, self._draw_formats() if quantized else None)
+                loss.backward()
+                self.model.zero_grad(set_to_none=True)
+                self.amax = amax
+
+    def _step(self, batch: Batch, quantized: bool) -> tuple[Tensor, Tensor, Tensor]:
+        loss, balance, amax = self.loss(batch, self._draw_formats() if quantized else None)
+        (loss + BALANCE_WEIGHT * balance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        # The largest magnitudes seen lately; forgotten slowly, as weights move on.
+        self.amax = torch.maximum(amax, 0.999 * self.amax)
+        return loss.detach(), balance.detach(), norm
+
+    def _loss(self, batch: Batch, quant: Quantization | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean cross-entropy of answer tokens, load-balancing loss, amax [L,2])"""
+        if self.device.type == "cuda":
+            attend = flash_attention(batch.starts, LONGEST)
+        else:
+            attend = causal_attention(len(batch.ids), batch.start)
+        out = self.model(batch.ids, batch.position, attend, quant)
+        logits = self.model.logits(out.hidden).float()
+        return F.cross_entropy(logits, batch.target, ignore_index=IGNORE), out.balance, out.amax
+
+    def _draw_formats(self) -> Quantization:
+        share = torch.tensor(list(SHARES.values()))
+        drawn = torch.multinomial(share, self.model.shape.layers, replacement=True)
+        mode = torch.tensor(list(SHARES))[drawn]
+        return Quantization(mode.to(self.device, non_blocking=True), self.amax)
+
+    def _set_rate(self, progress: float) -> None:
+        """Warm up, hold, then fall linearly to zero from `--decay-from` of the time on."""
+        start = self.args.decay_from
+        rate = self.args.rate * min(1.0, (self.steps + 1) / WARMUP_STEPS)
+        rate *= min(1.0, (1 - progress) / (1 - start))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _record(
+        self, elapsed: float, progress: float, quantized: bool, loss: Tensor, balance: Tensor, norm: Tensor
+    ) -> None:
+        row = {
+            "step": self.steps,
+            "seconds": round(elapsed, 1),
+            "loss": round(loss.item(), 5),
+            "balance": round(balance.item(), 4),
+            "gradient_norm": round(norm.item(), 4),
+            "quantized": float(quantized),
+            "tokens_per_second": round(self.steps * self.args.tokens / max(elapsed, 1e-9)),
+        }
+        self.log.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    trainer = Trainer(args)
+    trainer.run()
+    args.out.mkdir(parents=True, exist_ok=True)
+    model = trainer.model.eval()
+    save_parameters(model, args.out)
+    amax = trainer.amax
+    summary = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "shape": asdict(model.shape),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": trainer.steps,
+        "tokens": trainer.steps * args.tokens,
+        "seconds": round(trainer.seconds, 1),
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"},
+        "amax": amax.tolist(),
+        "heldout": {},
+        "log": trainer.log,
+    }
+    for name in measure.FORMATS:
+        result = measure.accuracy(model, args.tokenizer, amax, name, args.eval_questions, args.eval_seed)
+        summary["heldout"][name] = result
+        print(name, f"{result['accuracy']:.4f}", json.dumps(result["wrong"]), flush=True)
+        (args.out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def export(args: argparse.Namespace) -> None:
+    shape = json.loads((args.parameters / "training.json").read_text())["shape"]
+    model = DemoModel(Shape(**shape), torch.bfloat16)
+    load_parameters(model, args.parameters)
+    tokenizer = load_tokenizer(args.folder)
+    write_folder(model, args.folder, tokenizer.token_to_id(END), tokenizer.token_to_id(PAD))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("tokenizer")
+    verb.add_argument("folder", type=Path)
+    verb.set_defaults(run=lambda args: train_tokenizer(args.folder))
+    verb = verbs.add_parser("export")
+    verb.add_argument("parameters", type=Path)
+    verb.add_argument("folder", type=Path)
+    verb.set_defaults(run=export)
+    verb = verbs.add_parser("train")
+    verb.add_argument("--out", type=Path, required=True)
+    verb.add_argument("--tokenizer", type=Path, default=Path("turnout/assets/demo-bf16"))
+    verb.add_argument("--resume", type=Path, help="folder with parameters to start from")
+    verb.add_argument("--minutes", type=float, default=8.0)
+    verb.add_argument("--quantized-share", type=float, default=0.4, help="last part of the time, quantised")
+    verb.add_argument(
+        "--decay-from", type=float, default=0.3, help="part of the time when the rate starts to fall"
+    )
+    verb.add_argument("--rate", type=float, default=3e-3)
+    verb.add_argument("--weight-decay", type=float, default=0.05)
+    verb.add_argument("--tokens", type=int, default=65536, help="per step")
+    verb.add_argument("--layers", type=int, default=Shape.layers)
+    verb.add_argument("--experts", type=int, default=Shape.experts)
+    verb.add_argument("--workers", type=int, default=12)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--eval-questions", type=int, default=2000)
+    verb.add_argument("--eval-seed", type=int, default=12345)
+    verb.add_argument("--log-every", type=int, default=200)
+    verb.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    verb.set_defaults(run=train)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
