@@ -104,9 +104,7 @@ def test_activations_are_scaled_per_row_and_128_columns():
     x = torch.randn(5, 3, 256).bfloat16()
     data, scale = fp8.encode_activation(x)
     assert scale.shape == (5, 3, 2)
-    for row, codes, scales in zip(
-        x.view(-1, 256), data.view(-1, 256), scale.view(-1, 2), strict=True
-    ):
+    for row, codes, scales in zip(x.view(-1, 256), data.view(-1, 256), scale.view(-1, 2), strict=True):
         expected, expected_scale = blocks_in_numpy(row.float()[None].numpy())
         assert torch.equal(codes.view(torch.uint8), torch.from_numpy(expected)[0])
         assert torch.equal(scales, torch.from_numpy(expected_scale)[0])

@@ -202,12 +202,11 @@ def _requantize(packed: PackedTensor, shared: Tensor) -> PackedTensor:
         return packed
     old = _block_scale(packed)
     ratio = (own / shared)[..., None, None]
-    new = fp8.saturate(old.float() * ratio)
+    new = fp8.saturate((old.float() * ratio).clamp(min=nvfp4.SMALLEST_SCALE))
     # Codes move only where the new scale left e4m3's normal range; elsewhere they round to themselves.
     step = (new.float() * shared[..., None, None]).unsqueeze(-1)
-    groups = packed.decode().unflatten(-1, (-1, nvfp4.GROUP))
-    value = torch.where(step == 0, 0.0, groups / step).flatten(-2)
-    return replace(packed, data=e2m1.pack(e2m1.encode(value)), scale=new, global_scale=shared)
+    value = packed.decode().unflatten(-1, (-1, nvfp4.GROUP)) / step
+    return replace(packed, data=e2m1.pack(e2m1.encode(value.flatten(-2))), scale=new, global_scale=shared)
 
 
 def _global_scale(packed: PackedTensor) -> Tensor:
