@@ -53,11 +53,11 @@ def _print_json(console: Console, value: dict[str, Any]) -> None:
 def _print(console: Console, blueprint: Blueprint) -> None:
     plan = blueprint.plan
     for line in _headlines(blueprint):
-        console.print(line, highlight=False)
+        console.print(Text(line))
     console.print(_phases(blueprint))
     console.print("Why", style="bold")
     for reason in plan.reasons:
-        console.print(f"  - {reason}", highlight=False)
+        console.print(Text(f"  - {reason}"))
     console.print(_memory(blueprint))
     console.print(_bounds(blueprint))
     if plan.refused:
@@ -70,7 +70,7 @@ def _headlines(blueprint: Blueprint) -> list[str]:
     shape, moe = blueprint.description.shape, blueprint.description.moe
     hardware, topology = blueprint.hardware, blueprint.topology
     lines = [
-        f"[bold]{blueprint.config.model}[/bold]: {shape.architecture}, {shape.num_layers} layers, "
+        f"{blueprint.config.model}: {shape.architecture}, {shape.num_layers} layers, "
         f"{len(blueprint.description.moe_layers)} of them with top-{moe.top_k} of {moe.num_experts} experts "
         f"in {moe.format}",
         f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}), computing in "

@@ -16,6 +16,8 @@ import psutil
 from turnout.errors import UserError
 
 GB = 10**9
+# Where a control group, of version 2 or 1, says how much memory its processes may use.
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ def _may_have_gpu() -> bool:
 def _host_memory() -> int:
     """Bytes of RAM this process may use: the machine's, or its control group's limit if lower."""
     total = psutil.virtual_memory().total
-    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit_file in MEMORY_LIMITS:
         try:
             total = min(total, int(Path(limit_file).read_text()))
         except (OSError, ValueError):  # no such controller, or the word "max": no limit

@@ -1,0 +1,91 @@
+"""Groups and ranks against sets computed the slow way; refusals against the sizes they suggest."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnout.parallel.topology import Topology
+
+
+@st.composite
+def topologies(draw):
+    """Valid arrangements of up to 64 ranks, with one rank picked."""
+    tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32, 64]))
+    divisors = [d for d in range(1, tp + 1) if tp % d == 0]
+    dp = draw(st.sampled_from(divisors))
+    return Topology(
+        tp_size=tp,
+        dp_size=dp,
+        ep_size=draw(st.sampled_from(divisors)),
+        nnodes=draw(st.sampled_from(divisors)),
+        enable_dp_attention=dp > 1,
+        rank=draw(st.integers(0, tp - 1)),
+    )
+
+
+def test_the_example_of_the_docstring():
+    ranks = [
+        Topology(tp_size=8, dp_size=4, ep_size=4, enable_dp_attention=True, nnodes=2, rank=r)
+        for r in range(8)
+    ]
+    assert [t.dp_rank for t in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [t.ep_rank for t in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [t.expert_tp_rank for t in ranks] == [0, 1] * 4
+    assert [t.attention_tp_rank for t in ranks] == [0, 1] * 4
+    assert [t.node for t in ranks] == [0] * 4 + [1] * 4
+    assert ranks[0].ep_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert ranks[0].node_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@given(topologies())
+def test_groups_partition_the_ranks_and_agree_with_the_members(topology):
+    assert topology.refusals() == []
+    everyone = [replace(topology, rank=r) for r in range(topology.tp_size)]
+    for groups, place, index in (
+        (topology.attention_tp_groups(), "dp_rank", "attention_tp_rank"),
+        (topology.expert_tp_groups(), "ep_rank", "expert_tp_rank"),
+        (topology.ep_groups(), "expert_tp_rank", "ep_rank"),
+        (topology.node_groups(), "node", None),
+    ):
+        assert sorted(r for group in groups for r in group) == list(range(topology.tp_size))
+        for number, group in enumerate(groups):
+            assert [getattr(everyone[r], place) for r in group] == [number] * len(group)
+            if index:
+                assert [getattr(everyone[r], index) for r in group] == list(range(len(group)))
+
+
+@given(topologies(), st.integers(1, 8))
+def test_each_ep_group_holds_every_expert_once(topology, per_rank):
+    num_experts = per_rank * topology.ep_size
+    for group in topology.ep_groups():
+        held = [e for r in group for e in replace(topology, rank=r).expert_range(num_experts)]
+        assert held == list(range(num_experts))
+
+
+def test_everything_wrong_is_said_at_once():
+    topology = Topology(tp_size=8, dp_size=3, ep_size=5, nnodes=16, rank=9)
+    asked = [r.asked for r in topology.refusals()]
+    assert len(asked) == 5  # three sizes, no --enable-dp-attention, the rank
+    for flag in ("--dp-size 3", "--ep-size 5", "--nnodes 16", "rank 9"):
+        assert any(flag in a for a in asked), flag
+    assert all(r.remedy for r in topology.refusals())
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(8, 3), (6, 4), (1, 2), (12, 8)])
+def test_every_size_that_a_remedy_names_works(tp, ep):
+    (refusal,) = Topology(tp_size=tp, ep_size=ep).refusals()
+    by_ep = re.search(r"--ep-size ([\d, or]+?)(,? or --tp-size (\d+))?$", refusal.remedy)
+    assert by_ep is not None, refusal.remedy
+    for size in map(int, re.findall(r"\d+", by_ep.group(1))):
+        assert Topology(tp_size=tp, ep_size=size).refusals() == []
+    assert by_ep.group(3) is not None
+    assert Topology(tp_size=int(by_ep.group(3)), ep_size=ep).refusals() == []
+
+
+def test_data_parallel_groups_need_data_parallel_attention():
+    (refusal,) = Topology(tp_size=4, dp_size=2).refusals()
+    assert "--enable-dp-attention" in refusal.remedy
+    assert Topology(tp_size=4, dp_size=2, enable_dp_attention=True).refusals() == []
