@@ -1,0 +1,134 @@
+"""Every published format, written independently, reads back as the weights it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.writers import DENSE, FORMATS, Written, write_checkpoint
+from tests.tiny import QWEN2_MOE, QWEN3_MOE
+from turnout.checkpoint import ExpertShape, open_checkpoint
+from turnout.formats.experts import ExpertWeights
+
+EXPECTED = {
+    "float32": ("bf16", False),
+    "bf16": ("bf16", False),
+    "bf16-stacked": ("bf16", False),
+    "bf16-transposed": ("bf16", False),
+    "modelopt": ("nvfp4", True),
+    "modelopt-config": ("nvfp4", True),
+    "modelopt-weight-only": ("nvfp4", False),
+    "modelopt-fused": ("nvfp4", True),
+    "compressed-tensors": ("nvfp4", True),
+    "compressed-tensors-weight-only": ("nvfp4", False),
+    "mxfp4": ("mxfp4", False),
+    "fp8": ("fp8", False),
+}
+# 2 * 96 differs from 64, so that a transposed matrix can be told by its shape
+SIZE = {"moe_intermediate_size": 96}
+SHAPE = ExpertShape(num_experts=8, hidden=64, intermediate=96)
+PREFIX = "model.layers.1.mlp.experts"
+
+
+def assert_experts(weights: ExpertWeights, written: Written, prefix: str = PREFIX) -> None:
+    """Decoded experts equal the reference up to the order of float32 multiplications."""
+    w13, w2 = weights.w13.decode(), weights.w2.decode()
+    half = w13.shape[1] // 2
+    for i in range(weights.num_local_experts):
+        e = weights.first_expert + i
+        for name, value in (("gate", w13[i, :half]), ("up", w13[i, half:]), ("down", w2[i])):
+            expected = written.weights[f"{prefix}.{e}.{name}_proj.weight"]
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=0, msg=f"expert {e} {name}")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_decode_to_the_reference(format, tmp_path):
+    written = write_checkpoint(tmp_path, format, **SIZE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.experts_format(PREFIX) == EXPECTED[format]
+        weights = checkpoint.experts(PREFIX, SHAPE)
+    assert weights.format == EXPECTED[format][0]
+    assert weights.num_local_experts == weights.num_experts == 8
+    assert_experts(weights, written)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_slice_of_experts_is_the_slice_of_all(format, tmp_path):
+    write_checkpoint(tmp_path, format, **SIZE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        whole = checkpoint.experts(PREFIX, SHAPE)
+        part = checkpoint.experts(PREFIX, SHAPE, first=5, count=2)
+    assert (part.first_expert, part.num_local_experts, part.num_experts) == (5, 2, 8)
+    for matrix in ("w13", "w2"):
+        ours, theirs = getattr(part, matrix), getattr(whole, matrix)[5:7]
+        for a, b in zip(ours.parts(), theirs.parts(), strict=True):
+            assert torch.equal(_bytes(a), _bytes(b)), matrix
+    if whole.input_scales is not None:  # of all experts, whatever this rank holds
+        assert torch.equal(part.input_scales.w13, whole.input_scales.w13)
+        assert torch.equal(part.input_scales.w2, whole.input_scales.w2)
+
+
+@pytest.mark.parametrize("format", ["modelopt", "modelopt-fused", "compressed-tensors"])
+def test_input_scales_multiply_whoever_wrote_them(format, tmp_path):
+    written = write_checkpoint(tmp_path, format, **SIZE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        scales = checkpoint.experts(PREFIX, SHAPE, first=6, count=1).input_scales
+    for name, ours in (("gate", scales.w13), ("up", scales.w13), ("down", scales.w2)):
+        theirs = [written.input_scales[f"{PREFIX}.{e}.{name}_proj"] for e in range(8)]
+        torch.testing.assert_close(ours, torch.tensor(theirs), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if not f.startswith("bf16")])
+@pytest.mark.parametrize("base", [QWEN2_MOE, QWEN3_MOE], ids=["qwen2", "qwen3"])
+def test_dense_layers_decode_to_the_reference(format, base, tmp_path):
+    written = write_checkpoint(tmp_path, format, base, dense=True)
+    modules = [n.removesuffix(".weight") for n in written.weights if DENSE.fullmatch(n)]
+    modules += ["lm_head", "model.layers.0.mlp.gate"]
+    with open_checkpoint(tmp_path) as checkpoint:
+        for module in modules:
+            expected = written.weights[f"{module}.weight"]
+            weight = checkpoint.linear(module, tuple(expected.shape), torch.float32)
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=module)
+            half = checkpoint.linear(module, tuple(expected.shape), torch.bfloat16)
+            torch.testing.assert_close(half, expected.bfloat16(), rtol=1e-2, atol=0, msg=module)
+
+
+@pytest.mark.parametrize("intermediate", [32, 96, 160, 192, 256])
+def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, tmp_path):
+    """Where 128 does not divide the expert size, up's blocks start inside one of the stacked matrix's."""
+    written = write_checkpoint(
+        tmp_path, "fp8", num_hidden_layers=2, hidden_size=160, moe_intermediate_size=intermediate
+    )
+    shape = ExpertShape(num_experts=8, hidden=160, intermediate=intermediate)
+    with open_checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.experts(PREFIX, shape, first=2, count=3)
+    assert_experts(weights, written)
+    assert weights.w13[1:2].decode().shape == (1, 2 * intermediate, 160)  # slices keep their blocks
+
+
+def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):
+    """As Qwen3's FP8 checkpoints do."""
+    from tests.checkpoint.writers import load, save
+
+    written = write_checkpoint(tmp_path, "fp8", **SIZE)
+    tensors = load(tmp_path)
+    for name in [n for n in tensors if n.endswith("_scale_inv")]:
+        module, scale = name.removesuffix("_scale_inv"), tensors[name]
+        tensors[name] = scale.bfloat16()
+        written.weights[module] *= tensors[name].float() / scale  # one block: a scalar
+    save(tmp_path, tensors)
+    with open_checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.experts(PREFIX, SHAPE)
+    assert weights.w13.scale.dtype == torch.float32
+    assert_experts(weights, written)
+
+
+def test_shards_read_as_one(tmp_path):
+    written = write_checkpoint(tmp_path, "modelopt", shards=3, **SIZE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_experts(checkpoint.experts(PREFIX, SHAPE), written)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

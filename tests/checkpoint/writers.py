@@ -1,0 +1,330 @@
+"""Small checkpoints in every published format, each with the transformers model it stands for.
+
+    written = write_checkpoint(tmp_path, "modelopt")           # Qwen3-MoE of tests/tiny.py
+    written = write_checkpoint(tmp_path, "fp8", QWEN2_MOE, dense=True, moe_intermediate_size=192)
+    written.model            transformers model, float32, holding the dequantised weights
+    written.weights          the same weights by their per-expert names on disk
+    written.input_scales     NVFP4 input scales as they multiply, by expert module name
+
+FORMATS lists the names. `dense=True` also quantises attention (and shared experts and dense MLPs) where the
+format can; routers, norms, embeddings and lm_head never are. Tensors are packed by `packing`, without
+Turnout.
+
+For tests that damage a checkpoint: `load(folder)` and `save(folder, tensors)` read and write its tensors,
+`edit_config(folder)` its config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoint import packing
+from tests.tiny import QWEN3_MOE, write_model
+
+Tensors = dict[str, Tensor]
+EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight")
+DENSE = re.compile(r".*\.(self_attn\.[qkvo]_proj|(mlp|shared_expert)\.(gate|up|down)_proj)\.weight")
+
+
+@dataclass
+class Written:
+    folder: Path
+    model: Any
+    weights: Tensors
+    input_scales: dict[str, float] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    folder: Path,
+    format: str,
+    base: dict = QWEN3_MOE,
+    *,
+    dense: bool = False,
+    shards: int = 1,
+    seed: int = 0,
+    **overrides: Any,
+) -> Written:
+    """Write a random model of `base | overrides` to `folder` in `format`, one of FORMATS."""
+    model = write_model(folder, base, seed=seed, **overrides)
+    plain = load(folder)
+    written = Written(folder, model, dict(plain))
+    FORMATS[format](written, plain, dense)
+    save(folder, plain, shards=shards)
+    load_weights(model, written.weights)
+    return written
+
+
+def load(folder: Path) -> Tensors:
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def save(folder: Path, tensors: Tensors, *, shards: int = 1) -> None:
+    """Replace the tensors of `folder`; with several shards, an index as the hub has it."""
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[i::shards]}
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@contextmanager
+def edit_config(folder: Path, name: str = "config.json") -> Iterator[dict[str, Any]]:
+    path = folder / name
+    config = json.loads(path.read_text()) if path.exists() else {}
+    yield config
+    path.write_text(json.dumps(config, indent=2))
+
+
+def load_weights(model: Any, weights: Tensors) -> None:
+    """Put weights with per-expert names into a transformers model, whose experts are stacked."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            match = EXPERT.fullmatch(name)
+            if match is None:
+                parameters[name].copy_(value)
+            elif match["projection"] == "down_proj":
+                parameters[f"{match['experts']}.down_proj"][int(match["e"])].copy_(value)
+            else:
+                stacked = parameters[f"{match['experts']}.gate_up_proj"][int(match["e"])]
+                half = stacked.shape[0] // 2
+                (stacked[:half] if match["projection"] == "gate_proj" else stacked[half:]).copy_(value)
+
+
+def stack_experts(tensors: Tensors, suffix: str = ".weight") -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """{experts prefix: (gate [E, ...], up, down)} of the per-expert tensors, which are removed."""
+    found: dict[str, dict[str, dict[int, Tensor]]] = {}
+    pattern = re.compile(EXPERT.pattern.removesuffix(r"\.weight") + re.escape(suffix))
+    for name in [n for n in tensors if pattern.fullmatch(n)]:
+        match = pattern.fullmatch(name)
+        assert match is not None
+        layer = found.setdefault(match["experts"], {"gate_proj": {}, "up_proj": {}, "down_proj": {}})
+        layer[match["projection"]][int(match["e"])] = tensors.pop(name)
+    return {
+        prefix: tuple(torch.stack([one[e] for e in range(len(one))]) for one in layer.values())  # type: ignore[misc]
+        for prefix, layer in found.items()
+    }
+
+
+def _plain(written: Written, tensors: Tensors, dense: bool) -> None:
+    """As transformers wrote it: per expert, float32."""
+
+
+def _bfloat16(written: Written, tensors: Tensors, dense: bool) -> None:
+    for name in tensors:
+        tensors[name] = tensors[name].bfloat16()
+        written.weights[name] = tensors[name].float()
+
+
+def _stacked(written: Written, tensors: Tensors, dense: bool) -> None:
+    """`gate_up_proj` [E, 2I, H], gate first."""
+    for prefix, (gate, up, down) in stack_experts(tensors).items():
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{prefix}.down_proj"] = down
+
+
+def _transposed(written: Written, tensors: Tensors, dense: bool) -> None:
+    """`gate_up_proj` [E, H, 2I]."""
+    _stacked(written, tensors, dense)
+    for name in tensors:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensors[name].transpose(1, 2)
+
+
+def _pack_linears(
+    written: Written, tensors: Tensors, dense: bool, pack: Callable[[str, Tensor], packing.Packed]
+) -> list[str]:
+    """Replace the weights of linear layers by `pack(module, weight)`; returns the modules left alone."""
+    ignored = []
+    for name in [n for n in tensors if n.endswith(".weight") and tensors[n].ndim == 2]:
+        module = name.removesuffix(".weight")
+        if EXPERT.fullmatch(name) or (dense and DENSE.fullmatch(name)):
+            packed, written.weights[name] = pack(module, tensors.pop(name))
+            tensors.update({module + suffix: tensor for suffix, tensor in packed.items()})
+        elif "embed" not in name:
+            ignored.append(module)
+    return ignored
+
+
+def input_scale(module: str) -> float:
+    """A made-up scale per expert and matrix; gate and up share theirs, as they share their input."""
+    match = EXPERT.fullmatch(f"{module}.weight")
+    expert = int(match["e"]) if match else 3
+    return (1 + expert % 7) / (6 * 448) * (4 if module.endswith("down_proj") else 1)
+
+
+def shared_amax(weights: Tensors, module: str) -> float:
+    """Largest magnitude; of gate and up together, as exporters give them one global scale."""
+    fused = {re.sub(r"(gate|up)_proj$", name, module) for name in ("gate_proj", "up_proj")}
+    return max(float(weights[f"{name}.weight"].abs().max()) for name in fused)
+
+
+def _modelopt_tensors(written: Written, tensors: Tensors, dense: bool, inputs: bool) -> list[str]:
+    original = dict(tensors)
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        packed, plain = packing.nvfp4(weight, shared_amax(original, module))
+        if inputs:
+            written.input_scales[module] = input_scale(module)
+            packed[".input_scale"] = torch.tensor(input_scale(module))
+        return packed, plain
+
+    return _pack_linears(written, tensors, dense, pack)
+
+
+def _modelopt(written: Written, tensors: Tensors, dense: bool) -> None:
+    """NVFP4 announced by hf_quant_config.json, with wildcards as ModelOpt writes them."""
+    ignored = _modelopt_tensors(written, tensors, dense, inputs=True)
+    wild = sorted({re.sub(r"self_attn\..*", "self_attn*", module) for module in ignored})
+    with edit_config(written.folder, "hf_quant_config.json") as config:
+        config["producer"] = {"name": "modelopt", "version": "0.39.0"}
+        config["quantization"] = {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": wild,
+        }
+
+
+def _modelopt_config(written: Written, tensors: Tensors, dense: bool, inputs: bool = True) -> None:
+    """NVFP4 announced by config.json's quantization_config."""
+    ignored = _modelopt_tensors(written, tensors, dense, inputs=inputs)
+    four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": four_bits if inputs else None,
+                    "weights": four_bits,
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ignored,
+            "quant_algo": "NVFP4",
+            "producer": {"name": "modelopt", "version": "0.39.0"},
+            "quant_method": "modelopt",
+        }
+
+
+def _modelopt_weight_only(written: Written, tensors: Tensors, dense: bool) -> None:
+    """NVFP4 with `input_activations` null: W4A16."""
+    _modelopt_config(written, tensors, dense, inputs=False)
+
+
+def _modelopt_fused(written: Written, tensors: Tensors, dense: bool) -> None:
+    """NVFP4 with experts stacked, and a column each for gate's and up's scales: [E, 2]."""
+    _modelopt(written, tensors, dense)
+    spelled = {".weight": "", ".weight_scale": "_weight_scale", ".weight_scale_2": "_weight_scale_2"}
+    for suffix, fused in (spelled | {".input_scale": "_input_scale"}).items():
+        for prefix, (gate, up, down) in stack_experts(tensors, suffix).items():
+            wide = torch.stack([gate, up], dim=1) if gate.ndim == 1 else _cat(gate, up)
+            tensors[f"{prefix}.gate_up_proj{fused}"] = wide
+            tensors[f"{prefix}.down_proj{fused}"] = down
+
+
+def _compressed(written: Written, tensors: Tensors, dense: bool, inputs: bool = True) -> None:
+    """compressed-tensors NVFP4, configuration and tensors from the library itself."""
+    original = dict(tensors)
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        packed, plain = packing.compressed_nvfp4(weight, shared_amax(original, module))
+        if inputs:
+            packed[".input_global_scale"] = torch.tensor([1 / input_scale(module)])
+            written.input_scales[module] = input_scale(module)
+        return packed, plain
+
+    ignored = _pack_linears(written, tensors, dense, pack)
+    kept = {m for m in ignored if not re.fullmatch(r".*mlp\.gate", m)} | {r"re:.*mlp\.gate$"}
+    record = QuantizationConfig(
+        config_groups={"group_0": packing.nvfp4_scheme(quantized_activations=inputs)},
+        format="nvfp4-pack-quantized",
+        quantization_status="compressed",
+        ignore=sorted(kept),
+    )
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = json.loads(record.model_dump_json())
+
+
+def _compressed_weight_only(written: Written, tensors: Tensors, dense: bool) -> None:
+    _compressed(written, tensors, dense, inputs=False)
+
+
+def _mxfp4(written: Written, tensors: Tensors, dense: bool) -> None:
+    """GPT-OSS: experts alone, gate and up rows interleaved."""
+    for prefix, (gate, up, down) in stack_experts(tensors).items():
+        wide = torch.stack([gate, up], dim=2).flatten(1, 2)
+        for name, stack in (("gate_up_proj", wide), ("down_proj", down)):
+            packed = [packing.mxfp4(matrix) for matrix in stack]
+            for suffix in ("_blocks", "_scales"):
+                tensors[f"{prefix}.{name}{suffix}"] = torch.stack([p[suffix] for p, _ in packed])
+            for e, (_, plain) in enumerate(packed):
+                if name == "down_proj":
+                    written.weights[f"{prefix}.{e}.down_proj.weight"] = plain
+                else:
+                    written.weights[f"{prefix}.{e}.gate_proj.weight"] = plain[0::2]
+                    written.weights[f"{prefix}.{e}.up_proj.weight"] = plain[1::2]
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.gate",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        }
+
+
+def _fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+    """DeepSeek-V3's blocks; like its checkpoints, it lists no lm_head although that is plain."""
+    ignored = _pack_linears(written, tensors, dense, lambda _, weight: packing.fp8(weight))
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": [m for m in ignored if m != "lm_head"],
+        }
+
+
+def _cat(gate: Tensor, up: Tensor) -> Tensor:
+    """torch.cat does not take e4m3."""
+    return torch.cat([gate.view(torch.uint8), up.view(torch.uint8)], dim=1).view(gate.dtype)
+
+
+FORMATS: dict[str, Callable[[Written, Tensors, bool], None]] = {
+    "float32": _plain,
+    "bf16": _bfloat16,
+    "bf16-stacked": _stacked,
+    "bf16-transposed": _transposed,
+    "modelopt": _modelopt,
+    "modelopt-config": _modelopt_config,
+    "modelopt-weight-only": _modelopt_weight_only,
+    "modelopt-fused": _modelopt_fused,
+    "compressed-tensors": _compressed,
+    "compressed-tensors-weight-only": _compressed_weight_only,
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+}
