@@ -8,6 +8,7 @@ values; none knows a backend's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ __all__ = [
     "wire_format",
 ]
 
+CONVERT = "convert the bf16 checkpoint to another format with `turnout quantize`"
 OTHER_RUNNER = "choose another --moe-runner-backend"
 OTHER_DISPATCHER = "choose another --moe-a2a-backend"
 
@@ -82,18 +84,17 @@ class RunnerCapability:
             limit = f"must be a multiple of {self.hidden_multiple}"
             asked = f"hidden size {spec.hidden_size}"
             found.append(Refusal(who=who, asked=asked, limit=limit, remedy=OTHER_RUNNER))
-        if not _shard_fits(spec, topology.expert_tp, self.intermediate_multiple):
-            found.append(self._shard_refusal(who, spec, topology))
+        shard, rest = divmod(spec.intermediate_size, topology.expert_tp)
+        if not rest and shard % self.intermediate_multiple:  # a rest is refused by layer_refusals
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=_shards(spec, topology),
+                    limit=f"a rank's shard must be a multiple of {self.intermediate_multiple}",
+                    remedy=f"{_arrangement(spec, topology, self.intermediate_multiple)}, or {OTHER_RUNNER}",
+                )
+            )
         return found
-
-    def _shard_refusal(self, who: str, spec: MoESpec, topology: Topology) -> Refusal:
-        remedy = _ep_remedy(topology, spec, self.intermediate_multiple)
-        return Refusal(
-            who=who,
-            asked=_shards(spec, topology),
-            limit=f"a rank's shard must be a multiple of {self.intermediate_multiple}",
-            remedy=f"{remedy}, or {OTHER_RUNNER}" if remedy else OTHER_RUNNER,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,23 +176,34 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
                 remedy="mend num_experts_per_tok or num_experts in config.json",
             )
         )
+    needed = _shard_multiple(spec, topology.expert_tp)
     if spec.num_experts % topology.ep_size:
-        fitting = [ep for ep in _divisors(topology.tp_size) if spec.num_experts % ep == 0]
         found.append(
             Refusal(
                 who="layer",
                 asked=f"{spec.num_experts} experts over --ep-size {topology.ep_size}",
                 limit="every rank holds the same number of experts",
-                remedy=f"use --ep-size {_one_of(fitting)}",
+                remedy=_arrangement(spec, topology),
             )
         )
-    group = WEIGHT_GROUP[spec.format]
-    if spec.format in ("nvfp4", "mxfp4") and spec.hidden_size % group:
-        found.append(_group_refusal(spec, f"hidden size {spec.hidden_size}", group, "convert the checkpoint"))
-    shard_group = group if topology.expert_tp > 1 or spec.format in ("nvfp4", "mxfp4") else 1
-    if not _shard_fits(spec, topology.expert_tp, shard_group):
-        remedy = _ep_remedy(topology, spec, shard_group) or "lower --tp-size, or convert the checkpoint"
-        found.append(_group_refusal(spec, _shards(spec, topology), shard_group, remedy))
+    if spec.intermediate_size % (topology.expert_tp * needed):
+        found.append(
+            Refusal(
+                who="layer",
+                asked=_shards(spec, topology),
+                limit=f"shards must be equal, and multiples of {needed} for {spec.format} weights",
+                remedy=_arrangement(spec, topology),
+            )
+        )
+    if spec.hidden_size % _shard_multiple(spec, 1):
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"hidden size {spec.hidden_size}",
+                limit=f"{spec.format} weights come in groups of {WEIGHT_GROUP[spec.format]}",
+                remedy=CONVERT,
+            )
+        )
     return found
 
 
@@ -290,27 +302,33 @@ def _place_refusals(
     return found
 
 
-def _group_refusal(spec: MoESpec, asked: str, group: int, remedy: str) -> Refusal:
-    limit = f"must divide into equal shards, each a multiple of {group} for {spec.format} weights"
-    return Refusal(who="layer", asked=asked, limit=limit, remedy=remedy)
+def _shard_multiple(spec: MoESpec, expert_tp: int) -> int:
+    """What a rank's shard of the intermediate size must be a multiple of, so that no scale is shared.
+
+    FP8 blocks may be cut short at the end of a whole matrix, hence do not bind experts that are whole.
+    """
+    return 1 if spec.format == "fp8" and expert_tp == 1 else WEIGHT_GROUP[spec.format]
 
 
 def _shards(spec: MoESpec, topology: Topology) -> str:
     return f"expert intermediate size {spec.intermediate_size} over {topology.expert_tp} expert-TP rank(s)"
 
 
-def _shard_fits(spec: MoESpec, expert_tp: int, multiple: int) -> bool:
-    return spec.intermediate_size % (expert_tp * multiple) == 0
-
-
-def _ep_remedy(topology: Topology, spec: MoESpec, multiple: int) -> str:
-    """The --ep-size values under which a shard is a multiple, or "" if there are none."""
-    fitting = [
-        ep
-        for ep in _divisors(topology.tp_size)
-        if spec.num_experts % ep == 0 and _shard_fits(spec, topology.tp_size // ep, multiple)
-    ]
-    return f"use --ep-size {_one_of(fitting)}" if fitting else ""
+def _arrangement(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
+    """The --ep-size, else --tp-size too, under which experts and shards divide, the latter by `multiple`."""
+    step = math.lcm(topology.dp_size, topology.nnodes)
+    for tp_size in range(topology.tp_size, 0, -step):
+        fitting = [
+            ep
+            for ep in _divisors(tp_size)
+            if spec.num_experts % ep == 0
+            and spec.intermediate_size % (multiple * tp_size // ep) == 0
+            and spec.intermediate_size % (_shard_multiple(spec, tp_size // ep) * tp_size // ep) == 0
+        ]
+        if fitting:
+            smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
+            return f"use {smaller}--ep-size {_one_of(fitting)}"
+    return CONVERT
 
 
 def _divisors(n: int) -> list[int]:

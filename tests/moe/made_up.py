@@ -1,0 +1,40 @@
+"""Backends that exist only in tests, so that the planner is seen to join them by what they declare."""
+
+from turnout.moe.budget import Budget
+from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import GB, Hardware
+
+TOKENS, EXPERTS = frozenset({"tokens"}), frozenset({"experts"})
+ALL_FORMATS = frozenset({"bf16", "fp8", "nvfp4", "mxfp4"})
+
+CPU = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=32 * GB)
+HOPPER = Hardware(name="h200", device="cuda", architecture=90, memory_bytes=141 * GB)
+BLACKWELL = Hardware(name="b200", device="cuda", architecture=100, memory_bytes=192 * GB)
+
+SPEC = MoESpec(hidden_size=1024, intermediate_size=512, num_experts=64, top_k=8)
+NVFP4 = MoESpec(
+    hidden_size=1024,
+    intermediate_size=512,
+    num_experts=64,
+    top_k=8,
+    format="nvfp4",
+    quantized_activations=True,
+)
+BUDGET = Budget.from_limits(chunked_prefill_size=512, max_prefill_tokens=2048, max_running_requests=64)
+
+
+def runner(name="oak", **fields):
+    """A runner that does everything, in the tokens layout, but for what `fields` say."""
+    defaults = {
+        "summary": "",
+        "layouts": TOKENS,
+        "weight_formats": ALL_FORMATS,
+        "activation_formats": frozenset({"bf16", "nvfp4"}),
+    }
+    return RunnerCapability(name=name, **(defaults | fields))
+
+
+def dispatcher(name="ash", **fields):
+    """A dispatcher that moves nothing, in the tokens layout, but for what `fields` say."""
+    return DispatcherCapability(name=name, **({"summary": "", "layout": "tokens"} | fields))

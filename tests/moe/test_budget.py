@@ -1,0 +1,141 @@
+"""Byte formulas against tensors that are really made, and token bounds against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnout.formats import FORMAT_INFO, encode
+from turnout.moe import budget as sizes
+from turnout.moe.budget import Budget
+from turnout.moe.spec import Activation, MoESpec
+
+SPEC = MoESpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (384, 512), (32, 64)])
+def test_matrix_bytes_is_what_the_encoder_makes(weight_format, rows, columns):
+    packed = encode(torch.ones(rows, columns), weight_format)
+    assert sizes.matrix_bytes(weight_format, rows, columns) == packed.nbytes
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+def test_a_large_matrix_costs_the_bits_the_format_table_says(weight_format):
+    bits = 8 * sizes.matrix_bytes(weight_format, 4096, 4096) / 4096**2
+    assert bits == pytest.approx(FORMAT_INFO[weight_format].bits_per_weight, rel=1e-5)
+
+
+def test_groups_are_those_of_the_formats():
+    assert {f: sizes.WEIGHT_GROUP[f] for f in ("nvfp4", "mxfp4")} == {
+        f: FORMAT_INFO[f].k_multiple for f in ("nvfp4", "mxfp4")
+    }
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("expert_tp", [1, 2])
+@pytest.mark.parametrize("activation", [Activation(), Activation(kind="relu2")])
+def test_expert_bytes_is_the_sum_of_the_shards(ep, expert_tp, activation):
+    spec = MoESpec(
+        hidden_size=256,
+        intermediate_size=256,
+        num_experts=8,
+        top_k=2,
+        activation=activation,
+        expert_bias=True,
+        format="nvfp4",
+        quantized_activations=True,
+    )
+    rows, inner = (2 if activation.gated else 1) * 256 // expert_tp, 256 // expert_tp
+    w13, w2 = encode(torch.ones(rows, 256), "nvfp4"), encode(torch.ones(256, inner), "nvfp4")
+    biases = torch.zeros(rows).nbytes + torch.zeros(256).nbytes
+    scales = 2 * torch.zeros(spec.num_experts).nbytes
+    local = spec.num_experts // ep
+    shard = {"num_local_experts": local, "expert_tp": expert_tp}
+    assert sizes.expert_bytes(spec, **shard, decoded=False, itemsize=2) == (
+        local * (w13.nbytes + w2.nbytes + biases) + scales
+    )
+    plain = (rows * 256 + 256 * inner) * 4
+    assert sizes.expert_bytes(spec, **shard, decoded=True, itemsize=4) == local * (plain + biases) + scales
+
+
+def test_token_bytes():
+    assert sizes.token_bytes("bf16", 7168) == 14336
+    assert sizes.token_bytes("bf16", 7168, itemsize=4) == 28672
+    assert sizes.token_bytes("fp8", 7168) == 7168 + 4 * 56
+    assert sizes.token_bytes("nvfp4", 7168) == 3584 + 448
+
+
+def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
+    """EP 32, C 8192, H 7168: the figure that makes it worth showing before anything is allocated."""
+    spec = MoESpec(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8)
+    rows = 32 * 8192
+    rest = {"rows": rows, "spec": spec, "num_local_experts": 8, "wire_format": "fp8"}
+    tokens = sizes.dispatch_bytes("all_to_all", "tokens", **rest)
+    assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
+    assert 5e9 < tokens < 6e9
+    slabs = sizes.dispatch_bytes("all_to_all", "experts", **rest)
+    assert slabs == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
+    assert sizes.dispatch_bytes("none", "tokens", **rest) == 0
+
+
+def test_bounds_follow_from_limits():
+    plain = Budget.from_limits(chunked_prefill_size=512, max_prefill_tokens=2048, max_running_requests=64)
+    assert (plain.local, plain.decode, plain.gathered, plain.capacity) == (2048, 64, 2048, 2048)
+    crowded = Budget.from_limits(
+        chunked_prefill_size=128,
+        max_prefill_tokens=128,
+        max_running_requests=100,
+        graph_max_batch=256,
+        draft_tokens=4,
+        dp_size=8,
+    )
+    assert (crowded.tokens_per_request, crowded.decode, crowded.local) == (4, 1024, 1024)
+    assert crowded.gathered == 8192
+
+
+@given(
+    st.integers(1, 10_000),
+    st.integers(1, 10_000),
+    st.integers(1, 1_000),
+    st.integers(0, 512),
+    st.integers(0, 8),
+    st.integers(1, 64),
+    st.integers(0, 20_000),
+)
+def test_capacity_is_enough_or_refused_with_a_value_that_is(chunk, prefill, running, graph, draft, dp, cap):
+    limits = {
+        "chunked_prefill_size": chunk,
+        "max_prefill_tokens": prefill,
+        "max_running_requests": running,
+        "graph_max_batch": graph,
+        "draft_tokens": draft,
+        "dp_size": dp,
+    }
+    budget = Budget.from_limits(**limits, max_dispatch_tokens_per_rank=cap)
+    assert budget.local >= max(chunk, prefill, running)
+    assert budget.decode <= budget.local
+    refusals = budget.refusals()
+    assert bool(refusals) == (0 < cap < budget.local)
+    if refusals:
+        suggested = int(refusals[0].remedy.split("--max-dispatch-tokens-per-rank ")[1].split()[0])
+        assert Budget.from_limits(**limits, max_dispatch_tokens_per_rank=suggested).refusals() == []
+        assert Budget.from_limits(**limits, max_dispatch_tokens_per_rank=suggested - 1).refusals()
+
+
+def test_rows_seen_by_exchange():
+    budget = Budget.from_limits(
+        chunked_prefill_size=8, max_prefill_tokens=8, max_running_requests=4, dp_size=2
+    )
+    seen = {
+        exchange: sizes.rows_seen(exchange, 8, dp_size=2, ep_size=4, budget=budget)
+        for exchange in ("none", "gather", "all_to_all")
+    }
+    assert seen == {"none": 8, "gather": 16, "all_to_all": 32}
+
+
+def test_kv_bytes_are_those_of_the_cache():
+    cache = torch.zeros(3, 5, 2, 4, 16, dtype=torch.bfloat16)  # layers, tokens, k and v, heads, head size
+    one = sizes.kv_bytes_per_token(num_layers=3, num_kv_heads=4, head_dim=16, itemsize=2)
+    assert 5 * one == cache.nbytes
+    assert sizes.kv_bytes_per_token(num_layers=3, num_kv_heads=4, head_dim=16, attention_tp=8) == one // 4

@@ -1,0 +1,400 @@
+"""The planner: what it chooses, why, and what it refuses, with backends that only exist here."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.moe.made_up import (
+    BLACKWELL,
+    BUDGET,
+    CPU,
+    EXPERTS,
+    HOPPER,
+    NVFP4,
+    SPEC,
+    TOKENS,
+    dispatcher,
+    runner,
+)
+from turnout.errors import PlanRefused
+from turnout.moe.budget import Budget
+from turnout.moe.plan import Wishes, plan
+from turnout.moe.spec import Activation, MoESpec
+from turnout.parallel.hardware import GB
+from turnout.parallel.topology import Topology
+
+
+def make(spec=SPEC, *, runners=None, dispatchers=None, **given):
+    defaults = {"topology": Topology(), "budget": BUDGET, "hardware": CPU, "compute_dtype": "float32"}
+    return plan(
+        spec,
+        runners=[runner()] if runners is None else runners,
+        dispatchers=[dispatcher()] if dispatchers is None else dispatchers,
+        **(defaults | given),
+    )
+
+
+def refused(spec=SPEC, **given):
+    with pytest.raises(PlanRefused) as error:
+        make(spec, **given)
+    assert all(r.who and r.asked and r.limit and r.remedy for r in error.value.refusals)
+    return error.value
+
+
+def the_refusal(error, who):
+    (found,) = [r for r in error.refusals if r.who == who]
+    return found
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def test_a_plan_holds_sizes_and_reasons():
+    made = make(num_layers=4)
+    assert (made.prefill.runner, made.prefill.dispatcher, made.prefill.layout) == ("oak", "ash", "tokens")
+    assert (made.prefill.max_tokens, made.decode.max_tokens) == (2048, 64)
+    assert (made.first_expert, made.num_local_experts) == (0, 64)
+    assert made.weight_bytes == 64 * 3 * 1024 * 512 * 4
+    assert made.prefill.reduce == "none"
+    subjects = [reason.split(":")[0] for reason in made.reasons]
+    assert subjects == [
+        "runner oak",
+        "prefill dispatcher ash",
+        "decode dispatcher ash",
+        "activations bf16",
+        "weights decoded",
+    ]
+
+
+def test_auto_takes_the_highest_preference_and_says_over_whom():
+    runners = [runner("elm", preference=1), runner("oak", preference=5), runner("fir", preference=3)]
+    made = make(runners=runners, dispatchers=[dispatcher("ash"), dispatcher("yew", preference=2)])
+    assert (made.decode.runner, made.decode.dispatcher) == ("oak", "yew")
+    assert "runner oak: preference 5, before fir (3), elm (1)" in made.reasons
+    wished = make(runners=runners, wishes=Wishes(runner="elm"))
+    assert wished.prefill.runner == "elm"
+    assert "runner elm: asked for with --moe-runner-backend" in wished.reasons
+
+
+def test_auto_passes_over_what_cannot_run_and_keeps_the_reason():
+    best = runner("elm", preference=9, weight_formats=frozenset({"nvfp4"}), devices=frozenset({"cuda"}))
+    made = make(runners=[best, runner("oak")])
+    assert made.prefill.runner == "oak"
+    assert [(r.who, r.asked) for r in made.refused] == [
+        ("runner elm", "device cpu"),
+        ("runner elm", "bf16 expert weights"),
+    ]
+
+
+def test_layouts_join_backends():
+    slabs = runner("elm", layouts=EXPERTS, preference=9)
+    both = runner("oak", layouts=TOKENS | EXPERTS)
+    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="tokens")])
+    assert made.prefill.runner == "oak"
+    (reason,) = made.refused
+    assert reason.who == "runner elm with dispatcher ash"
+    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="experts")])
+    assert (made.prefill.runner, made.prefill.layout) == ("elm", "experts")
+
+
+def test_names_do_not_matter():
+    """The same declarations under any names give the same plan."""
+    first = make(runners=[runner("torch")], dispatchers=[dispatcher("deepep")])
+    second = make(runners=[runner("x")], dispatchers=[dispatcher("y")])
+    renamed = replace(
+        first,
+        prefill=replace(first.prefill, runner="x", dispatcher="y"),
+        decode=replace(first.decode, runner="x", dispatcher="y"),
+        reasons=second.reasons,
+    )
+    assert renamed == second
+
+
+# --- activations and storage ----------------------------------------------------------------------
+
+
+def test_w4a4_runs_where_it_is_native():
+    native = runner(fp4_units=True)
+    assert make(NVFP4, runners=[native], hardware=BLACKWELL).activation_format == "nvfp4"
+    assert make(NVFP4, runners=[native], hardware=HOPPER).activation_format == "bf16"
+    assert make(NVFP4, runners=[runner()], hardware=BLACKWELL).activation_format == "bf16"
+    weight_only = replace(NVFP4, quantized_activations=False)
+    assert make(weight_only, runners=[native], hardware=BLACKWELL).activation_format == "bf16"
+
+
+def test_emulated_w4a4_runs_when_asked_for():
+    asked = Wishes(activation_format="nvfp4")
+    assert make(NVFP4, wishes=asked).activation_format == "nvfp4"
+    error = refused(replace(NVFP4, quantized_activations=False), wishes=asked)
+    assert "input scales" in the_refusal(error, "runner oak").limit
+    assert "left to auto, runner oak with dispatcher ash would" in error.headline
+    assert "W4A4 needs NVFP4 weights" in the_refusal(refused(SPEC, wishes=asked), "runner oak").limit
+    plain = runner(activation_formats=frozenset({"bf16"}))
+    assert (
+        "multiply with bf16" in the_refusal(refused(NVFP4, wishes=asked, runners=[plain]), "runner oak").limit
+    )
+
+
+def test_small_weights_are_decoded_once_on_a_cpu():
+    small = make(NVFP4, num_layers=2)
+    assert small.weight_storage == "decoded"
+    assert "is small" in small.reasons[4]
+    large = make(NVFP4, num_layers=48)
+    assert large.weight_storage == "packed"
+    assert large.weight_bytes < small.weight_bytes / 7
+    cramped = make(NVFP4, num_layers=2, hardware=replace(CPU, memory_bytes=3 * GB))
+    assert cramped.weight_storage == "packed"  # 0.8 GB is more than an eighth of it
+    assert make(NVFP4, num_layers=2, hardware=HOPPER, compute_dtype="bfloat16").weight_storage == "packed"
+
+
+def test_bf16_weights_are_decoded_where_that_costs_nothing():
+    same = make(num_layers=100, hardware=HOPPER, compute_dtype="bfloat16")
+    assert (same.weight_storage, same.weight_bytes) == ("decoded", 64 * 3 * 1024 * 512 * 2)
+    widened = make(num_layers=100, hardware=HOPPER, compute_dtype="float32")
+    assert (widened.weight_storage, widened.weight_bytes) == ("packed", 64 * 3 * 1024 * 512 * 2)
+    stored = make(num_layers=100, hardware=HOPPER, compute_dtype="float32", stored_itemsize=4)
+    assert (stored.weight_storage, stored.weight_bytes) == ("decoded", 64 * 3 * 1024 * 512 * 4)
+
+
+def test_storage_is_honoured_or_refused():
+    assert make(NVFP4, wishes=Wishes(weight_storage="packed")).weight_storage == "packed"
+    assert make(NVFP4, wishes=Wishes(weight_storage="decoded"), hardware=HOPPER).weight_storage == "decoded"
+    only_packed = runner(weight_storages=frozenset({"packed"}))
+    assert make(NVFP4, runners=[only_packed]).weight_storage == "packed"
+    error = refused(NVFP4, runners=[only_packed], wishes=Wishes(weight_storage="decoded"))
+    assert the_refusal(error, "runner oak").asked == "--moe-weight-storage decoded"
+
+
+def test_storage_that_does_not_fit_falls_back_or_is_refused():
+    """48 layers decoded in float32 take 19 GB; packed 2.7 GB."""
+    host = replace(CPU, memory_bytes=16 * GB)
+    made = make(NVFP4, num_layers=48, hardware=host)
+    assert made.weight_storage == "packed"
+    assert "use --moe-weight-storage packed" in made.refused[0].remedy
+    error = refused(NVFP4, num_layers=48, hardware=host, wishes=Wishes(weight_storage="decoded"))
+    assert "19.3 GB" in error.refusals[0].asked
+    assert "left to auto" in error.headline
+    error = refused(NVFP4, num_layers=48, hardware=replace(CPU, memory_bytes=2 * GB))
+    assert len(error.refusals) == 2  # each storage, with its own figures
+
+
+# --- refusing -------------------------------------------------------------------------------------
+
+GPT_OSS = MoESpec(
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_experts=32,
+    top_k=4,
+    activation=Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0),
+    expert_bias=True,
+    format="mxfp4",
+)
+
+
+def test_every_reason_is_given_at_once():
+    picky = runner(
+        weight_formats=frozenset({"bf16", "nvfp4"}),
+        activations=frozenset({"silu"}),
+        expert_bias=False,
+        devices=frozenset({"cuda"}),
+        hidden_multiple=128,
+        intermediate_multiple=64,
+        layouts=EXPERTS,
+        activation_formats=frozenset({"bf16"}),
+        weight_storages=frozenset({"packed"}),
+    )
+    error = refused(
+        GPT_OSS,
+        runners=[picky],
+        dispatchers=[dispatcher(devices=frozenset({"cuda"}), max_ep=1, multi_host=False)],
+        topology=Topology(tp_size=4, dp_size=2, ep_size=2, nnodes=2, enable_dp_attention=True),
+        wishes=Wishes(dispatch_format="fp8", activation_format="nvfp4", weight_storage="decoded"),
+        budget=replace(BUDGET, capacity=5),
+    )
+    asked = {(r.who, r.asked) for r in error.refusals}
+    oak, ash, pair = "runner oak", "dispatcher ash", "runner oak with dispatcher ash"
+    assert asked == {
+        ("budget", "--max-dispatch-tokens-per-rank 5"),
+        (ash, "device cpu"),
+        (ash, "--nnodes 2"),
+        (ash, "--ep-size 2"),
+        (ash, "--dp-size 2"),
+        (oak, "device cpu"),
+        (oak, "mxfp4 expert weights"),
+        (oak, "activation swiglu"),
+        (oak, "experts with biases"),
+        (oak, "hidden size 2880"),
+        (oak, "expert intermediate size 2880 over 2 expert-TP rank(s)"),
+        (oak, "--moe-activation-dtype nvfp4"),
+        (oak, "--moe-weight-storage decoded"),
+        (pair, "layout 'tokens', which the dispatcher emits"),
+        (pair, "--moe-dispatch-dtype fp8 at hidden size 2880"),
+    }
+    assert all(r.who in str(error) and r.remedy in str(error) for r in error.refusals)
+
+
+def test_architectures_are_matched_on_gpus_only():
+    blackwell = runner(architectures=frozenset({100, 103}), devices=frozenset({"cuda"}))
+    assert make(runners=[blackwell], hardware=BLACKWELL, compute_dtype="bfloat16").prefill.runner == "oak"
+    found = the_refusal(refused(runners=[blackwell], hardware=HOPPER), "runner oak")
+    assert "9.0" in found.asked
+    assert "10.0, 10.3" in found.limit
+
+
+def test_packages_count_on_this_machine_only():
+    exotic = runner(requires=("no_such_package",), install="pip install no-such-package")
+    assert make(runners=[exotic], hardware=HOPPER).prefill.runner == "oak"
+    found = the_refusal(refused(runners=[exotic], hardware=replace(HOPPER, present=True)), "runner oak")
+    assert found.remedy == "pip install no-such-package"
+    assert make(runners=[runner(requires=("json",))], hardware=replace(CPU, present=True))
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer_cutedsl", "flashinfer_trtllm"])
+def test_a_backend_of_other_releases_is_not_called_unknown(name):
+    error = refused(wishes=Wishes(runner=name))
+    assert error.refusals[0].limit == "not part of this version, which has: oak"
+    error = refused(wishes=Wishes(dispatcher="deepep"))
+    assert error.refusals[0].limit == "not part of this version, which has: ash"
+    assert "left to auto" in error.headline
+
+
+def test_a_typing_error_is_called_unknown():
+    error = refused(wishes=Wishes(runner="tritom", dispatcher="none!"))
+    assert [r.limit for r in error.refusals] == ["unknown, which has: oak", "unknown, which has: ash"]
+
+
+def test_an_explicit_choice_is_never_replaced():
+    gpu = runner("elm", devices=frozenset({"cuda"}))
+    error = refused(runners=[runner("oak"), gpu], wishes=Wishes(runner="elm"))
+    assert {r.who for r in error.refusals} == {"runner elm"}
+    assert "left to auto, runner oak" in error.headline
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_that_hold_parts_leave_the_sum_to_the_layer():
+    for topology in (Topology(tp_size=4), Topology(tp_size=4, ep_size=4), Topology(tp_size=4, ep_size=2)):
+        assert make(topology=topology).decode.reduce == "layer"
+    gathering = [dispatcher(exchange="gather")]
+    topology = Topology(tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True)
+    made = make(topology=topology, dispatchers=gathering)
+    assert (made.decode.reduce, made.prefill.max_tokens) == ("none", 4 * 2048)
+    assert made.dispatch_bytes == 4 * 2048 * (2 * 4 * 1024 + 8 * 8)
+
+
+def test_a_rank_holds_its_slice():
+    made = make(topology=Topology(tp_size=8, ep_size=4, rank=5))
+    assert (made.first_expert, made.num_local_experts) == (32, 16)
+    assert made.weight_bytes == 16 * 3 * 1024 * 256 * 4
+
+
+def test_data_parallel_ranks_need_a_dispatcher_that_moves_tokens():
+    topology = Topology(tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert "--dp-size 1" in the_refusal(refused(topology=topology), "dispatcher ash").remedy
+
+
+def test_an_all_to_all_reaches_whole_experts():
+    peers = [dispatcher(exchange="all_to_all")]
+    found = the_refusal(refused(topology=Topology(tp_size=8, ep_size=2), dispatchers=peers), "dispatcher ash")
+    assert "--ep-size 8" in found.remedy
+    made = make(topology=Topology(tp_size=8, ep_size=8), dispatchers=peers)
+    assert made.prefill.max_tokens == 8 * 2048
+
+
+def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
+    """At a million gathered tokens, slabs (34 GB) fit for decoding only; another dispatcher prefills."""
+    budget = Budget.from_limits(
+        chunked_prefill_size=2**17, max_prefill_tokens=2**17, max_running_requests=64, dp_size=8
+    )
+    slabs = dispatcher("yew", layout="experts", exchange="all_to_all", preference=2)
+    gathered = dispatcher("ash", exchange="gather", preference=1)
+    made = make(
+        runners=[runner(layouts=TOKENS | EXPERTS)],
+        dispatchers=[gathered, slabs],
+        budget=budget,
+        hardware=replace(HOPPER, memory_bytes=80 * GB),
+        compute_dtype="bfloat16",
+        topology=Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True),
+    )
+    assert (made.prefill.dispatcher, made.decode.dispatcher) == ("ash", "yew")
+    rows, slab_rows = 8 * 2**17, 8 * 64
+    assert made.dispatch_bytes == rows * (2 * 2 * 1024 + 64) + slab_rows * (8 * 2 * 2 * 1024 + 64)
+    assert any("lower --max-prefill-tokens" in r.remedy for r in made.refused)
+
+
+@pytest.mark.parametrize(
+    ("spec", "topology", "asked"),
+    [
+        (SPEC, Topology(tp_size=6, ep_size=6), "64 experts over --ep-size 6"),
+        (SPEC, Topology(tp_size=3), "expert intermediate size 512 over 3 expert-TP rank(s)"),
+        # 512 / 64 = 8 values: half of an NVFP4 group
+        (NVFP4, Topology(tp_size=64), "expert intermediate size 512 over 64 expert-TP rank(s)"),
+        (
+            replace(SPEC, format="fp8"),
+            Topology(tp_size=8),
+            "expert intermediate size 512 over 8 expert-TP rank(s)",
+        ),
+        (
+            replace(SPEC, format="mxfp4"),
+            Topology(tp_size=32),
+            "expert intermediate size 512 over 32 expert-TP rank(s)",
+        ),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused_with_sizes_that_do(spec, topology, asked):
+    found = the_refusal(refused(spec, topology=topology, num_layers=1), "layer")
+    assert found.asked == asked
+    tp_size = int((re.findall(r"--tp-size (\d+)", found.remedy) or [topology.tp_size])[0])
+    sizes = [int(n) for n in re.findall(r"\d+", found.remedy.partition("--ep-size")[2])]
+    assert sizes
+    for size in sizes:
+        assert make(spec, topology=Topology(tp_size=tp_size, ep_size=size))
+
+
+def test_fp8_blocks_bind_shards_not_whole_experts():
+    odd = replace(SPEC, format="fp8", intermediate_size=704)  # 5.5 blocks
+    assert make(odd)
+    (found,) = refused(odd, topology=Topology(tp_size=2)).refusals
+    assert "multiples of 128" in found.limit
+    assert found.remedy == "use --ep-size 2"
+    assert make(odd, topology=Topology(tp_size=2, ep_size=2))
+
+
+def test_a_spec_that_no_model_can_have():
+    assert the_refusal(refused(replace(SPEC, top_k=65)), "layer").asked == "top-65 of 64 experts"
+    assert the_refusal(refused(replace(NVFP4, hidden_size=1000)), "layer").asked == "hidden size 1000"
+
+
+# --- wire -----------------------------------------------------------------------------------------
+
+ANY_WIRE = frozenset({"bf16", "fp8", "nvfp4"})
+
+
+def wires(spec=SPEC, wish="auto", hardware=BLACKWELL, runner_wires=ANY_WIRE, dispatcher_wires=ANY_WIRE):
+    return make(
+        spec,
+        runners=[runner(wire_formats=runner_wires, fp4_units=True)],
+        dispatchers=[dispatcher(exchange="gather", wire_formats=dispatcher_wires)],
+        hardware=hardware,
+        compute_dtype="bfloat16",
+        wishes=Wishes(dispatch_format=wish),
+    ).decode.wire_format
+
+
+def test_tokens_travel_in_the_gemms_format_where_both_sides_speak_it():
+    assert wires() == "bf16"
+    assert wires(NVFP4) == "nvfp4"
+    assert wires(NVFP4, hardware=HOPPER) == "bf16"
+    assert wires(NVFP4, dispatcher_wires=frozenset({"bf16", "fp8"})) == "bf16"
+    assert wires(NVFP4, wish="fp8") == "fp8"
+    assert wires(NVFP4, wish="bf16") == "bf16"
+
+
+def test_a_wire_format_that_one_side_lacks_is_refused():
+    for lacking in ({"runner_wires": frozenset({"bf16"})}, {"dispatcher_wires": frozenset({"bf16"})}):
+        with pytest.raises(PlanRefused, match="--moe-dispatch-dtype fp8"):
+            wires(wish="fp8", **lacking)
+    with pytest.raises(PlanRefused, match="divisible by 128"):
+        wires(replace(SPEC, hidden_size=960), wish="fp8")
