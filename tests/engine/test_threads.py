@@ -1,0 +1,48 @@
+"""Usable cores from affinity, hyperthread siblings and control-group quotas, on a made-up machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from turnout.engine.threads import usable_cores
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four cores with two hyperthreads each: CPU i and i + 4 share one."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    return tmp_path
+
+
+def test_hyperthreads_count_once(machine: Path) -> None:
+    assert usable_cores(cpus=machine, cgroup=machine) == 4
+
+
+def test_affinity_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5})
+    assert usable_cores(cpus=machine, cgroup=machine) == 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1)])
+def test_quota_of_cgroup_v2(machine: Path, quota: str, cores: int) -> None:
+    (machine / "cpu.max").write_text(quota + "\n")
+    assert usable_cores(cpus=machine, cgroup=machine) == cores
+
+
+def test_quota_of_cgroup_v1(machine: Path) -> None:
+    (machine / "cpu").mkdir()
+    (machine / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    (machine / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(cpus=machine, cgroup=machine) == 3
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert usable_cores(cpus=tmp_path, cgroup=tmp_path) == 3
