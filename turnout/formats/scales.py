@@ -81,9 +81,9 @@ def gate_up_columns(
     values = scale.float()
     if scale.ndim == 0 or scale.shape == (1,):
         values = values.reshape(1, 1).expand(len(experts), 2)
-    elif scale.ndim == 1 or (scale.ndim == 2 and scale.shape[1] == 2):
-        values = values.reshape(len(values), -1).expand(-1, 2)
-    else:
+    elif scale.ndim == 1:
+        values = values[:, None].expand(-1, 2)
+    elif scale.ndim != 2 or scale.shape[1] != 2:
         raise _wrong_shape(scale, name, file, num_experts, experts)
     if len(values) == num_experts:
         values = values[experts.start : experts.stop]
