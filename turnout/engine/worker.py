@@ -159,7 +159,9 @@ def _megabytes(size: int) -> str:
 def loading_bar(console: Console, *, shown: bool) -> Iterator[ProgressFn]:
     """Progress of loading on a terminal; elsewhere the bar stays silent."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
         task = bar.add_task("loading", total=None)
 
         def report(what: str, done: int, total: int) -> None:

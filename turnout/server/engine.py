@@ -15,11 +15,12 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from turnout.config import Config
 from turnout.engine.messages import (
@@ -27,6 +28,7 @@ from turnout.engine.messages import (
     AddRequest,
     Command,
     EngineStats,
+    Event,
     Failed,
     Outputs,
     Ready,
@@ -62,12 +64,13 @@ class Engine:
         self.stats: dict[int, EngineStats] = {}
         self.expert_tokens: dict[int, list[list[int]]] = {}  # by rank, each [layer][expert]
         self.heard = time.monotonic()
-        self.started = asyncio.Event()  # set when ready or failed
+        self.started = asyncio.Event()  # set when ready
         self._sinks: dict[str, Sink] = {}
         self._process: Process | None = None
+        self._last_words: asyncio.Future[Failed]
         self._stopping = False
         self._folder = folder
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         # Queues are bounded by the number of requests admitted, not by message counts.
         self._commands = self._socket("commands")
         self._events = self._socket("events")
@@ -77,43 +80,33 @@ class Engine:
         """Submitted and not finished."""
         return len(self._sinks)
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
-    def serving(self) -> bool:
-        return self.ready is not None and self.failure is None
-
     async def run(self) -> None:
         """Start the process and pass its events on until it ends. Raises EngineFailed unless stopped."""
+        loop = asyncio.get_running_loop()
         self._process = await self._spawn()
         ended = asyncio.create_task(self._process.wait())
-        receiving = asyncio.create_task(self._receive())
-        late = asyncio.create_task(self._give_up_loading())
+        self._last_words = loop.create_future()
+        descriptor = self._events.fileno()
+        loop.add_reader(descriptor, self._on_events)
         try:
-            await asyncio.wait({ended, receiving, late}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                await asyncio.wait({receiving}, timeout=LAST_WORDS_SECONDS)
-            if self._stopping:
-                return
-            if receiving.done():
-                receiving.result()  # raises what the engine said
-            if late.done():
-                late.result()
-            raise EngineFailed(f"the engine process {_describe_exit(ended.result())}")
-        except EngineFailed as failure:
-            self._fail(failure)
-            raise
+            either: set[asyncio.Future[Any]] = {ended, self._last_words}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._last_words.done():
+                await asyncio.wait({self._last_words}, timeout=LAST_WORDS_SECONDS)
+            if not self._stopping:
+                failure = await self._cause(ended)
+                self._fail(failure)
+                raise failure
         finally:
-            for task in (ended, receiving, late):
-                task.cancel()
+            loop.remove_reader(descriptor)
+            ended.cancel()
             self.kill()
 
     def submit(self, request: AddRequest, sink: Sink) -> None:
-        """Generate; `sink` is called for every output, or once with the failure of the engine."""
-        if self.failure:
-            raise self.failure
+        """Generate; `sink` is called for every output, or once with the failure of the engine.
+
+        The engine must be serving.
+        """
         self._sinks[request.id] = sink
         self._send(request)
 
@@ -126,7 +119,9 @@ class Engine:
     async def stop(self) -> None:
         """End the process, gently if it listens. `run` returns."""
         self._stopping = True
-        if self._process and self._process.returncode is None:
+        if self.ready is None:  # still loading, and deaf
+            self.kill()
+        elif self._process and self._process.returncode is None:
             self._send(Shutdown())
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
@@ -140,14 +135,15 @@ class Engine:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def _socket(self, name: str) -> zmq.asyncio.Socket:
+    def _socket(self, name: str) -> zmq.Socket:
         socket = self._context.socket(zmq.PUSH if name == "commands" else zmq.PULL)
         socket.set_hwm(0)
         socket.bind(f"ipc://{self._folder / name}")
         return socket
 
     def _send(self, command: Command) -> None:
-        self._commands.send(encoder.encode(command), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # nobody listens: the engine is gone, as `run` is about to find
+            self._commands.send(encoder.encode(command), zmq.NOBLOCK)
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(
@@ -158,27 +154,31 @@ class Engine:
         process.stdin.write(json.dumps({"folder": str(self._folder), "config": values}).encode() + b"\n")
         return process
 
-    async def _give_up_loading(self) -> None:
-        seconds = getattr(self.config, "startup_timeout", None)
-        try:
-            await asyncio.wait_for(self.started.wait(), seconds)
-        except TimeoutError:
-            raise EngineFailed(
-                f"the engine did not load within {seconds:g} s; raise --startup-timeout", user_error=True
-            ) from None
-        await asyncio.Future()  # loaded: never again a reason to stop
+    async def _cause(self, ended: asyncio.Task[int]) -> EngineFailed:
+        """What the engine said before it went, or how it went."""
+        if self._last_words.done():
+            said = self._last_words.result()
+            return EngineFailed(said.message, user_error=said.user_error)
+        return EngineFailed(f"the engine process {_describe_exit(await ended)}")
 
-    async def _receive(self) -> None:
+    def _on_events(self) -> None:
+        """Receive until nothing is left: the descriptor tells of changes only, not of what remains."""
         while True:
-            event = event_decoder.decode(await self._events.recv())
-            self.heard = time.monotonic()
-            if isinstance(event, Outputs):
-                self._deliver(event)
-            elif isinstance(event, Ready):
-                self.ready = event
-                self.started.set()
-            elif isinstance(event, Failed):
-                raise EngineFailed(event.message, user_error=event.user_error)
+            try:
+                raw = self._events.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(event_decoder.decode(raw))
+
+    def _handle(self, event: Event) -> None:
+        self.heard = time.monotonic()
+        if isinstance(event, Outputs):
+            self._deliver(event)
+        elif isinstance(event, Ready):
+            self.ready = event
+            self.started.set()
+        elif not self._last_words.done():
+            self._last_words.set_result(event)
 
     def _deliver(self, event: Outputs) -> None:
         stats = event.stats
@@ -193,7 +193,6 @@ class Engine:
 
     def _fail(self, failure: EngineFailed) -> None:
         self.failure = failure
-        self.started.set()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(failure)

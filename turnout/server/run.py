@@ -138,9 +138,11 @@ class Supervisor:
 
     async def _load(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
-        await self.engine.started.wait()
-        if self.engine.ready is None:
-            await asyncio.Future()  # the engine's task says why
+        seconds = self.config.startup_timeout
+        try:
+            await asyncio.wait_for(self.engine.started.wait(), seconds)
+        except TimeoutError:
+            raise UserError(f"the engine did not load within --startup-timeout {seconds:g} s") from None
         self.service.open(tokenizer)
 
     async def _drain(self) -> None:
