@@ -1,0 +1,39 @@
+"""Dispatchers: how tokens reach the ranks that hold their experts, each in one file.
+
+A dispatcher declares the layout and formats it emits and whose tokens they are. It knows no runner and
+no other dispatcher. What `combine` needs beyond the runner's output travels in the state that
+`dispatch` returned with the batch, so several batches may be under way at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.capability import DispatcherCapability
+from turnout.moe.plan import MoEPlan
+from turnout.moe.spec import MoESpec
+from turnout.parallel.topology import Topology
+
+
+class Dispatcher(Protocol):
+    """Built once per layer and phase; every rank calls it for every batch, with tokens or without."""
+
+    capability: ClassVar[DispatcherCapability]
+
+    def __init__(
+        self, spec: MoESpec, plan: MoEPlan, phase: str, topology: Topology, device: torch.device
+    ) -> None: ...
+
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> tuple[TokensBatch | ExpertsBatch, Any]:
+        """This rank's tokens to the batch its runner sees, and the state for `combine`."""
+        ...
+
+    def combine(self, out: Tensor, state: Any) -> Tensor:
+        """The runner's output for that batch to [T, H] of this rank's tokens."""
+        ...

@@ -1,0 +1,74 @@
+"""The oracle: what the experts of a layer compute, in plain torch and float32, one expert at a time.
+
+Every runner is tested against this. It is slow and shares no code with them beyond the number formats.
+
+Legend: T tokens, H hidden, I intermediate, k top-k, M tokens of one expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnout.formats import nvfp4
+from turnout.formats.experts import ExpertWeights
+from turnout.moe.spec import Activation
+
+
+def experts_reference(
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    experts: ExpertWeights,
+    activation: Activation,
+    *,
+    activation_format: str = "bf16",
+    scale_per_expert: bool = False,
+) -> Tensor:
+    """float32 [T, H]: the weighted sum over those of each token's experts that `experts` holds.
+
+    activation_format "nvfp4" quantises the input of both GEMMs (W4A4). The first is quantised before
+    routing, so its scale is the maximum over all experts of the layer, and the second takes the maximum
+    over those held here; `scale_per_expert` gives every expert its own, as per-expert batches do.
+    """
+    w13, w2 = experts.w13.decode(), experts.w2.decode()
+    out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for local in range(experts.num_local_experts):
+        expert = experts.first_expert + local
+        token_M, slot_M = (topk_ids_TK == expert).nonzero(as_tuple=True)
+        x_MH = x_TH[token_M].float()
+        if activation_format == "nvfp4":
+            s1, s2 = _input_scales(experts, expert if scale_per_expert else None)
+            x_MH = nvfp4.fake_quantize(x_MH, s1)
+        h_M = x_MH @ w13[local].T
+        if experts.b13 is not None:
+            h_M = h_M + experts.b13[local]
+        a_MI = activate(h_M, activation)
+        if activation_format == "nvfp4":
+            a_MI = nvfp4.fake_quantize(a_MI, s2)
+        y_MH = a_MI @ w2[local].T
+        if experts.b2 is not None:
+            y_MH = y_MH + experts.b2[local]
+        out_TH.index_add_(0, token_M, y_MH * topk_weights_TK[token_M, slot_M, None])
+    return out_TH
+
+
+def activate(h: Tensor, activation: Activation) -> Tensor:
+    """GEMM1's output [M, 2I], gate then up ([M, I] when not gated), to GEMM2's input [M, I]."""
+    if activation.kind == "relu2":
+        return h.relu() ** 2
+    gate, up = h.chunk(2, dim=-1)
+    if activation.kind == "silu":
+        return gate * gate.sigmoid() * up
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * (activation.alpha * gate).sigmoid() * (up + activation.beta)
+
+
+def _input_scales(experts: ExpertWeights, expert: int | None) -> tuple[Tensor, Tensor]:
+    scales = experts.input_scales
+    assert scales is not None, "W4A4 needs the checkpoint's input scales"
+    if expert is not None:
+        return scales.w13[expert], scales.w2[expert]
+    held = slice(experts.first_expert, experts.first_expert + experts.num_local_experts)
+    return scales.w13.max(), scales.w2[held].max()

@@ -1,0 +1,77 @@
+"""Routers: logits to expert ids and weights.
+
+Everything that shapes a weight (renormalisation, group limits, correction bias, scaling factor) is
+folded in here, once; nobody downstream scales again.
+
+Legend: T tokens, E experts, k top-k, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from turnout.moe.spec import Routing
+
+
+def route(
+    logits_TE: Tensor, routing: Routing, top_k: int, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of every token, and their weights.
+
+    logits_TE: any float dtype; scores are computed in float32
+    correction_bias: float [E], for "sigmoid_topk" only; it moves the choice but not the weights
+    Returns topk_ids int32 [T, k] and topk_weights float32 [T, k].
+    """
+    ids_TK, weights_TK = ROUTERS[routing.kind](logits_TE.float(), routing, top_k, correction_bias)
+    if routing.scaling_factor != 1.0:
+        weights_TK = weights_TK * routing.scaling_factor
+    return ids_TK.int(), weights_TK
+
+
+def _softmax_topk(logits_TE: Tensor, routing: Routing, top_k: int, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Qwen2-MoE, Qwen3-MoE."""
+    weights_TK, ids_TK = logits_TE.softmax(dim=-1).topk(top_k, dim=-1)
+    if routing.renormalize:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return ids_TK, weights_TK
+
+
+def _sigmoid_topk(
+    logits_TE: Tensor, routing: Routing, top_k: int, correction_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3 (technical report, section 2.1.2, and its published inference code).
+
+    A group counts as much as its two best biased scores together; experts of the other groups are out.
+    """
+    scores_TE = logits_TE.sigmoid()
+    choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
+    if routing.n_group > 1:
+        choice_TGe = choice_TE.unflatten(-1, (routing.n_group, -1))
+        best = min(2, choice_TGe.shape[-1])
+        group_score_TG = choice_TGe.topk(best, dim=-1).values.sum(dim=-1)
+        group_ids_Tg = group_score_TG.topk(routing.topk_group, dim=-1).indices
+        outside_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, group_ids_Tg, False)
+        choice_TE = choice_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if routing.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK
+
+
+def _topk_softmax(logits_TE: Tensor, _: Routing, top_k: int, __: Tensor | None) -> tuple[Tensor, Tensor]:
+    """GPT-OSS."""
+    chosen_TK, ids_TK = logits_TE.topk(top_k, dim=-1)
+    return ids_TK, chosen_TK.softmax(dim=-1)
+
+
+Router = Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]
+
+ROUTERS: dict[str, Router] = {
+    "softmax_topk": _softmax_topk,
+    "sigmoid_topk": _sigmoid_topk,
+    "topk_softmax": _topk_softmax,
+}
