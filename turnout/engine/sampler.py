@@ -51,11 +51,14 @@ class Sampler:
         scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
         self._adjust(logits_SV, requests)
         token_ids, valid = _greedy(logits_SV)
-        drawn = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
-        if drawn:
-            chosen = _draw(logits_SV[drawn], [requests[i] for i in drawn])
-            for i, token in zip(drawn, chosen, strict=True):
-                token_ids[i] = token
+        random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
+        # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
+        for ordered in (False, True):
+            drawn = [i for i in random if _needs_order(requests[i].sampling) is ordered]
+            if drawn:
+                chosen = _draw(logits_SV[drawn], [requests[i] for i in drawn], ordered=ordered)
+                for i, token in zip(drawn, chosen, strict=True):
+                    token_ids[i] = token
         if scores_SV is not None:
             counts = [requests[i].sampling.logprobs or 0 for i in wanted]
             found = token_logprobs(scores_SV, [token_ids[i] for i in wanted], counts)
@@ -170,8 +173,12 @@ def _greedy(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
     return both[0], [bool(flag) for flag in both[1]]
 
 
-def _draw(logits_SV: Tensor, requests: Sequence[Request]) -> list[int]:
-    """A random token per row, by temperature, top-k, top-p and min-p."""
+def _needs_order(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _draw(logits_SV: Tensor, requests: Sequence[Request], *, ordered: bool) -> list[int]:
+    """A random token per row, by temperature, min-p and, when `ordered`, top-k and top-p."""
     params = [request.sampling for request in requests]
     device = logits_SV.device
     temperature = _column([p.temperature for p in params], device)
@@ -179,7 +186,7 @@ def _draw(logits_SV: Tensor, requests: Sequence[Request]) -> list[int]:
     logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
     probs_SV = torch.softmax(logits_SV, dim=-1)
     order_SV = None
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+    if ordered:
         # Stable, so that equal probabilities come in the order of ids in every batch.
         probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
         probs_SV = _keep_top(probs_SV, params)
