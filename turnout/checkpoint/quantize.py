@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.files import FLOATS, TensorFiles
+from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
 from turnout.formats import check
@@ -32,11 +33,10 @@ __all__ = ["OUTPUT_FORMATS", "InputAmax", "quantize"]
 
 OUTPUT_FORMATS = ("nvfp4", "mxfp4", "fp8", "bf16")
 SHARD_BYTES = 5_000_000_000
+_COPY_BYTES = 1 << 26  # of a large tensor, such as the embeddings, at a time
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _COPIED_STEMS = ("LICENSE", "NOTICE")
-
-Progress = Callable[[str, int, int], None]  # (what, bytes of the source done, of how many)
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
     format: str,
     *,
     calibration: Mapping[str, tuple[float, float]] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the checkpoint folder `source` to the new folder `out` with its routed experts in `format`.
@@ -53,6 +53,8 @@ def quantize(
     calibration (nvfp4 only): InputAmax by expert, such as `model.layers.0.mlp.experts.3`; with it the
     checkpoint asks for quantised activations (W4A4), without it for weights alone (W4A16). An expert that
     is absent or saw no token (0) takes its layer's largest values.
+
+    progress(tensor, done, total) hears of each tensor of the source, in bytes.
 
     Raises UserError, before anything is written, for an unknown format, a source that is quantised
     already or has no routed experts, sizes that the format cannot hold, an `out` that exists, cannot be
@@ -63,20 +65,16 @@ def quantize(
     if calibration is not None and format != "nvfp4":
         raise UserError(f"calibrated activation scales belong to nvfp4; {format} has none")
     config = _unquantized_config(source)
-    files = TensorFiles(source)
-    job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, calibration)
-    groups = job.groups()
-    needed = sum(entry.nbytes for group in groups for entry in group)
-    with new_folder(out, needed_bytes=needed) as folder:
-        writer = ShardWriter(folder, groups, shard_bytes)
-        total, done = sum(files.meta(name).nbytes for name in files), 0
-        for nbytes in job.run(writer):
-            done += nbytes
-            if progress is not None:
-                progress(f"writing {format}", done, total)
-        writer.finish()
-        _copy_files(source, folder)
-        _write_config(folder, source, job)
+    with closing(TensorFiles(source, progress)) as files:
+        job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, calibration)
+        groups = job.groups()
+        needed = sum(entry.nbytes for group in groups for entry in group)
+        with new_folder(out, needed_bytes=needed) as folder:
+            writer = ShardWriter(folder, groups, shard_bytes)
+            job.run(writer)
+            writer.finish()
+            _copy_files(source, folder)
+            _write_config(folder, config, job)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +96,32 @@ class _Job:
             groups += self.encoder.groups(layer)
         return groups
 
-    def run(self, writer: ShardWriter) -> Iterator[int]:
-        """Write everything; yields the bytes of the source dealt with since the last time."""
+    def run(self, writer: ShardWriter) -> None:
         for name in self.copied:
-            writer.write(name, self._read(name).to(self._dtype(name)))
-            yield self.files.meta(name).nbytes
+            self._copy(name, writer)
         for layer in self.layers:
             assert self.encoder is not None
             for index in range(layer.num_experts):
                 names = {p: f"{layer.expert(index)}.{p}.weight" for p in PROJECTIONS}
-                weights = {p: self._read(name) for p, name in names.items()}
+                weights = {p: self._finite(name, self.files.read(name)) for p, name in names.items()}
                 self.encoder.write(layer, index, weights, writer)
-                yield sum(self.files.meta(name).nbytes for name in names.values())
+
+    def _copy(self, name: str, writer: ShardWriter) -> None:
+        meta, dtype = self.files.meta(name), self._dtype(name)
+        rows = meta.shape[0] if meta.shape else 1
+        step = max(1, rows * _COPY_BYTES // max(meta.nbytes, 1))
+        if step >= rows:
+            writer.write(name, self._finite(name, self.files.read(name)).to(dtype))
+            return
+        for first in range(0, rows, step):
+            part = self.files.read(name, first=first, count=min(step, rows - first))
+            writer.write(name, self._finite(name, part).to(dtype), first=first)
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.dtypes.get(name, self.files.meta(name).dtype)
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self.files.read(name)
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype in FLOATS and not torch.isfinite(tensor).all():
             raise self.files.wrong(
                 name, "is damaged", "finite numbers", "NaN or infinities", "Download the checkpoint again"
             )
@@ -230,9 +235,9 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_config(folder: Path, source: Path, job: _Job) -> None:
+def _write_config(folder: Path, source_config: Mapping[str, Any], job: _Job) -> None:
     """config.json comes last: without it the folder is no model."""
-    config = read_config(source) | dict(job.changes)
+    config = {**source_config, **job.changes}
     if job.encoder is not None:
         kept = [n.removesuffix(".weight") for n in job.copied if _is_linear(n, job.files)]
         quantized = [
