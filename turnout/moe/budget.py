@@ -163,13 +163,14 @@ def workspace_bytes(
 ) -> int:
     """What a runner needs beside its weights for a batch of `rows` tokens.
 
-    Every (token, local expert) pair holds its input, GEMM1's output, the activated value and the
-    output; packed weights add one expert decoded at a time, in float32 and in the compute dtype.
+    Every (token, local expert) pair holds its input and output in the compute dtype, GEMM1's output and
+    the activated value in float32; packed weights add one expert decoded at a time, in float32 and in the
+    compute dtype.
     """
     pairs = rows * (num_local_experts if layout == "experts" else min(spec.top_k, num_local_experts))
     inner = spec.intermediate_size // expert_tp
     gemm1 = spec.w13_rows // expert_tp
-    total = pairs * (2 * spec.hidden_size + gemm1 + inner) * itemsize
+    total = pairs * (2 * spec.hidden_size * itemsize + 4 * (gemm1 + inner))
     if not decoded:
         total += (gemm1 + inner) * spec.hidden_size * (itemsize + 4)
     return total

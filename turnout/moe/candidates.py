@@ -197,7 +197,12 @@ def _storages(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Ref
     """How this runner may keep the weights, best first."""
     wish = case.wishes.weight_storage
     if wish == "auto":
-        best_first = ("decoded", "packed") if case.decode_once() else ("packed", "decoded")
+        best_first = ["decoded", "packed"] if case.decode_once() else ["packed", "decoded"]
+        if (
+            case.weight_bytes("decoded") <= case.weight_bytes("packed")
+            and "decoded" in runner.weight_storages
+        ):
+            best_first = ["decoded"]  # nothing is gained by unpacking at each use
         return [s for s in best_first if s in runner.weight_storages], []
     if wish in runner.weight_storages:
         return [wish], []
@@ -291,13 +296,15 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
     if needed <= case.hardware.memory_bytes:
         return []
     remedies = []
-    if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
-        remedies.append("use --moe-weight-storage packed")
     if experts < needed // 2:
         remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
-    if case.spec.format == "bf16":
-        remedies.append("convert the checkpoint with `turnout quantize`")
-    remedies.append("spread the experts with a larger --ep-size, or take a device with more memory")
+    else:
+        if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
+            remedies.append("use --moe-weight-storage packed")
+        if case.spec.format == "bf16":
+            remedies.append("convert the checkpoint with `turnout quantize`")
+        remedies.append("spread the experts with a larger --ep-size")
+    remedies.append("take a device with more memory")
     dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
     return [
         Refusal(
