@@ -128,7 +128,8 @@ def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
     with loading_bar(console, shown=config.load_progress) as progress:
         core = EngineCore(blueprint, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
-    send(Ready(info=core.info(), max_context=blueprint.max_context, vocab_size=vocab_size))
+    info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
+    send(Ready(info=info, max_context=blueprint.max_context, vocab_size=vocab_size))
     return core
 
 

@@ -190,8 +190,13 @@ class CompletionRenderer:
         return names
 
     def _name(self, token_id: int) -> str:
-        """The token's text, or like OpenAI `bytes:\\xe2\\x80` for a part of a character."""
+        """The token's text; like OpenAI `bytes:\\xe2\\x80` for a part of a character; else its number.
+
+        Names key a dictionary, so that tokens without text, of which a padded vocabulary has many, need one.
+        """
         raw = self._tokenizer.token_bytes(token_id)
+        if not raw:
+            return f"token_id:{token_id}"
         try:
             return raw.decode()
         except UnicodeDecodeError:
