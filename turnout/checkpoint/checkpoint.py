@@ -108,10 +108,17 @@ class Checkpoint:
         count = shape.num_experts - first if count is None else count
         if first < 0 or count < 1 or first + count > shape.num_experts:
             raise ValueError(f"experts {first}..{first + count} of {shape.num_experts}")
+        format, quantized_activations = self.experts_format(prefix)
         wanted = Wanted(
-            files=self._files, config=self.config, prefix=prefix, shape=shape, first=first, count=count
+            files=self._files,
+            config=self.config,
+            prefix=prefix,
+            shape=shape,
+            format=format,
+            first=first,
+            count=count,
         )
-        weights = self._experts(wanted)
+        weights = self._experts(wanted, quantized_activations)
         self._files.set_aside(self._files.under(f"{prefix}."))
         return weights
 
@@ -119,14 +126,10 @@ class Checkpoint:
         """(name of formats.packed.FORMATS, whether activations were quantised too) of the experts."""
         return self.quantization.experts_format(prefix)
 
-    def _experts(self, wanted: Wanted) -> ExpertWeights:
-        format, quantized_activations = self.experts_format(wanted.prefix)
-        if format == "bf16":
-            return bf16.experts(wanted)
-        if format == "mxfp4":
-            return mxfp4.experts(wanted)
-        if format == "fp8":
-            return fp8.experts(wanted)
+    def _experts(self, wanted: Wanted, quantized_activations: bool) -> ExpertWeights:
+        plain_readers = {"bf16": bf16.experts, "mxfp4": mxfp4.experts, "fp8": fp8.experts}
+        if wanted.format in plain_readers:
+            return plain_readers[wanted.format](wanted)
         spelling = SPELLINGS[self.quantization.method]
         return nvfp4.experts(wanted, spelling, quantized_activations=quantized_activations)
 

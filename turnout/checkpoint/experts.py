@@ -56,6 +56,7 @@ class Wanted:
     config: dict[str, Any]
     prefix: str
     shape: ExpertShape
+    format: str  # as the configuration has it, for error messages
     first: int
     count: int
 
@@ -250,7 +251,10 @@ def copy_rows(source: Tensor, out: Tensor, *, interleaved: bool) -> None:
 
 def _expected_by(wanted: Wanted) -> str:
     s = wanted.shape
-    return f"config.json says {s.num_experts} experts, hidden size {s.hidden}, expert size {s.intermediate}"
+    return (
+        f"config.json says {s.num_experts} experts of hidden size {s.hidden} and expert size "
+        f"{s.intermediate}, {'not quantised' if wanted.format == 'bf16' else 'stored as ' + wanted.format}"
+    )
 
 
 def _refuse_biases(files: TensorFiles, names: Sequence[str]) -> None:

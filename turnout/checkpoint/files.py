@@ -83,14 +83,17 @@ class TensorFiles:
     def expect(
         self, name: str, shape: Sequence[int] | None, dtypes: Iterable[torch.dtype] = (), *, why: str = ""
     ) -> TensorMeta:
-        """`meta(name)`, checked against a shape and the dtypes allowed (none given: any)."""
+        """`meta(name)`, checked against a shape and the dtypes allowed (none given: any).
+
+        The dtype comes first, since packing changes the shape as well.
+        """
         meta = self.meta(name, why=why)
-        if shape is not None and meta.shape != tuple(shape):
-            raise self.wrong(name, "has the wrong shape", list(shape), list(meta.shape), why)
         allowed = tuple(dtypes)
         if allowed and meta.dtype not in allowed:
             expected = " or ".join(_dtype_name(d) for d in allowed)
             raise self.wrong(name, "has the wrong dtype", expected, _dtype_name(meta.dtype), why)
+        if shape is not None and meta.shape != tuple(shape):
+            raise self.wrong(name, "has the wrong shape", list(shape), list(meta.shape), why)
         return meta
 
     def wrong(

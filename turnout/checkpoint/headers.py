@@ -157,7 +157,8 @@ def _read_header(path: Path) -> dict[str, TensorMeta]:
 def _parse_entry(path: Path, name: str, entry: Any, start: int) -> TensorMeta:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        well_formed = isinstance(dtype, str) and begin <= end
+        well_formed &= all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
         well_formed = False
     if not well_formed:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.experts import Wanted, copy_rows, read_stacked_bias
-from turnout.checkpoint.parts import E8M0_SCALE, Part
+from turnout.checkpoint.parts import E8M0_SCALE, Part, require_columns
 from turnout.formats.experts import ExpertWeights
+from turnout.formats.mxfp4 import GROUP
 from turnout.formats.packed import PackedTensor
 
-GROUP = 32
 SCALES = Part("_scales", (torch.uint8, torch.float8_e8m0fnu), columns=GROUP, sound=E8M0_SCALE)
 WHY = "config.json says that these experts are stored as MXFP4"
 
@@ -30,6 +29,8 @@ def experts(wanted: Wanted) -> ExpertWeights:
         for name in ("gate_up_proj" if wanted.shape.gated else "up_proj", "down_proj")
     )
     gated = wanted.shape.gated
+    for matrix in ("w13", "w2"):
+        require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
     return ExpertWeights(
         w13=_matrix(wanted, "w13", wide, interleaved=gated),
         w2=_matrix(wanted, "w2", down, interleaved=False),
@@ -42,14 +43,6 @@ def experts(wanted: Wanted) -> ExpertWeights:
 
 def _matrix(wanted: Wanted, matrix: str, module: str, *, interleaved: bool) -> PackedTensor:
     n, k = wanted.shape.matrix(matrix)
-    if k % GROUP:
-        raise CheckpointError(
-            "cannot be MXFP4",
-            file=wanted.files.folder,
-            tensor=module,
-            expected=f"a multiple of {GROUP} columns",
-            found=k,
-        )
     groups = (wanted.shape.num_experts, n, k // GROUP)
     blocks, scales = f"{module}_blocks", f"{module}{SCALES.suffix}"
     wanted.files.expect(blocks, (*groups, GROUP // 2), (torch.uint8,), why=WHY)

@@ -14,8 +14,9 @@ from torch import Tensor
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.experts import Arrangement, Wanted, arrangement
 from turnout.checkpoint.files import TensorFiles
-from turnout.checkpoint.parts import E4M3, E4M3_SCALE, Part, read_scalar
+from turnout.checkpoint.parts import E4M3, E4M3_SCALE, Part, read_scalar, require_columns
 from turnout.formats.experts import ExpertWeights, InputScales
+from turnout.formats.nvfp4 import GROUP
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import merge_gate_up
 
@@ -37,7 +38,7 @@ class Spelling:
         """Codes uint8 [N, K/2] and block scales e4m3 [N, K/16]."""
         return (
             Part(self.data, (torch.uint8,), columns=2),
-            Part(self.scale, (E4M3,), columns=16, sound=E4M3_SCALE),
+            Part(self.scale, (E4M3,), columns=GROUP, sound=E4M3_SCALE),
         )
 
     def scale_of(self, stored: Tensor) -> Tensor:
@@ -52,8 +53,8 @@ WHY_INPUT = (
 
 
 def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) -> PackedTensor:
-    _refuse_odd_columns(files, module, k)
-    refuse_smoothing(files, [module])
+    require_columns(files, module, k, GROUP)
+    _refuse_smoothing(files, [module])
     data, scale = (part.read(files, module, n, k, WHY) for part in spelling.parts)
     stored = read_scalar(files, module + spelling.global_scale, WHY)
     return PackedTensor(
@@ -64,17 +65,18 @@ def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) 
 def experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) -> ExpertWeights:
     """The experts wanted; input scales, where activations are quantised, of all experts of the layer."""
     for matrix in ("w13", "w2"):
-        _refuse_odd_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1])
+        require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
     stored = arrangement(wanted, spelling.parts[0])
-    refuse_smoothing(wanted.files, stored.modules("w13") + stored.modules("w2"))
+    _refuse_smoothing(wanted.files, stored.modules("w13") + stored.modules("w2"))
+    w13, w2 = (_matrix(wanted, stored, matrix, spelling) for matrix in ("w13", "w2"))
     inputs = None
     if quantized_activations:
         inputs = InputScales(
             w13=_input_scale(wanted, stored, "w13", spelling), w2=_input_scale(wanted, stored, "w2", spelling)
         )
     return ExpertWeights(
-        w13=_matrix(wanted, stored, "w13", spelling),
-        w2=_matrix(wanted, stored, "w2", spelling),
+        w13=w13,
+        w2=w2,
         b13=stored.bias("w13"),
         b2=stored.bias("w2"),
         input_scales=inputs,
@@ -122,7 +124,7 @@ def _input_scale(wanted: Wanted, stored: Arrangement, matrix: str, spelling: Spe
     return spelling.scale_of(columns).amax(dim=1)
 
 
-def refuse_smoothing(files: TensorFiles, modules: list[str]) -> None:
+def _refuse_smoothing(files: TensorFiles, modules: list[str]) -> None:
     """AWQ-style exports divide weights by a factor that activations must then be multiplied by."""
     for module in modules:
         name = f"{module}.pre_quant_scale"
@@ -133,14 +135,3 @@ def refuse_smoothing(files: TensorFiles, modules: list[str]) -> None:
                 tensor=name,
                 remedy="Take or export the NVFP4 checkpoint without it",
             )
-
-
-def _refuse_odd_columns(files: TensorFiles, module: str, k: int) -> None:
-    if k % 16:
-        raise CheckpointError(
-            "cannot be NVFP4",
-            file=files.folder,
-            tensor=module,
-            expected="a multiple of 16 columns",
-            found=k,
-        )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.formats.packed import PackedTensor
 
@@ -83,6 +84,18 @@ def read_scalar(files: TensorFiles, name: str, why: str) -> Tensor:
 
 def check_positive(files: TensorFiles, name: str, value: Tensor) -> None:
     Part("", FLOATS, sound=POSITIVE).check(files, name, value)
+
+
+def require_columns(files: TensorFiles, module: str, k: int, multiple: int) -> None:
+    """Groups along K must be whole."""
+    if k % multiple:
+        raise CheckpointError(
+            "cannot be in this format",
+            file=files.folder,
+            tensor=module,
+            expected=f"a multiple of {multiple} columns",
+            found=k,
+        )
 
 
 def summary(value: Tensor) -> str:

@@ -1,0 +1,252 @@
+"""Damaged folders: each is a CheckpointError that names the file, and the tensor where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from turnout.checkpoint import CheckpointError
+from turnout.checkpoint.files import TensorFiles
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return {
+        "a": torch.randn(4, 6),
+        "b": torch.randint(0, 255, (5,), dtype=torch.uint8),
+        "c": torch.randn(3, 2, 4).bfloat16(),
+        "d": torch.randn(8, 4).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def single(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path, tensors):
+    """a and b in the first of two files, the rest in the second."""
+    first = {name: tensors[name] for name in ("a", "b")}
+    second = {name: value for name, value in tensors.items() if name not in first}
+    weight_map = {}
+    for i, part in enumerate((first, second), 1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file(part, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def refused(folder, *words):
+    with pytest.raises(CheckpointError) as caught:
+        TensorFiles(folder)
+    for word in words:
+        assert word in str(caught.value), caught.value
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_every_tensor_reads_back(kind, request, tensors):
+    files = TensorFiles(request.getfixturevalue(kind))
+    assert set(files) == set(tensors)
+    for name, expected in tensors.items():
+        value = files.read(name)
+        assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(value.float(), expected.float())
+    assert files.nbytes == sum(t.nbytes for t in tensors.values())
+    assert files.unread() == []
+
+
+def test_part_of_the_leading_dimension(single, tensors):
+    files = TensorFiles(single)
+    assert torch.equal(files.read("c", first=1, count=2), tensors["c"][1:3])
+    with pytest.raises(ValueError, match="leaves"):
+        files.read("c", first=2, count=2)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 1 << 20])
+def test_strided_or_converted_targets_are_filled_in_chunks(single, tensors, chunk, monkeypatch):
+    monkeypatch.setattr("turnout.checkpoint.files._CHUNK_BYTES", chunk)
+    files = TensorFiles(single)
+    strided = torch.zeros(6, 4).T
+    files.read_into("a", strided)
+    assert torch.equal(strided, tensors["a"])
+    wide = torch.zeros(3, 2, 4)
+    files.read_into("c", wide)
+    assert torch.equal(wide, tensors["c"].float())
+    number = torch.zeros((), dtype=torch.float64)
+    files.read_into("scalar", number)
+    assert number == 2.5
+
+
+def test_progress_counts_every_tensor_once(single, tensors):
+    heard = []
+    files = TensorFiles(single, lambda *report: heard.append(report))
+    files.read("a")
+    files.read("a")
+    files.set_aside(["a", "b", "c"])
+    total = files.nbytes
+    done = [tensors["a"].nbytes]
+    done += [done[-1] + tensors["b"].nbytes]
+    done += [done[-1] + tensors["c"].nbytes]
+    assert heard == [("a", done[0], total), ("b", done[1], total), ("c", done[2], total)]
+    assert files.unread() == ["d", "empty", "scalar"]
+
+
+def test_names_by_prefix(tmp_path):
+    names = ["x.1", "x.1.a", "x.1.b", "x.10.a", "x.2.a", "y"]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert TensorFiles(tmp_path).under("x.1.") == ["x.1.a", "x.1.b"]
+    assert TensorFiles(tmp_path).under("z") == []
+
+
+def test_missing_shard(sharded):
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    refused(sharded, "model-00002-of-00002.safetensors", "is missing", "Download")
+
+
+def test_missing_shard_without_an_index(sharded):
+    (sharded / INDEX).unlink()
+    (sharded / "model-00001-of-00002.safetensors").unlink()
+    refused(sharded, "model-00001-of-00002.safetensors", "shard 1 of 2 is missing")
+
+
+def test_shards_without_an_index_are_read(sharded, tensors):
+    (sharded / INDEX).unlink()
+    assert set(TensorFiles(sharded)) == set(tensors)
+
+
+def test_the_same_tensor_twice(sharded):
+    (sharded / INDEX).unlink()
+    shutil.copy(sharded / "model-00001-of-00002.safetensors", sharded / "model-00002-of-00002.safetensors")
+    refused(sharded, "tensor a", "is also in model-00001-of-00002.safetensors")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(min_value=0, max_value=10_000))
+def test_a_file_cut_anywhere_is_refused(single, cut, tmp_path_factory):
+    whole = (single / "model.safetensors").read_bytes()
+    folder = tmp_path_factory.mktemp("cut")
+    (folder / "model.safetensors").write_bytes(whole[: cut % len(whole)])
+    refused(folder, "model.safetensors")
+
+
+def test_truncated_data_names_the_tensor_and_both_sizes(single):
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    refused(single, "model.safetensors", "tensor ", "is truncated", "expected", "found a file of")
+
+
+def test_a_file_that_shrinks_after_it_was_opened(single, tensors):
+    files = TensorFiles(single)
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-200])
+    last = max(tensors, key=lambda name: (files.meta(name).offset, files.meta(name).nbytes))
+    with pytest.raises(CheckpointError, match="is truncated"):
+        files.read(last)
+
+
+def test_bytes_after_the_last_tensor(single):
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"more")
+    refused(single, "bytes after its last tensor")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 600), value=st.integers(0, 255))
+def test_no_header_damage_escapes_as_another_error(single, position, value, tmp_path_factory):
+    data = bytearray((single / "model.safetensors").read_bytes())
+    end = 8 + int.from_bytes(data[:8], "little")
+    data[position % end] = value
+    folder = tmp_path_factory.mktemp("flip")
+    (folder / "model.safetensors").write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        files = TensorFiles(folder)
+        for name in files:
+            files.read(name)
+
+
+def header_file(folder, header, data=b""):
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "expected 8 bytes, found 4"),
+        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "found F4"),
+        ({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}, "malformed"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "malformed"),
+        ({"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}, "malformed"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "malformed"),
+        ({"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}, "malformed"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, "expected offset"),
+        ({"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 8]}, "wrong size"),
+        ("F32", "malformed"),
+        (None, "malformed"),
+    ],
+)
+def test_malformed_entries(tmp_path, entry, word):
+    header_file(tmp_path, {"x": entry}, bytes(8))
+    refused(tmp_path, "model.safetensors", "tensor x", word)
+
+
+@pytest.mark.parametrize("header", [[], "x", 3])
+def test_a_header_that_is_no_object(tmp_path, header):
+    header_file(tmp_path, header)
+    refused(tmp_path, "not a JSON object")
+
+
+def test_overlapping_tensors(tmp_path):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header_file(tmp_path, {"x": entry, "y": entry}, bytes(8))
+    refused(tmp_path, "tensor y", "overlaps")
+
+
+@pytest.mark.parametrize(
+    ("index", "word"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "weight_map"),
+        ('{"weight_map": {"a": 3}}', "weight_map"),
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', "not a safetensors file of this folder"),
+        ('{"weight_map": {"a": "model.bin"}}', "not a safetensors file of this folder"),
+        ('{"weight_map": {"zz": "model-00001-of-00002.safetensors"}}', "tensor zz"),
+    ],
+)
+def test_bad_index(sharded, index, word):
+    (sharded / INDEX).write_text(index)
+    refused(sharded, word)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_pickled_weights_are_refused_unopened(tmp_path, name):
+    (tmp_path / name).write_bytes(pickle.dumps({"a": 1}))
+    refused(tmp_path, name, "pickled", "safetensors")
+
+
+def test_a_folder_without_weights(tmp_path):
+    refused(tmp_path, "holds no *.safetensors file")
+    refused(tmp_path / "nowhere", "is not a folder")
+
+
+def test_unreadable_bytes_in_place_of_a_header(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((5).to_bytes(8, "little") + b"\xff\xfe\x00{}")
+    refused(tmp_path, "model.safetensors", "not valid JSON")
