@@ -103,16 +103,16 @@ class Decoder:
             qkv_bias=weights.fused_bias(rows) if spec.qkv_bias else None,
             out=weights.linear(f"{prefix}.o_proj", shape.hidden_size, q),
             out_bias=weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None,
-            qk_norm_GD=self._read_qk_norm(prefix) if spec.qk_norm else None,
-            norm_eps=spec.norm_eps,
+            qk_norm=self._read_qk_norm(prefix) if spec.qk_norm else None,
         )
 
-    def _read_qk_norm(self, prefix: str) -> Tensor:
+    def _read_qk_norm(self, prefix: str) -> Norm:
         q_D, k_D = (
             self._weights.tensor(f"{prefix}.{name}.weight", self.shape.head_dim)
             for name in ("q_norm", "k_norm")
         )
-        return torch.stack([q_D] * self.shape.num_heads + [k_D] * self.shape.num_kv_heads)
+        weight_GD = torch.stack([q_D] * self.shape.num_heads + [k_D] * self.shape.num_kv_heads)
+        return Norm(weight_GD, self._spec.norm_eps)
 
     def _read_dense(self, prefix: str) -> Callable[[Tensor, str], Tensor]:
         return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
