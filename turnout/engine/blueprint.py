@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnout.checkpoint.config import read_config
-from turnout.checkpoint.locate import locate
+from turnout.checkpoint import locate, read_config
 from turnout.config import Config
 from turnout.errors import PlanRefused, Refusal
 from turnout.models import describe
