@@ -1,0 +1,208 @@
+"""What is decided before weights load: sizes against plain arithmetic, contradictions, and their remedies."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
+from turnout.config import Config
+from turnout.engine.blueprint import CPU_KV_BYTES, resolve
+from turnout.errors import PlanRefused, UserError
+from turnout.parallel.hardware import GB, Hardware, named
+
+HOST = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=32 * GB, present=True)
+H200 = named("h200")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return partial(write, tmp_path)
+
+
+def refusals(config, hardware=HOST, *, execute=True):
+    with pytest.raises(PlanRefused) as error:
+        resolve(config, hardware, execute)
+    return {r.asked: r for r in error.value.refusals}
+
+
+def test_a_published_model_on_a_gpu(model):
+    """Qwen3-30B-A3B has 30.5 billion parameters, 29.0 of them in experts, and 96 kB of KV a token."""
+    blueprint = resolve(model(QWEN3_30B), H200, execute=False)
+    memory = blueprint.memory
+    assert blueprint.compute_dtype == "bfloat16"
+    assert memory.experts == 48 * 128 * 3 * 2048 * 768 * 2
+    assert memory.dense + memory.experts == pytest.approx(2 * 30.53e9, rel=0.001)
+    assert memory.kv == blueprint.num_pages * 16 * (2 * 48 * 4 * 128 * 2)
+    assert memory.available == int(0.85 * 141 * GB)
+    page = memory.kv // blueprint.num_pages
+    assert memory.total <= memory.available < memory.total + page  # what is left goes to KV
+    assert blueprint.max_context == 40960
+
+
+def test_ranks_share_experts_and_attention(model):
+    one = resolve(model(QWEN3_30B), H200, execute=False)
+    eight = resolve(model(QWEN3_30B, tp_size=8, ep_size=8), H200, execute=False)
+    assert eight.memory.experts == one.memory.experts // 8
+    assert eight.memory.dense == one.memory.dense // 8
+    per_token = eight.memory.kv // eight.num_pages // 16
+    assert per_token == 2 * 48 * 1 * 128 * 2  # four KV heads over eight ranks: one each, held twice
+    assert eight.plan.decode.reduce == "layer"
+
+
+def test_a_cpu_keeps_its_kv_cache_small(model):
+    """At 196 kB a token in float32, 256 MB hold 1301 tokens; a small model gets what it can use."""
+    large = resolve(model(QWEN3_30B | NVFP4), replace(HOST, memory_bytes=64 * GB))
+    assert large.compute_dtype == "float32"
+    assert large.plan.weight_storage == "packed"
+    assert large.memory.kv <= CPU_KV_BYTES < large.memory.kv + 16 * 2 * 48 * 4 * 128 * 4
+    assert large.max_context == large.num_pages * 16 < 40960
+    small = resolve(model(max_running_requests=2), HOST)
+    assert small.num_pages == 2 * 2048 // 16
+    assert small.max_context == 2048
+
+
+def test_a_context_length_asked_for_gets_its_pages(model):
+    config = model(QWEN3_30B | NVFP4, context_length=8192)
+    blueprint = resolve(config, replace(HOST, memory_bytes=64 * GB))
+    assert blueprint.max_context == 8192
+    assert blueprint.num_pages == 8192 // 16
+
+
+def test_max_total_tokens_is_honoured(model):
+    blueprint = resolve(model(max_total_tokens=1000, page_size=64), HOST)
+    assert (blueprint.num_pages, blueprint.page_size, blueprint.max_context) == (16, 64, 1024)
+
+
+def test_max_total_tokens_that_does_not_fit_names_the_most_that_does(model):
+    (found,) = refusals(model(QWEN3_30B, max_total_tokens=10**7), H200).values()
+    most = int(re.findall(r"--max-total-tokens (\d+)", found.remedy)[0])
+    assert resolve(model(QWEN3_30B, max_total_tokens=most), H200).num_pages == most // 16
+    assert refusals(model(QWEN3_30B, max_total_tokens=most + 1), H200)
+
+
+def test_a_context_longer_than_the_kv_cache_is_refused(model):
+    found = refusals(model(context_length=1024, max_total_tokens=512))["--context-length 1024"]
+    assert "512 or less" in found.remedy
+    assert "--max-total-tokens" in found.remedy
+    assert resolve(model(context_length=512, max_total_tokens=512), HOST).max_context == 512
+
+
+def test_a_context_longer_than_the_model_is_refused(model):
+    found = refusals(model(context_length=4096))["--context-length 4096"]
+    assert "2048" in found.limit
+    assert resolve(model(context_length=1024), HOST).max_context == 1024
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag", "allowed"),
+    [({}, "fp8", "bf16"), (NVFP4, "mxfp4", "modelopt_fp4"), (NVFP4, "bf16", "modelopt_fp4")],
+)
+def test_quantization_must_be_what_the_checkpoint_holds(model, fields, flag, allowed):
+    found = refusals(model(SMALL | fields, quantization=flag))[f"--quantization {flag}"]
+    assert f"auto or {allowed}" in found.remedy
+    assert resolve(model(SMALL | fields, quantization=allowed), HOST)
+
+
+def test_weights_that_do_not_fit_are_refused_with_their_sizes(model):
+    (found,) = refusals(model(QWEN3_30B), replace(H200, memory_bytes=62 * GB)).values()
+    assert "experts 58 GB" in found.asked
+    assert "52.7 GB" in found.limit
+    assert "quantised" in found.remedy
+    share = float(re.findall(r"--mem-fraction-static to ([\d.]+)", found.remedy)[0])
+    config = model(QWEN3_30B, mem_fraction_static=share)
+    assert resolve(config, replace(H200, memory_bytes=62 * GB)).num_pages >= 1
+
+
+def test_everything_wrong_is_said_at_once(model):
+    config = model(
+        tp_size=8,
+        dp_size=8,
+        enable_dp_attention=True,
+        quantization="fp8",
+        context_length=10**6,
+        speculative_algorithm="ngram",
+        moe_runner_backend="triton",
+        max_dispatch_tokens_per_rank=7,
+        device="cuda",
+    )
+    assert set(refusals(config)) == {
+        "--tp-size 8 --nnodes 1",
+        "--dp-size 8",
+        "--quantization fp8",
+        "--context-length 1000000",
+        "--speculative-algorithm ngram",
+        "--moe-runner-backend triton",
+        "--max-dispatch-tokens-per-rank 7",
+        "--device cuda",
+    }
+
+
+def test_several_ranks_are_planned_and_not_served(model):
+    config = model(tp_size=2)
+    assert resolve(config, HOST, execute=False).topology.expert_tp == 2
+    assert "one rank" in refusals(config)["--tp-size 2 --nnodes 1"].limit
+
+
+def test_heads_that_do_not_divide_are_refused_with_sizes_that_do(model):
+    """Four heads over eight ranks; two data-parallel groups make it four."""
+    (found,) = refusals(model(tp_size=8, ep_size=8), execute=False).values()
+    assert found.asked.startswith("4 heads, 2 of KV, over 8")
+    assert found.remedy == "use --enable-dp-attention with --dp-size 2 or 4 or 8"
+
+
+def test_activations_are_quantised_only_when_asked_for_on_a_cpu(model):
+    assert resolve(model(SMALL | NVFP4), HOST).plan.activation_format == "bf16"
+    asked = resolve(model(SMALL | NVFP4, moe_activation_dtype="nvfp4"), HOST)
+    assert asked.plan.activation_format == "nvfp4"
+    weight_only = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
+    assert "--moe-activation-dtype nvfp4" in refusals(
+        model(SMALL | weight_only, moe_activation_dtype="nvfp4")
+    )
+
+
+def test_a_cuda_budget_covers_graphs(model):
+    few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
+    assert resolve(model(**few, cuda_graph_max_bs=64), H200).budget.local == 64
+    assert resolve(model(**few, disable_cuda_graph=True), H200).budget.local == 16
+    assert resolve(model(**few), HOST).budget.local == 16
+
+
+def test_a_model_that_cannot_be_described_is_named(model, tmp_path):
+    with pytest.raises(UserError, match="LlamaForCausalLM"):
+        resolve(model(SMALL | {"architectures": ["LlamaForCausalLM"]}), HOST)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        resolve(Config(model=str(tmp_path)), HOST)
+    with pytest.raises(UserError, match="nowhere"):
+        resolve(Config(model=str(tmp_path / "nowhere")), HOST)
+
+
+def test_a_blueprint_is_plain_json(model):
+    values = json.loads(json.dumps(resolve(model(), HOST).describe()))
+    assert values["memory"]["total"] == sum(
+        size for name, size in values["memory"].items() if name not in ("total", "available")
+    )
+    assert values["kv"]["max_context"] == 2048
+
+
+def test_resolving_is_quick(model):
+    config = model(QWEN3_30B | NVFP4)
+    resolve(config, H200)  # imports
+    start = time.process_time()
+    resolve(config, H200)
+    assert time.process_time() - start < 0.5
+
+
+def test_resolving_needs_no_transformers(model):
+    code = (
+        "import sys; from turnout.config import Config; from turnout.engine.blueprint import resolve; "
+        f"resolve(Config(model={model().model!r})); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

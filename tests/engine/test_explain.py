@@ -1,0 +1,140 @@
+"""`turnout plan` as a user sees it: text, JSON, exit codes, and the time it takes."""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from rich.console import Console
+
+from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
+from turnout.engine.explain import explain
+from turnout.errors import UserError
+from turnout.parallel.hardware import hardware_names
+
+
+@pytest.fixture
+def model(tmp_path):
+    return partial(write, tmp_path)
+
+
+def run(config, *, hardware=None, as_json=False):
+    """(exit code, what was printed)."""
+    out = io.StringIO()
+    code = explain(config, hardware=hardware, as_json=as_json, console=Console(file=out, width=200))
+    return code, out.getvalue()
+
+
+def command(*arguments):
+    run = [sys.executable, "-m", "turnout.cli", "plan", *arguments]
+    return subprocess.run(run, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("hardware", hardware_names())
+def test_every_hardware_can_be_planned_for(model, hardware):
+    code, text = run(model(SMALL | NVFP4), hardware=hardware)
+    assert code == 0
+    assert f"1 x {hardware} (" in text
+    for part in ("runner", "dispatcher", "Why", "Bytes per rank", "KV cache", "Token bounds per rank"):
+        assert part in text
+
+
+def test_reasons_and_sizes_are_shown(model):
+    _, text = run(model(QWEN3_30B | NVFP4), hardware="h200")
+    assert "48 layers, 48 of them with top-8 of 128 experts in nvfp4" in text
+    assert "activations bf16: weight-only, for h200 has no FP4 units" in text
+    assert "weights packed: 16.3 GB for 48 layers" in text
+    packed = 48 * (
+        128 * (3 * 768 * 2048 * 9 // 16 + 2 * 4) + 2 * 4 * 128
+    )  # codes and scales of both matrices
+    assert f"{packed:,}" in text
+    assert "40,960" in text
+
+
+def test_candidates_refused_are_shown_with_remedies(model):
+    weight_only = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
+    _, text = run(model(SMALL | weight_only), hardware="b200")
+    refused = text.partition("Considered and refused")[2]
+    assert "runner torch" in refused
+    assert "--moe-activation-dtype nvfp4" in refused
+    assert "turnout quantize" in refused
+
+
+def test_several_ranks_are_explained(model):
+    code, text = run(model(QWEN3_30B, tp_size=8, ep_size=4), hardware="h200")
+    assert code == 0
+    assert "4 expert-parallel group(s) of 2 rank(s)" in text
+    assert "serves on one" in text
+
+
+def test_json_is_the_whole_plan(model):
+    code, text = run(model(QWEN3_30B | NVFP4), hardware="h100", as_json=True)
+    values = json.loads(text)
+    assert code == 0
+    assert values["refused"] is False
+    assert values["plan"]["decode"]["runner"] == "torch"
+    assert values["hardware"]["name"] == "h100"
+    assert values["budget"]["local"] == 2048
+    assert values["memory"]["experts"] == 48 * values["plan"]["weight_bytes"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_refusal_prints_every_reason_and_exits_with_2(model, as_json):
+    config = model(quantization="fp8", moe_runner_backend="triton", speculative_algorithm="ngram")
+    code, text = run(config, hardware="b200", as_json=as_json)
+    assert code == 2
+    for reason in ("--quantization fp8", "--moe-runner-backend triton", "--speculative-algorithm ngram"):
+        assert reason in text
+    if as_json:
+        values = json.loads(text)
+        assert values["refused"] is True
+        assert all(r["who"] and r["asked"] and r["limit"] and r["remedy"] for r in values["refusals"])
+    else:
+        assert text.count("remedy") == text.count("limit") >= 3
+
+
+def test_markup_in_a_folder_name_is_printed_as_it_is(tmp_path):
+    folder = tmp_path / "[red]model[nothing]"
+    folder.mkdir()
+    _, text = run(write(folder), hardware="cpu")
+    assert "[red]model[nothing]: Qwen3Moe" in text
+
+
+def test_an_unknown_hardware_is_a_user_error(model):
+    with pytest.raises(UserError, match="gb300"):
+        run(model(), hardware="h9000")
+
+
+def test_the_command_takes_a_bare_config(model):
+    file = model(QWEN3_30B).model + "/config.json"
+    done = command(file, "--hardware", "h200", "--tp", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["topology"]["tp_size"] == 2
+
+
+def test_the_command_takes_less_than_three_seconds(model):
+    """Processor time, the best of three, so that a busy machine does not count."""
+    folder = model(QWEN3_30B).model
+
+    def seconds():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert command(folder, "--hardware", "h200").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert any(seconds() < 3.0 for _ in range(3))
+
+
+def test_the_command_refuses_without_a_traceback(model):
+    folder = model().model
+    for arguments, words in (
+        ([folder, "--hardware", "b200", "--dp", "2", "--tp", "2", "--ep", "3"], "enable-dp-attention"),
+        ([folder + "/none"], "none"),
+    ):
+        done = command(*arguments)
+        assert done.returncode == 2
+        assert words in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
