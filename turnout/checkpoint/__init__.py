@@ -15,25 +15,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from turnout.checkpoint.checkpoint import Checkpoint, ProgressFn, open_checkpoint
-    from turnout.checkpoint.config import read_config
-    from turnout.checkpoint.errors import CheckpointError
-    from turnout.checkpoint.experts import ExpertShape
-    from turnout.checkpoint.locate import locate
-    from turnout.checkpoint.quantization import Quantization, parse_quantization
+from turnout.checkpoint.config import read_config
+from turnout.checkpoint.errors import CheckpointError
+from turnout.checkpoint.locate import locate
+from turnout.checkpoint.quantization import Quantization, parse_quantization
 
-_HOMES = {
-    "Checkpoint": "checkpoint",
-    "CheckpointError": "errors",
-    "ExpertShape": "experts",
-    "ProgressFn": "checkpoint",
-    "Quantization": "quantization",
-    "locate": "locate",
-    "open_checkpoint": "checkpoint",
-    "parse_quantization": "quantization",
-    "read_config": "config",
-}
+if TYPE_CHECKING:
+    from turnout.checkpoint.checkpoint import Checkpoint, open_checkpoint
+    from turnout.checkpoint.experts import ExpertShape
+    from turnout.checkpoint.files import ProgressFn
+
 __all__ = [
     "Checkpoint",
     "CheckpointError",
@@ -46,9 +37,16 @@ __all__ = [
     "read_config",
 ]
 
+_NEEDS_TORCH = {
+    "Checkpoint": "checkpoint",
+    "ExpertShape": "experts",
+    "ProgressFn": "files",
+    "open_checkpoint": "checkpoint",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the server and `plan` locate and read configurations without torch."""
-    if name not in _HOMES:
+    """Import what needs torch on first use: the server and `plan` read configurations without it."""
+    if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
