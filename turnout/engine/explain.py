@@ -76,6 +76,8 @@ def _headlines(blueprint: Blueprint) -> list[str]:
         f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}), computing in "
         f"{blueprint.compute_dtype}",
     ]
+    if hardware.device == "cuda":
+        lines.append("decoding runs eagerly: this version captures no CUDA graphs")
     if topology.tp_size > 1:
         lines.append(
             f"attention: {topology.dp_size} data-parallel group(s) of {topology.attention_tp} rank(s); "

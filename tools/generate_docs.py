@@ -1,0 +1,224 @@
+"""Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
+the support table between its markers in README.md.
+
+    python tools/generate_docs.py            write what is out of date
+    python tools/generate_docs.py --check    exit with 1 if anything is (a test runs this)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from turnout.formats import FORMAT_INFO
+from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.plan import DISPATCHERS_ELSEWHERE, RUNNERS_ELSEWHERE
+from turnout.parallel.hardware import PRESETS
+from turnout.registry import ARCHITECTURES, DISPATCHERS, RUNNERS
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- generated: support -->", "<!-- end generated -->"
+NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; edit that instead. -->"
+
+# Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
+WRITERS = {
+    "bf16": "any Qwen2-MoE or Qwen3-MoE checkpoint, experts one by one or stacked",
+    "fp8": "DeepSeek-V3's layout: `quant_method: fp8`, 128 x 128 blocks",
+    "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`), compressed-tensors (`nvfp4-pack-quantized`)",
+    "mxfp4": "GPT-OSS's layout: `quant_method: mxfp4`",
+}
+EXCHANGES = {
+    "none": "nothing moves; ranks that hold parts of the experts sum afterwards",
+    "gather": "all data-parallel ranks' tokens; already summed",
+    "all_to_all": "tokens routed to a rank's experts; already summed",
+}
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if out of date")
+    check = parser.parse_args(arguments).check
+    stale = {
+        path: text for path, text in wanted(root).items() if not path.is_file() or path.read_text() != text
+    }
+    for path, text in stale.items():
+        sys.stderr.write(f"{path.relative_to(root)}: {'out of date' if check else 'written'}\n")
+        if not check:
+            path.write_text(text)
+    if check and stale:
+        sys.stderr.write("run: python tools/generate_docs.py\n")
+    return int(check and bool(stale))
+
+
+def wanted(root: Path) -> dict[Path, str]:
+    """What each generated file should hold. A README without markers is left alone."""
+    files = {root / "docs" / "backends.md": backends(), root / "docs" / "formats.md": formats()}
+    readme = root / "README.md"
+    text = readme.read_text() if readme.is_file() else ""
+    if BEGIN in text and END in text:
+        before, _, rest = text.partition(BEGIN)
+        files[readme] = f"{before}{BEGIN}\n{support()}\n{END}{rest.partition(END)[2]}"
+    return files
+
+
+def runners() -> list[RunnerCapability]:
+    return [RUNNERS.get(name).capability for name in RUNNERS]
+
+
+def dispatchers() -> list[DispatcherCapability]:
+    return [DISPATCHERS.get(name).capability for name in DISPATCHERS]
+
+
+def backends() -> str:
+    return "\n\n".join(
+        [
+            "# Backends",
+            NOTICE,
+            "A plan joins a runner, which multiplies the experts' weights, with a dispatcher, which brings "
+            "it its tokens. They fit together by what they declare: the layout of a batch, the formats in which "
+            "tokens travel, the devices. `turnout plan MODEL` says which it takes for a model, why, and what "
+            "stands against the others.",
+            "## Runners (`--moe-runner-backend`)",
+            _columns([_runner(r) for r in runners()]),
+            "## Dispatchers (`--moe-a2a-backend`)",
+            _columns([_dispatcher(d) for d in dispatchers()]),
+            "## Not part of this version",
+            "Asked for by name, these are refused with a pointer to those above: runners "
+            f"{_code(RUNNERS_ELSEWHERE)}; dispatchers {_code(DISPATCHERS_ELSEWHERE)}.",
+            "## Hardware that `turnout plan --hardware` knows",
+            _table(
+                ("name", "compute capability", "memory", "FP4 tensor cores"),
+                [
+                    (
+                        f"`{p.name}`",
+                        f"{p.architecture / 10}",
+                        f"{p.memory_bytes // 10**9} GB",
+                        _yes(p.has_fp4_units),
+                    )
+                    for p in PRESETS.values()
+                ],
+            ),
+            "`cpu` is the machine that plans. Memory is the vendor's figure per GPU, in decimal gigabytes.\n",
+        ]
+    )
+
+
+def _runner(r: RunnerCapability) -> dict[str, str]:
+    return {
+        "": f"`{r.name}`",
+        "what it is": r.summary,
+        "layouts": _list(r.layouts),
+        "weight formats": _list(r.weight_formats),
+        "weights kept": _list(r.weight_storages),
+        "GEMMs multiply with": _list(r.activation_formats)
+        + ("" if r.fp4_units or "nvfp4" not in r.activation_formats else " (nvfp4 emulated)"),
+        "tokens may arrive in": _list(r.wire_formats),
+        "activations": _list(r.activations),
+        "expert biases": _yes(r.expert_bias),
+        "devices": _list(r.devices),
+        "compute capabilities": _list(str(a / 10) for a in r.architectures) if r.architectures else "any",
+        "hidden size, multiple of": str(r.hidden_multiple),
+        "a rank's intermediate size, multiple of": str(r.intermediate_multiple),
+        "CUDA graphs": _yes(r.graph_safe),
+        "deterministic": _yes(r.deterministic),
+        "needs": _code(r.requires) or "-",
+    }
+
+
+def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
+    return {
+        "": f"`{d.name}`",
+        "what it is": d.summary,
+        "layout": d.layout,
+        "exchange": EXCHANGES[d.exchange],
+        "tokens travel in": _list(d.wire_formats),
+        "devices": _list(d.devices),
+        "several hosts": _yes(d.multi_host),
+        "expert-parallel ranks": "any" if d.max_ep is None else f"up to {d.max_ep}",
+        "CUDA graphs": _yes(d.graph_safe),
+        "needs": _code(d.requires) or "-",
+    }
+
+
+def formats() -> str:
+    rows = [
+        (
+            f"`{info.name}`",
+            info.values,
+            info.group,
+            info.scale,
+            f"{info.bits_per_weight:.4g}",
+            f"{info.k_multiple}",
+            info.needs,
+        )
+        for info in FORMAT_INFO.values()
+    ]
+    head = ("format", "values", "values per scale", "scale", "bits per weight", "columns, multiple of")
+    return "\n\n".join(
+        [
+            "# Number formats of expert weights",
+            NOTICE,
+            "Every format is read from its publishers' checkpoints as they are, and written by "
+            "`turnout quantize MODEL OUT --format NAME`. Weights are kept packed and decoded at each use, or "
+            "decoded once at load, whichever the plan finds right (`--moe-weight-storage`).",
+            _table((*head, "to multiply in it, hardware needs"), rows),
+            "A value is its code times its scale, and for NVFP4 times a float32 scale of the whole matrix.",
+            "## Checkpoints that are read",
+            _table(
+                ("format", "published by or as", "runners"),
+                [
+                    (f"`{f}`", WRITERS[f], _code(r.name for r in runners() if f in r.weight_formats))
+                    for f in FORMAT_INFO
+                ],
+            ),
+            "An NVFP4 checkpoint with calibrated input scales was made for W4A4: activations in NVFP4 too. "
+            "Where a device has no FP4 tensor cores, only the weights stay quantised (W4A16); "
+            "`--moe-activation-dtype nvfp4` emulates W4A4 there, to measure its accuracy.\n",
+        ]
+    )
+
+
+def support() -> str:
+    return _table(
+        ("", "in this version"),
+        [
+            ("architectures", _code(ARCHITECTURES)),
+            ("checkpoints", "; ".join(f"**{f}**: {WRITERS[f]}" for f in FORMAT_INFO)),
+            ("runners", "; ".join(f"`{r.name}`: {r.summary}" for r in runners())),
+            ("dispatchers", "; ".join(f"`{d.name}`: {d.summary}" for d in dispatchers())),
+            ("plans for", "`cpu`, " + _code(PRESETS)),
+        ],
+    )
+
+
+def _columns(backends: Sequence[dict[str, str]]) -> str:
+    """One column per backend, one row per property."""
+    first = "property"
+    names = [backend[""] for backend in backends]
+    keys = [key for key in backends[0] if key]
+    return _table((first, *names), [(key, *(backend[key] for backend in backends)) for key in keys])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
