@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.tiny import write_model
 from turnout.config import ServerConfig
@@ -34,6 +36,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     write_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_folder: Path) -> PreTrainedModel:
+    """The same model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_folder)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUESTIONS = [
     {"question": "two and two is", "choices": [" four", " five", " a pear"], "answer": 0},
@@ -18,10 +17,8 @@ QUESTIONS = [
 
 
 @torch.no_grad()
-def scores_by_hand(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
+def scores_by_hand(model, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
     """Sum of log-probabilities of `continuation` after `context`, and whether it is the greedy answer."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     before, after = tokenizer.encode(context), tokenizer.encode(continuation)
     logits = model(torch.tensor([before + after])).logits[0].float()
     rows = torch.log_softmax(logits, -1)[len(before) - 1 : -1]
@@ -29,10 +26,12 @@ def scores_by_hand(folder: Path, context: str, continuation: str) -> tuple[float
     return total, rows.argmax(-1).tolist() == after
 
 
-def test_scores_equal_transformers(base_url: str, tiny_folder: Path, tmp_path: Path, monkeypatch):
+def test_scores_equal_transformers(
+    base_url: str, tiny_folder: Path, reference, tokenizer, tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluate
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -56,17 +55,19 @@ def test_scores_equal_transformers(base_url: str, tiny_folder: Path, tmp_path: P
         model="tiny",
         base_url=f"{base_url}/completions",
         tokenizer_backend="huggingface",
-        tokenizer=AutoTokenizer.from_pretrained(tiny_folder),
+        tokenizer=str(tiny_folder),
         batch_size=4,
         num_concurrent=2,
         max_length=512,
     )
-    results = simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, log_samples=True)
+    results = evaluate(lm=model, task_dict={"tiny": task}, bootstrap_iters=0)
     samples = sorted(results["samples"]["tiny"], key=lambda sample: sample["doc_id"])
     assert len(samples) == len(QUESTIONS)
     correct = 0
     for question, sample in zip(QUESTIONS, samples, strict=True):
-        expected = [scores_by_hand(tiny_folder, question["question"], c) for c in question["choices"]]
+        expected = [
+            scores_by_hand(reference, tokenizer, question["question"], c) for c in question["choices"]
+        ]
         for (logprob, greedy), (found, found_greedy) in zip(expected, sample["filtered_resps"], strict=True):
             assert float(found) == pytest.approx(logprob, abs=1e-3)
             assert str(found_greedy) == str(greedy)

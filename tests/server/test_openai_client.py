@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-from tests.tiny import write_tokenizer
 
 PROMPT = "Twelve pears and seven plums"
 MODEL = "tiny"
-
-
-@pytest.fixture(scope="session")
-def reference(tiny_folder: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @torch.no_grad()

@@ -129,6 +129,7 @@ def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
         core = EngineCore(blueprint, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
+    send(Outputs(outputs=[], stats=core.stats()))
     send(Ready(info=info, max_context=blueprint.max_context, vocab_size=vocab_size))
     return core
 

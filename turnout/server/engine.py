@@ -80,6 +80,10 @@ class Engine:
         """Submitted and not finished."""
         return len(self._sinks)
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
     async def run(self) -> None:
         """Start the process and pass its events on until it ends. Raises EngineFailed unless stopped."""
         loop = asyncio.get_running_loop()

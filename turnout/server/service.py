@@ -13,7 +13,6 @@ import msgspec
 
 from turnout import __version__
 from turnout.config import ServerConfig
-from turnout.engine.messages import EngineStats
 from turnout.engine.output import TextStream
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
@@ -137,9 +136,16 @@ class Service:
             "config": self.config.describe(),
             "plan": ready.info.get("plan") if ready else None,
             "engine": ready.info if ready else None,
-            "ranks": [_describe_rank(self.engine.stats[rank]) for rank in sorted(self.engine.stats)],
+            "ranks": self._describe_ranks(),
             "seconds_since_report": round(time.monotonic() - self.engine.heard, 3),
         }
+
+    def _describe_ranks(self) -> list[dict[str, Any]]:
+        """All counters of each rank but the experts', which /metrics has."""
+        if not self.engine.stats:
+            return [{"rank": 0, "pid": self.engine.pid, "state": "loading", "steps": 0}]
+        ranks = [msgspec.structs.asdict(self.engine.stats[rank]) for rank in sorted(self.engine.stats)]
+        return [{name: value for name, value in rank.items() if name != "expert_tokens"} for rank in ranks]
 
     @property
     def state(self) -> str:
@@ -207,13 +213,6 @@ class Service:
                 "context_length_exceeded",
             )
         return asked
-
-
-def _describe_rank(stats: EngineStats) -> dict[str, Any]:
-    """All counters but the experts', which /metrics has."""
-    values = msgspec.structs.asdict(stats)
-    del values["expert_tokens"]
-    return values
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
