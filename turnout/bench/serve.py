@@ -141,12 +141,15 @@ async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
                 progress.advance(bar)
                 return trace
 
-            async with asyncio.TaskGroup() as group:
-                tasks = []
-                for prompt in bench.prompts():
-                    tasks.append(group.create_task(one(prompt)))
-                    if bench.request_rate != float("inf"):
-                        await asyncio.sleep(rng.expovariate(bench.request_rate))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = []
+                    for prompt in bench.prompts():
+                        tasks.append(group.create_task(one(prompt)))
+                        if bench.request_rate != float("inf"):
+                            await asyncio.sleep(rng.expovariate(bench.request_rate))
+            except* UserError as errors:
+                raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
 
 

@@ -27,7 +27,7 @@ class Question:
 def load_task(task: str, count: int, seed: int) -> list[Question]:
     """`count` questions of `task` (0: all of a file, 200 of a generator). Raises UserError."""
     if task == "wordmath":
-        problems = wordmath.generate("test", count or DEFAULT_QUESTIONS, seed)
+        problems = wordmath.generate("heldout", count or DEFAULT_QUESTIONS, seed)
         return [Question(text=p.question, expected=canonical(p.final)) for p in problems]
     if task.endswith(".jsonl"):
         questions = _read_jsonl(Path(task))
