@@ -79,9 +79,9 @@ def backends() -> str:
             "# Backends",
             NOTICE,
             "A plan joins a runner, which multiplies the experts' weights, with a dispatcher, which brings "
-            "it its tokens. They fit together by what they declare: the layout of a batch, the formats in which "
-            "tokens travel, the devices. `turnout plan MODEL` says which it takes for a model, why, and what "
-            "stands against the others.",
+            "it its tokens. They fit together by what they declare: the layout of a batch, the formats in "
+            "which tokens travel, the devices. `turnout plan MODEL` says which it takes for a model, why, "
+            "and what stands against the others.",
             "## Runners (`--moe-runner-backend`)",
             _columns([_runner(r) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",
