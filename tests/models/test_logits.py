@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.writers import edit_config
 from tests.models.configs import BASES
 from tests.models.running import PlainAttention, load
 from tests.tiny import write_model
@@ -89,6 +90,27 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     for i in range(130, LENGTH):
         parts.append(run.logits(("a", ids[i : i + 1]), phase="decode")[0])
     assert error(torch.cat(parts), expected) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 3},
+        {"rms_norm_eps": 0.05},
+        {"rope_parameters": {"rope_theta": 500.0}},
+        *({"rope_parameters": {"rope_type": kind} | ROPE[kind]} for kind in ROPE if kind != "dynamic"),
+    ],
+    ids=str,
+)
+def test_fields_change_the_logits(edit: dict, tmp_path: Path) -> None:
+    """The bound above is tight enough to notice each of them being ignored."""
+    theirs = write_model(tmp_path)
+    with edit_config(tmp_path) as config:
+        config.update(edit)
+    ids = prompt(LENGTH)
+    (logits,) = PlainAttention(load(tmp_path)).logits(("a", ids))
+    assert error(logits, reference(theirs, ids)) > 100 * BOUND
 
 
 @pytest.mark.parametrize("base", BASES)

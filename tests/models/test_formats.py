@@ -1,0 +1,112 @@
+"""Models from quantised checkpoints: logits equal those of transformers with the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.checkpoint.writers import FORMATS, Written, write_checkpoint
+from tests.models.configs import BASES
+from tests.models.running import PlainAttention, load
+from tests.models.test_logits import prompt, reference
+from tests.tiny import QWEN2_MOE, write_model
+
+BOUND = 1e-3  # relative, in the root mean square
+DENSE_FORMATS = ("modelopt", "modelopt-config", "compressed-tensors", "fp8")
+IDS = prompt(48)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def run(folder: Path, **wishes: str) -> Tensor:
+    """Most of the prompt at once, the rest token by token: both phases of the plan."""
+    attention = PlainAttention(load(folder, **wishes))
+    parts = [attention.logits(("a", IDS[:40]))[0]]
+    parts += [attention.logits(("a", [i]), phase="decode")[0] for i in IDS[40:]]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("storage", ["packed", "decoded"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_in_every_format(format: str, storage: str, tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path, format, shards=2, moe_intermediate_size=96)
+    ours = run(tmp_path, weight_storage=storage, activation_format="bf16")
+    assert relative(ours, reference(written.model, IDS)) <= BOUND
+
+
+@pytest.mark.parametrize("format", DENSE_FORMATS)
+@pytest.mark.parametrize("base", BASES)
+def test_dense_layers_too(base: str, format: str, tmp_path: Path) -> None:
+    """Attention, shared experts and dense MLPs quantised as well; not all their sizes are whole blocks."""
+    written = write_checkpoint(
+        tmp_path, format, BASES[base], dense=True, num_hidden_layers=3, mlp_only_layers=[1]
+    )
+    assert relative(run(tmp_path), reference(written.model, IDS)) <= BOUND
+
+
+def test_quantisation_is_visible_in_the_logits(tmp_path: Path) -> None:
+    """Otherwise the comparisons above could not tell decoded weights from the original ones."""
+    original = reference(write_model(tmp_path / "original"), IDS)
+    write_checkpoint(tmp_path / "nvfp4", "modelopt")
+    assert relative(run(tmp_path / "nvfp4"), original) > 20 * BOUND
+
+
+@pytest.mark.parametrize("format", ["modelopt", "modelopt-fused", "compressed-tensors"])
+def test_quantised_activations(format: str, tmp_path: Path) -> None:
+    """W4A4 against transformers' model with its experts' inputs rounded by numpy and ml_dtypes.
+
+    Values on the edge between two codes fall either way, so the bound is looser; rounding as a whole
+    changes the logits much more.
+    """
+    written = write_checkpoint(tmp_path, format, QWEN2_MOE)
+    ours = run(tmp_path, activation_format="nvfp4")
+    weight_only = reference(written.model, IDS)
+    quantize_activations(written)
+    theirs = reference(written.model, IDS)
+    assert relative(theirs, weight_only) > 0.03
+    assert relative(ours, theirs) <= 0.006
+
+
+def quantize_activations(written: Written) -> None:
+    for i, layer in enumerate(written.model.model.layers):
+        prefix = f"model.layers.{i}.mlp.experts"
+        scales = [
+            max(s for name, s in written.input_scales.items() if name.startswith(prefix) and name.endswith(p))
+            for p in ("gate_proj", "down_proj")
+        ]
+        layer.mlp.experts.forward = RoundedExperts(layer.mlp.experts, *scales)
+
+
+class RoundedExperts:
+    """transformers' experts, one pair at a time, with both inputs rounded to NVFP4."""
+
+    def __init__(self, experts, scale_1: float, scale_2: float):
+        self.experts, self.scales = experts, (scale_1, scale_2)
+
+    def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        x_TH = round_nvfp4(x_TH, self.scales[0])
+        out_TH = torch.zeros_like(x_TH)
+        for t, k in np.ndindex(*ids_TK.shape):
+            e = int(ids_TK[t, k])
+            gate, up = F.linear(x_TH[t], self.experts.gate_up_proj[e]).chunk(2)
+            h = round_nvfp4(F.silu(gate) * up, self.scales[1])
+            out_TH[t] += weights_TK[t, k] * F.linear(h, self.experts.down_proj[e])
+        return out_TH
+
+
+def round_nvfp4(x: Tensor, scale: float) -> Tensor:
+    """Values e2m1 * (e4m3 group scale) * scale, groups of 16."""
+    groups = x.detach().numpy().astype(np.float64).reshape(-1, 16)
+    inner = (np.abs(groups).max(1) / 6 / scale).clip(0, 448).astype(np.float32)
+    full = inner.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)[:, None] * scale
+    codes = np.divide(groups, full, out=np.zeros_like(groups), where=full > 0).clip(-6, 6)
+    rounded = codes.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * full
+    return torch.from_numpy(rounded.astype(np.float32).reshape(x.shape))

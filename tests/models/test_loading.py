@@ -1,0 +1,182 @@
+"""Loading: what it reports, what it refuses, how much memory it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.writers import edit_config, save
+from tests.checkpoint.writers import load as tensors_of
+from tests.models.configs import BASES, empty_model, tiny
+from tests.models.running import PlainAttention, load
+from tests.tiny import QWEN2_MOE, write_model
+from turnout.checkpoint import CheckpointError
+from turnout.errors import UserError
+from turnout.models.interface import ModelShape
+from turnout.parallel.topology import Topology
+
+
+def test_shape_of_the_loaded_model(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    assert load(tmp_path).shape == ModelShape(
+        architecture="Qwen3MoeForCausalLM",
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        hidden_size=64,
+        vocab_size=384,
+        max_position_embeddings=512,
+        eos_token_ids=(257,),
+    )
+
+
+def test_progress_counts_layers(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=3)
+    seen: list[tuple[str, int, int]] = []
+    load(tmp_path, progress=lambda *report: seen.append(report))
+    assert seen == [("loading layers", i, 3) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.bias",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
+        "model.layers.1.mlp.shared_expert.down_proj.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+    ],
+)
+def test_missing_tensors_are_named(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, QWEN2_MOE)
+    tensors = tensors_of(tmp_path)
+    del tensors[name]
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tensor"),
+    [
+        ("vocab_size", 400, "model.embed_tokens.weight"),
+        ("num_attention_heads", 2, "model.layers.0.self_attn.q_proj.weight"),
+        ("moe_intermediate_size", 16, "model.layers.0.mlp.experts.0.gate_proj.weight"),
+        ("shared_expert_intermediate_size", 32, "model.layers.0.mlp.shared_expert.gate_proj.weight"),
+    ],
+)
+def test_config_of_another_size(field: str, value: int, tensor: str, tmp_path: Path) -> None:
+    write_model(tmp_path, QWEN2_MOE)
+    with edit_config(tmp_path) as config:
+        config[field] = value
+        config["head_dim"] = 16
+    with pytest.raises(CheckpointError, match=tensor.replace(".", r"\.")) as error:
+        load(tmp_path)
+    assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "edit", "tensor"),
+    [
+        ("qwen3", {"attention_bias": True}, {"attention_bias": False}, "self_attn.k_proj.bias"),
+        ("qwen2", {}, {"qkv_bias": False}, "self_attn.k_proj.bias"),
+        (
+            "qwen2",
+            {},
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "qkv_bias": None,
+                "shared_expert_intermediate_size": None,
+            },
+            "q_norm.weight",
+        ),
+        ("qwen2", {}, {"shared_expert_intermediate_size": 0}, "mlp.shared_expert"),
+    ],
+)
+def test_weights_without_a_place_are_refused(
+    base: str, overrides: dict, edit: dict, tensor: str, tmp_path: Path
+) -> None:
+    """They would be dropped in silence, and the model would answer nonsense."""
+    write_model(tmp_path, BASES[base], **overrides)
+    with edit_config(tmp_path) as config:
+        config.update(edit)
+    with pytest.raises(UserError, match=tensor):
+        load(tmp_path)
+
+
+def test_unused_tensors_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    """Old files store the rotary frequencies, and a head that is tied anyway."""
+    write_model(tmp_path, tie_word_embeddings=True)
+    tensors = tensors_of(tmp_path)
+    ids = list(range(20))
+    (expected,) = PlainAttention(load(tmp_path)).logits(("a", ids))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["lm_head.weight"] = torch.ones(384, 64)
+    save(tmp_path, tensors)
+    (logits,) = PlainAttention(load(tmp_path)).logits(("a", ids))
+    assert torch.equal(logits, expected)
+
+
+def test_attention_over_ranks_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(UserError, match="attention over 2 ranks"):
+        load(tmp_path, topology=Topology(tp_size=2))
+
+
+MEASURE = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from tests.models.running import load
+torch.set_num_threads(1)
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the BLAS library's own buffers
+warm, big = map(Path, sys.argv[1:])
+load(warm)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load(big)
+print(json.dumps(peak() - before))
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory_stays_near_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tensors are read one at a time, so loading needs little beyond the weights it leaves behind."""
+    write_model(tmp_path / "warm")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 384, "num_experts": 16, "num_hidden_layers": 8}
+    write_random(tmp_path / "big", tiny("qwen3", **sizes), dtype)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "warm"), str(tmp_path / "big")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    held = 4 * sum(t.numel() for t in tensors_of(tmp_path / "big").values())  # in float32
+    assert held > 150e6
+    assert json.loads(done.stdout) < 1.3 * held
+
+
+def write_random(folder: Path, config: dict, dtype: torch.dtype) -> None:
+    """A checkpoint of these sizes; written without a transformers model, which would be slower."""
+    H, intermediate = config["hidden_size"], config["moe_intermediate_size"]
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in empty_model(config).named_parameters():
+        if ".experts." not in name:
+            tensors[name] = torch.rand(parameter.shape, dtype=dtype)
+            continue
+        prefix = name.rpartition(".")[0]
+        for e in range(parameter.shape[0]):
+            tensors[f"{prefix}.{e}.gate_proj.weight"] = torch.rand(intermediate, H, dtype=dtype)
+            tensors[f"{prefix}.{e}.up_proj.weight"] = torch.rand(intermediate, H, dtype=dtype)
+            tensors[f"{prefix}.{e}.down_proj.weight"] = torch.rand(H, intermediate, dtype=dtype)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors)
