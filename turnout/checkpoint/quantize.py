@@ -27,7 +27,7 @@ from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
-from turnout.formats import check
+from turnout.formats import all_finite, check
 
 __all__ = ["OUTPUT_FORMATS", "InputAmax", "quantize"]
 
@@ -121,7 +121,7 @@ class _Job:
         return self.dtypes.get(name, self.files.meta(name).dtype)
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype in FLOATS and not torch.isfinite(tensor).all():
+        if tensor.dtype in FLOATS and tensor.numel() and not all_finite(tensor):
             raise self.files.wrong(
                 name, "is damaged", "finite numbers", "NaN or infinities", "Download the checkpoint again"
             )

@@ -16,7 +16,16 @@ from turnout.errors import UserError
 from turnout.formats import fp8, mxfp4, nvfp4
 from turnout.formats.packed import FORMATS, PackedTensor
 
-__all__ = ["FORMATS", "FORMAT_INFO", "FormatError", "FormatInfo", "PackedTensor", "check", "encode"]
+__all__ = [
+    "FORMATS",
+    "FORMAT_INFO",
+    "FormatError",
+    "FormatInfo",
+    "PackedTensor",
+    "all_finite",
+    "check",
+    "encode",
+]
 
 
 class FormatError(UserError):
@@ -93,6 +102,11 @@ def check(format: str, shape: torch.Size | tuple[int, ...], name: str = "weight"
         )
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether a non-empty tensor has neither NaN nor infinities, many times faster than `isfinite`."""
+    return all(torch.isfinite(extreme).item() for extreme in x.aminmax())
+
+
 def encode(
     weight: Tensor, format: str, *, global_scale: Tensor | None = None, name: str = "weight"
 ) -> PackedTensor:
@@ -107,7 +121,7 @@ def encode(
         raise FormatError(
             f"{name}: only float16, bfloat16, float32 and float64 are encoded, not {weight.dtype}"
         )
-    if not torch.isfinite(weight).all():
+    if not all_finite(weight):
         bad = int((~torch.isfinite(weight)).sum())
         raise FormatError(
             f"{name} {list(weight.shape)}: {bad} values are NaN or infinite; the source is broken"
