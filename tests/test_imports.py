@@ -1,0 +1,212 @@
+"""The import law: arrows point down, backends do not know each other, and what needs no torch loads none.
+
+    cli -> server, evals, bench -> engine -> models -> moe, checkpoint -> parallel -> formats, kernels
+
+Every import statement counts, at the top of a file, inside a function or under TYPE_CHECKING.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "turnout").rglob("*.py"))
+
+LEAVES = {"errors", "config", "registry", ""}  # "" is turnout itself: its version, and lazy names
+BOTTOM = {"parallel", "formats", "kernels"}
+BELOW_ENGINE = {"models", "moe", "checkpoint", *BOTTOM}
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "registry": {"errors"},
+    "kernels": set(),
+    "formats": set(),
+    "parallel": {"formats", "kernels"},
+    "moe": BOTTOM,
+    "checkpoint": BOTTOM,
+    "models": {"moe", "checkpoint", *BOTTOM},
+    "engine": BELOW_ENGINE,
+    "server": {"engine", *BELOW_ENGINE},
+    "evals": {"server.launch", "engine", *BELOW_ENGINE},
+    "bench": {"server.launch", "evals", "engine", *BELOW_ENGINE},
+    "integrations": BELOW_ENGINE,
+    "cli": {"server", "evals", "bench", "engine", *BELOW_ENGINE},
+    "": {"engine"},
+}
+OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file) for file in FILES}
+
+
+def imports(tree: ast.AST, module: str, *, package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import; for `from a import b` that is a.b where it is a module, else a."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                above = module.split(".")[: len(module.split(".")) - node.level + package]
+                source = ".".join([*above, *([source] if source else [])])
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                yield node.lineno, inner if inner in MODULES or source == "turnout" else source
+
+
+def part_of(module: str) -> str:
+    """The part of the house a module belongs to: turnout.moe.plan -> moe."""
+    name = [*module.split("."), ""][1]
+    return {"LLM": "engine", "SamplingParams": "engine", "__version__": ""}.get(name, name)
+
+
+def violations(module: str, source: str, *, package: bool = False) -> list[str]:
+    """What `source`, as the text of `module`, imports against the law."""
+    found = []
+    mine = part_of(module)
+    for line, target in imports(ast.parse(source), module, package=package):
+        if target.split(".")[0] != "turnout":
+            continue
+        theirs = part_of(target)
+        allowed = MAY_IMPORT[mine]
+        listed = theirs in allowed or any(
+            target.startswith(f"turnout.{name}") for name in allowed if "." in name
+        )
+        if not (theirs == mine or listed or (theirs in LEAVES and mine not in LEAVES)):
+            found.append(f"{module}:{line} imports {target}")
+        if _siblings(module, target):
+            found.append(f"{module}:{line} imports {target}: backends do not know each other")
+    return found
+
+
+def _siblings(module: str, target: str) -> bool:
+    """Whether one backend's file imports another's, or a runner a dispatcher or the other way round."""
+    places = ("turnout.moe.runners.", "turnout.moe.dispatch.")
+    return module.startswith(places) and target.startswith(places) and module != target
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file):
+    assert part_of(module_of(file)) in MAY_IMPORT, "a new part of the house needs a line in MAY_IMPORT"
+    found = violations(module_of(file), file.read_text(), package=file.name == "__init__.py")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("turnout.moe.layer", "import turnout.checkpoint"),
+        ("turnout.moe.layer", "from turnout.engine.core import EngineCore"),
+        ("turnout.checkpoint.files", "def f():\n    from turnout.moe import spec"),
+        ("turnout.checkpoint.files", "from ..moe.spec import MoESpec"),
+        ("turnout.checkpoint.files", "if TYPE_CHECKING:\n    from turnout import moe"),
+        ("turnout.evals.run", "from turnout.server.app import create_app"),
+        ("turnout.errors", "from turnout.config import Config"),
+        ("turnout.formats.fp8", "from turnout.kernels import panels"),
+        ("turnout.moe.runners.triton", "from turnout.moe.runners.torch import TorchRunner"),
+        ("turnout.moe.runners.triton", "from turnout.moe.dispatch.none import NoDispatch"),
+        ("turnout.models.qwen3_moe", "import turnout.cli"),
+        ("turnout.models.qwen3_moe", "from turnout import LLM"),
+    ],
+)
+def test_the_law_is_enforced(module, source):
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("turnout.evals.run", "from turnout.server.launch import launch"),
+        ("turnout.moe.layer", "from turnout.registry import RUNNERS"),
+        ("turnout.moe.runners.triton", "from turnout.moe.batch import Hidden"),
+        ("turnout.engine.core", "from turnout import __version__"),
+        ("turnout.formats.fp8", "from turnout.errors import UserError"),
+    ],
+)
+def test_the_law_allows_what_it_should(module, source):
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_optional_packages_are_imported_where_they_are_used(file):
+    top = ast.Module(body=_top_level(ast.parse(file.read_text())), type_ignores=[])
+    names = {target.split(".")[0] for _, target in imports(top, module_of(file))}
+    assert not names & OPTIONAL
+
+
+def _top_level(tree: ast.Module) -> list[ast.stmt]:
+    """Import statements that run when the module is imported."""
+    found: list[ast.stmt] = []
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not _typing_only(
+            node
+        ):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def _typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [f for f in FILES if part_of(module_of(f)) in BELOW_ENGINE],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_nothing_below_the_engine_reads_the_environment(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            assert not {alias.name for alias in node.names} & {"environ", "getenv", "environb"}
+
+
+TORCH_FREE = [
+    "turnout",
+    "turnout.cli",
+    "turnout.config",
+    "turnout.errors",
+    "turnout.registry",
+    "turnout.checkpoint",
+    "turnout.models",
+    "turnout.moe",
+    "turnout.parallel.hardware",
+    "turnout.parallel.topology",
+    "turnout.engine.blueprint",
+    "turnout.engine.explain",
+    "turnout.engine.messages",
+    "turnout.engine.output",
+    "turnout.engine.pages",
+    "turnout.engine.sampling",
+    "turnout.engine.scheduler",
+    "turnout.engine.tokenizer",
+    "turnout.engine.worker",
+    "turnout.evals.wordmath",
+    *sorted(m for m in MODULES if part_of(m) == "server"),
+]
+
+
+def test_what_needs_no_torch_does_not_load_it():
+    """Imports each in turn in one fresh process and names the first that brings torch in."""
+    code = (
+        "import sys, importlib\n"
+        f"for name in {TORCH_FREE!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    for heavy in ('torch', 'transformers'):\n"
+        "        assert heavy not in sys.modules, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
