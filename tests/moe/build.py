@@ -11,7 +11,6 @@ from turnout import formats
 from turnout.formats import nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
-from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import Activation, MoESpec
 

@@ -20,7 +20,7 @@ and 0.52 ms; 32: 0.93 and 0.73 ms; 64: 1.38 and 1.14 ms. Rejected: bfloat16 GEMM
 here where float32 reaches 100, so `product` widens bfloat16 panels first (0.12 ms); a row-major copy for
 many rows, which doubles memory; torch's grouped_mm, which is F.linear per matrix on a CPU.
 
-Legend: E matrices, N outputs, K inputs, B panels of W outputs, M rows, P rows with a matrix each, S sums.
+Legend: E matrices, N outputs, K inputs, B panels of W outputs, M rows of one matrix, S sums of C rows.
 """
 
 from __future__ import annotations
@@ -45,34 +45,28 @@ class Panels:
         """Uninitialised storage; `width` divides `outputs`."""
         self.outputs = outputs
         self.data = torch.empty(experts, outputs // width, inputs, width, dtype=dtype)
-        self._rows_B1K = torch.arange(outputs // width * inputs, dtype=torch.int32).view(-1, 1, inputs)
+        self._rows_BK = torch.arange(outputs // width * inputs, dtype=torch.int32)
 
     def write(self, expert: int, weight_NK: Tensor) -> None:
         """Store one matrix, of any float dtype."""
         _, B, K, W = self.data.shape
         self.data[expert].copy_(weight_NK.view(B, W, K).transpose(1, 2))
 
-    def gather_product(self, expert_P: Tensor, x_PK: Tensor, starts_S1: Tensor) -> Tensor:
-        """Row p times matrix expert_P[p], summed over p in [starts_S1[s], starts_S1[s + 1]).
+    def gather_product(self, expert_SC: Tensor, x_SCK: Tensor) -> Tensor:
+        """Every row times the matrix chosen for it, summed over the C rows of each of S sums.
 
-        expert_P: int32 [P]; x_PK: any float dtype; starts_S1: int32 [S + 1] from 0 to P.
-        Returns [B, S, W] in the panels' dtype.
+        expert_SC: int32 [S, C]; x_SCK: [S, C, K], any float dtype, may be an expanded view.
+        Returns [S, N] in the panels' dtype.
         """
         _, B, K, W = self.data.shape
-        P = len(expert_P)
-        rows_BPK = expert_P.view(1, P, 1) * (B * K) + self._rows_B1K
-        first_B1 = torch.arange(0, B * P * K, max(1, P * K), dtype=torch.int32).view(-1, 1)
-        bags_BS = first_B1 + starts_S1[:-1] * K if P else starts_S1[:-1].expand(B, -1)
-        bags = torch.cat((bags_BS.flatten(), bags_BS.new_full((1,), B * P * K)))
-        scale_BPK = x_PK.to(self.data.dtype).expand(B, P, K)
+        S, C = expert_SC.shape
+        rows_SBCK = expert_SC.view(S, 1, C, 1) * (B * K) + self._rows_BK.view(1, B, 1, K)
+        scale_SBCK = x_SCK.to(self.data.dtype).unsqueeze(1).expand(S, B, C, K)
+        starts = torch.arange(0, S * B * C * K, C * K, dtype=torch.int32)
         sums, *_ = torch.embedding_bag(
-            self.data.view(-1, W),
-            rows_BPK.view(-1),
-            bags,
-            per_sample_weights=scale_BPK.reshape(-1),
-            include_last_offset=True,
+            self.data.view(-1, W), rows_SBCK.view(-1), starts, per_sample_weights=scale_SBCK.reshape(-1)
         )
-        return sums.view(B, len(starts_S1) - 1, W)
+        return sums.view(S, B * W)
 
     def product(self, expert: int, x_MK: Tensor, out_MN: Tensor) -> None:
         """out = x @ W_expert.T, all float32."""

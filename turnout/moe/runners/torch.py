@@ -16,12 +16,12 @@ NVFP4 with `activation_format` "nvfp4" emulates FP4 tensor cores: inputs of both
 with the checkpoint's scales, then multiplied in the compute dtype.
 
 Legend: T tokens, k top-k, P pairs, H hidden, I intermediate, N outputs of GEMM1 (2I, or I when not gated),
-E local experts, C slab capacity, B panels of W outputs.
+E local experts, C slab capacity.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,16 +41,6 @@ from turnout.moe.spec import MoESpec
 # matrix once per pair, but pays no call per expert. Measured crossovers (2 AVX2 cores): 4 to 8 for
 # 1024 x 1024, above 32 for 256 x 192.
 GATHER_PAIRS_PER_EXPERT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """The (token, expert) choices of a batch that this rank holds, in token order."""
-
-    token_P: Tensor  # int32
-    expert_P: Tensor  # int32, local
-    weight_P: Tensor  # float32
-    starts_T1: Tensor  # int32 [T + 1]: token t's pairs are starts[t] .. starts[t + 1]
 
 
 class Matrices:
@@ -139,56 +129,58 @@ class TorchRunner:
     def _tokens(self, batch: TokensBatch) -> Tensor:
         s1, s2 = self._shared if self._quantize else (None, None)
         x_TH = _plain(batch.hidden, s1)
-        pairs = self._pairs(batch.topk_ids, batch.topk_weights)
         few = batch.topk_ids.numel() <= GATHER_PAIRS_PER_EXPERT * self._count
         if few and isinstance(self._w13, Panels) and isinstance(self._w2, Panels):
-            out_TH = self._gathered(x_TH, pairs, self._w13, self._w2, s2)
-        else:
-            out_TH = self._grouped(x_TH, pairs, s2)
+            return self._gathered(x_TH, batch, self._w13, self._w2, s2)
+        return self._grouped(x_TH, batch, s2)
+
+    def _gathered(
+        self, x_TH: Tensor, batch: TokensBatch, w13: Panels, w2: Panels, s2: Tensor | None
+    ) -> Tensor:
+        """[T, H] by two gathered products; the sums of the second run over a token's pairs.
+
+        Pairs that are not this rank's go to its first expert, with weight zero.
+        """
+        T, k = batch.topk_ids.shape
+        weight_TK = batch.topk_weights
+        wanted_TK = batch.topk_ids - self._first
+        expert_TK = wanted_TK.clamp(0, self._count - 1)
+        held_TK = expert_TK == wanted_TK
+        all_held = bool(held_TK.all())
+        expert_P = expert_TK.view(-1)
+        x_P1H = x_TH.unsqueeze(1).expand(-1, k, -1).flatten(0, 1).unsqueeze(1)
+        h_PN = w13.gather_product(expert_P.unsqueeze(1), x_P1H).float()
+        if self._b13 is not None:
+            h_PN = h_PN + self._b13.index_select(0, expert_P)
+        a_TKI = _quantized(self._activate(h_PN), s2).unflatten(0, (T, k))
+        if not all_held:
+            weight_TK = weight_TK * held_TK
+            a_TKI = a_TKI.masked_fill(~held_TK.unsqueeze(2), 0.0)  # what padding rows hold may be no number
+        out_TH = w2.gather_product(expert_TK, a_TKI.mul_(weight_TK.unsqueeze(2)))
         if self._b2 is not None:
-            out_TH = out_TH + _weighted_sum(self._b2, pairs.expert_P, pairs)
+            out_TH = out_TH + F.embedding_bag(expert_TK, self._b2, mode="sum", per_sample_weights=weight_TK)
         return out_TH
 
-    def _pairs(self, ids_TK: Tensor, weights_TK: Tensor) -> Pairs:
-        """Padding and other ranks' experts are left out, so nothing is computed for them."""
-        local_TK = ids_TK - self._first
+    def _grouped(self, x_TH: Tensor, batch: TokensBatch, s2: Tensor | None) -> Tensor:
+        """[T, H] with this rank's pairs sorted by expert."""
+        local_TK = batch.topk_ids - self._first
         held_TK = (local_TK >= 0) & (local_TK < self._count)
-        T, k = ids_TK.shape
-        if ids_TK.device.type == "cpu" and held_TK.all():  # the common case, in few calls
-            starts = torch.arange(0, T * k + 1, k, dtype=torch.int32)
-            token = torch.arange(T, dtype=torch.int32).repeat_interleave(k)
-            return Pairs(
-                token_P=token, expert_P=local_TK.flatten(), weight_P=weights_TK.flatten(), starts_T1=starts
-            )
         token_P, slot_P = held_TK.nonzero(as_tuple=True)
-        return Pairs(
-            token_P=token_P.int(),
-            expert_P=local_TK[token_P, slot_P],
-            weight_P=weights_TK[token_P, slot_P],
-            starts_T1=F.pad(held_TK.sum(dim=1).cumsum(0), (1, 0)).int(),
-        )
-
-    def _gathered(self, x_TH: Tensor, pairs: Pairs, w13: Panels, w2: Panels, s2: Tensor | None) -> Tensor:
-        """[T, H] by two gathered products; the second one's sums run over a token's pairs."""
-        x_PH = x_TH.index_select(0, pairs.token_P)
-        each_P1 = torch.arange(len(pairs.expert_P) + 1, dtype=torch.int32)
-        h_BPW = w13.gather_product(pairs.expert_P, x_PH, each_P1).float()
-        B, P, W = h_BPW.shape
-        if self._b13 is not None:
-            h_BPW = h_BPW + self._b13.index_select(0, pairs.expert_P).view(P, B, W).transpose(0, 1)
-        a_BPW = self._activate(h_BPW, dim=0)
-        a_PI = _quantized(a_BPW.transpose(0, 1).flatten(1), s2)
-        out_BTW = w2.gather_product(pairs.expert_P, a_PI.mul_(pairs.weight_P.unsqueeze(1)), pairs.starts_T1)
-        return out_BTW.transpose(0, 1).flatten(1)
-
-    def _grouped(self, x_TH: Tensor, pairs: Pairs, s2: Tensor | None) -> Tensor:
-        """[T, H] with the pairs sorted by expert."""
-        expert_P, order_P = pairs.expert_P.sort(stable=True)
-        y_PH = self._mlp(x_TH.index_select(0, pairs.token_P[order_P]), expert_P, s2)
+        expert_P, order_P = local_TK[token_P, slot_P].sort(stable=True)
+        y_PH = self._mlp(x_TH.index_select(0, token_P[order_P]), expert_P, s2)
+        if self._b2 is not None:
+            y_PH = y_PH + self._b2.index_select(0, expert_P)
         place_P = torch.empty_like(order_P).scatter_(
             0, order_P, torch.arange(len(order_P), device=order_P.device)
         )
-        return _weighted_sum(y_PH.float(), place_P.int(), pairs)
+        return F.embedding_bag(  # per token the weighted sum over its pairs, in their order
+            place_P,
+            y_PH.float(),
+            F.pad(held_TK.sum(dim=1).cumsum(0), (1, 0)),
+            mode="sum",
+            per_sample_weights=batch.topk_weights[token_P, slot_P],
+            include_last_offset=True,
+        )
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         """Slabs [E, C, H], of which the first counts[e] rows are in use; the others come out as zero."""
@@ -210,7 +202,7 @@ class TorchRunner:
         h_PN = self._products(self._w13, x_PH.to(self._gemm_dtype), sizes)
         if self._b13 is not None:
             h_PN = h_PN + self._b13.index_select(0, expert_P)
-        a_PI = _quantized(self._activate(h_PN, dim=1), s2)
+        a_PI = _quantized(self._activate(h_PN), s2)
         return self._products(self._w2, a_PI.to(self._gemm_dtype), sizes)
 
     def _products(self, weights: Panels | Matrices, x_PK: Tensor, sizes: list[int]) -> Tensor:
@@ -222,12 +214,12 @@ class TorchRunner:
                 start += size
         return out_PN
 
-    def _activate(self, h: Tensor, dim: int) -> Tensor:
-        """GEMM1's output, gate then up along `dim`, to GEMM2's input; may overwrite `h`."""
+    def _activate(self, h_PN: Tensor) -> Tensor:
+        """GEMM1's output, gate then up, to GEMM2's input [P, I]; may overwrite `h_PN`."""
         kind = self._activation
         if kind.kind == "relu2":
-            return h.relu_().square_()
-        gate, up = h.chunk(2, dim=dim)
+            return h_PN.relu_().square_()
+        gate, up = h_PN.chunk(2, dim=1)
         if kind.kind == "silu":
             return F.silu(gate).mul_(up)
         if kind.limit is not None:
@@ -263,15 +255,3 @@ def _rows(hidden: Hidden, row_P: Tensor) -> Hidden:
     """Some rows of slabs [E, C, ...], as [P, ...]."""
     scale = None if hidden.scale is None else hidden.scale.flatten(0, 1)[row_P]
     return replace(hidden, data=hidden.data.flatten(0, 1)[row_P], scale=scale)
-
-
-def _weighted_sum(values: Tensor, index_P: Tensor, pairs: Pairs) -> Tensor:
-    """[T, N]: for every token the sum over its pairs of weight times `values[index]`, in their order."""
-    return F.embedding_bag(
-        index_P,
-        values,
-        pairs.starts_T1,
-        mode="sum",
-        per_sample_weights=pairs.weight_P,
-        include_last_offset=True,
-    )
