@@ -127,6 +127,7 @@ def test_no_record_means_plain_weights():
         ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, ("nvfp4", True)),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, ("nvfp4", True)),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, ("nvfp4", False)),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, ("bf16", False)),
         (compressed(), ("nvfp4", True)),
         (compressed(False), ("nvfp4", False)),
         ({"quant_method": "mxfp4"}, ("mxfp4", False)),
@@ -152,6 +153,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     [
         ({"quant_method": "gptq"}, ("quant_method 'gptq'", "modelopt", "compressed-tensors", "mxfp4", "fp8")),
         ({"bits": 4}, ("quant_method",)),
+        ({"quant_method": "modelopt"}, ("quant_algo None", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("quant_algo 'FP8'", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ("MIXED_PRECISION", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size 32", "16")),

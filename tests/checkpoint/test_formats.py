@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.writers import DENSE, FORMATS, Written, write_checkpoint
+from tests.checkpoint.writers import DENSE, FORMATS, Written, load, save, write_checkpoint
 from tests.tiny import QWEN2_MOE, QWEN3_MOE
+from turnout import formats
 from turnout.checkpoint import ExpertShape, open_checkpoint
+from turnout.checkpoint.parts import decode_by_rows
 from turnout.formats.experts import ExpertWeights
 
 EXPECTED = {
@@ -109,8 +111,6 @@ def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, tmp_path)
 
 def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):
     """As Qwen3's FP8 checkpoints do."""
-    from tests.checkpoint.writers import load, save
-
     written = write_checkpoint(tmp_path, "fp8", **SIZE)
     tensors = load(tmp_path)
     for name in [n for n in tensors if n.endswith("_scale_inv")]:
@@ -122,6 +122,36 @@ def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):
         weights = checkpoint.experts(PREFIX, SHAPE)
     assert weights.w13.scale.dtype == torch.float32
     assert_experts(weights, written)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+def test_decoding_few_rows_at_a_time_changes_nothing(format, monkeypatch):
+    torch.manual_seed(0)
+    packed = formats.encode(torch.randn(700, 160), format)
+    monkeypatch.setattr("turnout.checkpoint.parts.ROWS_AT_ONCE", 256)
+    assert torch.equal(decode_by_rows(packed, torch.float32), packed.decode())
+
+
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")])
+@pytest.mark.parametrize("gated", [True, False])
+def test_projections_by_other_names_and_without_a_gate(names, gated, tmp_path):
+    """w1 is the gate and w3 is up (Mixtral); experts without a gate have up and down alone."""
+    written = write_checkpoint(tmp_path, "float32", **SIZE)
+    renamed = dict(zip(("gate_proj", "up_proj", "down_proj"), names, strict=True))
+    tensors = {}
+    for name, tensor in load(tmp_path).items():
+        if gated or not name.endswith("gate_proj.weight"):
+            *start, module, end = name.split(".")
+            tensors[".".join((*start, renamed.get(module, module), end))] = tensor
+    save(tmp_path, tensors)
+    shape = ExpertShape(num_experts=8, hidden=64, intermediate=96, gated=gated)
+    with open_checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.experts(PREFIX, shape, first=3, count=2)
+    if gated:
+        assert_experts(weights, written)
+    else:
+        assert weights.w13.shape == (2, 96, 64)
+        assert torch.equal(weights.w13.data[1], written.weights[f"{PREFIX}.4.up_proj.weight"])
 
 
 def test_shards_read_as_one(tmp_path):

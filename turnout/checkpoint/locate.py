@@ -18,7 +18,8 @@ def locate(model: str) -> Path:
     """The folder of a bundled model, of a local path, or of a hub id already in the local cache.
 
     The path of a `config.json` stands for the folder it lies in; a plan needs no more than that file.
-    A folder of one's own that is called like a bundled model is `./demo`. Never uses the network. Raises UserError saying what to do when there is no such model.
+    A folder of one's own that is called like a bundled model is `./demo`. Never uses the network.
+    Raises UserError saying what to do when there is no such model.
     """
     if model in BUNDLED:
         return _bundled(model)

@@ -114,13 +114,10 @@ def summary(value: Tensor) -> str:
 
 def decode_by_rows(packed: PackedTensor, dtype: torch.dtype) -> Tensor:
     """A packed matrix [N, K] decoded to `dtype`, few rows at a time: float32 in between is not held whole."""
-    n, k = packed.shape
-    out = torch.empty((n, k), dtype=dtype)
-    for start in range(0, n, ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, n)
-        scale = packed.scale
-        if scale is not None:
-            high = -(-n // scale.shape[0]) if packed.format != "fp8" else 128
-            scale = scale[start // high : -(-stop // high)]
-        out[start:stop] = replace(packed, data=packed.data[start:stop], scale=scale).decode(dtype)
+    out = torch.empty(packed.shape, dtype=dtype)
+    height = packed.block_rows if packed.format == "fp8" else 1
+    scales = None if packed.scale is None else packed.scale.split(ROWS_AT_ONCE // height)
+    for i, rows in enumerate(packed.data.split(ROWS_AT_ONCE)):
+        few = replace(packed, data=rows, scale=None if scales is None else scales[i])
+        out[i * ROWS_AT_ONCE :][: len(rows)] = few.decode(dtype)
     return out

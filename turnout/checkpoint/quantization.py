@@ -89,6 +89,8 @@ def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
     nested = record.get("quantization")
     if isinstance(nested, dict):
         record = record | nested
+    if record.get("quant_algo") is None and record.get("kv_cache_quant_algo") is not None:
+        return Quantization()  # the KV cache alone, which is this engine's own business
     algorithm = str(record.get("quant_algo")).upper()
     if algorithm not in MODELOPT_ALGORITHMS:
         raise _unsupported(file, "quant_algo", record.get("quant_algo"), MODELOPT_ALGORITHMS)
