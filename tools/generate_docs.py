@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from turnout.formats import FORMAT_INFO
+from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import DISPATCHERS_ELSEWHERE, RUNNERS_ELSEWHERE
 from turnout.parallel.hardware import PRESETS
-from turnout.registry import ARCHITECTURES, DISPATCHERS, RUNNERS
+from turnout.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: support -->", "<!-- end generated -->"
@@ -66,11 +67,11 @@ def wanted(root: Path) -> dict[Path, str]:
 
 
 def runners() -> list[RunnerCapability]:
-    return [RUNNERS.get(name).capability for name in RUNNERS]
+    return list(RUNNER_CAPABILITIES.values())
 
 
 def dispatchers() -> list[DispatcherCapability]:
-    return [DISPATCHERS.get(name).capability for name in DISPATCHERS]
+    return list(DISPATCHER_CAPABILITIES.values())
 
 
 def backends() -> str:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget, gigabytes
 from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, search
 from turnout.moe.capability import (
@@ -36,7 +37,6 @@ from turnout.moe.capability import (
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.registry import DISPATCHERS, RUNNERS, Registry
 
 __all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
 
@@ -103,7 +103,7 @@ def plan(
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
-    `dispatchers` default to the registered ones. Raises PlanRefused with everything that
+    `dispatchers` default to those of this version. Raises PlanRefused with everything that
     stands in the way.
     """
     case = Case(
@@ -116,8 +116,8 @@ def plan(
         stored_itemsize=stored_itemsize,
         num_layers=num_layers,
     )
-    known_runners = _registered(RUNNERS) if runners is None else runners
-    known_dispatchers = _registered(DISPATCHERS) if dispatchers is None else dispatchers
+    known_runners = list(RUNNER_CAPABILITIES.values()) if runners is None else runners
+    known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
     impossible = [*topology.refusals(), *budget.refusals()]
     if not topology.refusals():
         impossible += layer_refusals(spec, topology)
@@ -149,10 +149,6 @@ def plan(
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates),
     )
-
-
-def _registered(registry: Registry) -> list:
-    return [registry.get(name).capability for name in registry]
 
 
 def _wished(

@@ -9,20 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.capability import DispatcherCapability
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology
 
 
 class NoDispatch:
-    capability = DispatcherCapability(
-        name="none",
-        summary="every rank computes its own experts for the tokens it holds; moves nothing",
-        layout="tokens",
-        exchange="none",
-    )
+    capability = DISPATCHER_CAPABILITIES["none"]
 
     def __init__(
         self, spec: MoESpec, plan: MoEPlan, phase: str, topology: Topology, device: torch.device

@@ -29,11 +29,11 @@ from torch.nn import functional as F
 
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
-from turnout.formats.packed import FORMATS, PackedTensor
+from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import ActivationScales, resolve_per_expert, resolve_shared
 from turnout.kernels.panels import Panels, panel_width
+from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
-from turnout.moe.capability import RunnerCapability
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 
@@ -63,15 +63,7 @@ class Matrices:
 
 
 class TorchRunner:
-    capability = RunnerCapability(
-        name="torch",
-        summary="plain torch; every format and activation, fast on CPUs, correct on CUDA",
-        layouts=frozenset({"tokens", "experts"}),
-        weight_formats=frozenset(FORMATS),
-        wire_formats=frozenset({"bf16", "fp8", "nvfp4"}),
-        activation_formats=frozenset({"bf16", "nvfp4"}),
-        graph_safe=False,
-    )
+    capability = RUNNER_CAPABILITIES["torch"]
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation

@@ -1,0 +1,37 @@
+"""What the backends of this version declare, apart from their code: planning imports none of them.
+
+A new backend is its own file, a line in registry.py that names it, and its declaration here, which its
+class carries as `capability` (a test compares).
+"""
+
+from __future__ import annotations
+
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
+from turnout.moe.capability import DispatcherCapability, RunnerCapability
+
+RUNNER_CAPABILITIES = {
+    declared.name: declared
+    for declared in (
+        RunnerCapability(
+            name="torch",
+            summary="plain torch; every format and activation, fast on CPUs, correct on CUDA",
+            layouts=frozenset({"tokens", "experts"}),
+            weight_formats=frozenset(WEIGHT_GROUP),
+            wire_formats=frozenset(WIRE_GROUP),
+            activation_formats=frozenset({"bf16", "nvfp4"}),
+            graph_safe=False,
+        ),
+    )
+}
+
+DISPATCHER_CAPABILITIES = {
+    declared.name: declared
+    for declared in (
+        DispatcherCapability(
+            name="none",
+            summary="every rank computes its own experts for the tokens it holds; moves nothing",
+            layout="tokens",
+            exchange="none",
+        ),
+    )
+}
