@@ -115,8 +115,8 @@ def test_the_command_takes_a_bare_config(model):
     assert json.loads(done.stdout)["topology"]["tp_size"] == 2
 
 
-def test_the_command_takes_less_than_three_seconds(model):
-    """Processor time, the best of three, so that a busy machine does not count."""
+def test_the_command_takes_little_time(model):
+    """Half a second where nothing else runs. Processor time, the best of three, for a busy machine."""
     folder = model(QWEN3_30B).model
 
     def seconds():
@@ -125,7 +125,7 @@ def test_the_command_takes_less_than_three_seconds(model):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert any(seconds() < 3.0 for _ in range(3))
+    assert any(seconds() < 1.5 for _ in range(3))
 
 
 def test_the_command_refuses_without_a_traceback(model):
