@@ -158,6 +158,9 @@ def train(args: argparse.Namespace) -> None:
         "heldout": {},
         "log": trainer.log,
     }
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())  # as it will be shipped
     for name in measure.FORMATS:
         result = measure.accuracy(model, args.tokenizer, amax, name, args.eval_questions, args.eval_seed)
         summary["heldout"][name] = result
@@ -189,19 +192,19 @@ def main() -> None:
     verb.add_argument("--out", type=Path, required=True)
     verb.add_argument("--tokenizer", type=Path, default=Path("turnout/assets/demo-bf16"))
     verb.add_argument("--resume", type=Path, help="folder with parameters to start from")
-    verb.add_argument("--minutes", type=float, default=8.0)
+    verb.add_argument("--minutes", type=float, default=5.0)
     verb.add_argument("--quantized-share", type=float, default=0.4, help="last part of the time, quantised")
     verb.add_argument(
         "--decay-from", type=float, default=0.3, help="part of the time when the rate starts to fall"
     )
     verb.add_argument("--rate", type=float, default=3e-3)
-    verb.add_argument("--weight-decay", type=float, default=0.05)
+    verb.add_argument("--weight-decay", type=float, default=0.1)
     verb.add_argument("--tokens", type=int, default=65536, help="per step")
     verb.add_argument("--layers", type=int, default=Shape.layers)
     verb.add_argument("--experts", type=int, default=Shape.experts)
     verb.add_argument("--workers", type=int, default=12)
     verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--eval-questions", type=int, default=2000)
+    verb.add_argument("--eval-questions", type=int, default=4000)
     verb.add_argument("--eval-seed", type=int, default=12345)
     verb.add_argument("--log-every", type=int, default=200)
     verb.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from turnout.evals.stories import STORIES
+from turnout.evals.stories import DRAWN
 from turnout.evals.stories.draw import Draw
 
 Split = Literal["train", "heldout"]
@@ -24,7 +24,7 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 HELDOUT_SHARE = 8  # one in eight combinations of numbers
 
 _NUMBER = re.compile(r"\d+")
-_FINAL = re.compile(r"####\s*(-?[\d.,]*\d)")
+_FINAL = re.compile(r"####\s*\$?(-?[\d.,]*\d)")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def stream(split: Split, seed: int) -> Iterator[Problem]:
         raise ValueError(f"split {split!r}: must be one of {', '.join(SPLITS)}")
     rng = random.Random(f"wordmath {split} {seed}")
     while True:
-        template = STORIES[int(rng.random() * len(STORIES))]
+        template = DRAWN[int(rng.random() * len(DRAWN))]
         story = template(Draw(rng))
         if split_of(template.__name__, story.question) == split:
             answer = "\n".join((*story.steps, f"#### {story.answer}"))
