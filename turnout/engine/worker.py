@@ -188,4 +188,6 @@ def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Soc
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch apart in order takes seconds, and the server waits

@@ -95,7 +95,7 @@ class Engine:
         try:
             either: set[asyncio.Future[Any]] = {ended, self._last_words}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._last_words.done():
+            if not self._last_words.done() and not self._stopping:
                 await asyncio.wait({self._last_words}, timeout=LAST_WORDS_SECONDS)
             if not self._stopping:
                 failure = await self._cause(ended)

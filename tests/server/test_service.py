@@ -1,0 +1,138 @@
+"""A server with a key and short queues; and what the shared one says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import tiny_config
+from turnout import __version__
+from turnout.server.launch import launch
+
+KEY = "s3cret"
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_folder: Path) -> Iterator[str]:
+    config = tiny_config(tiny_folder, api_key=KEY, max_running_requests=2, max_queued_requests=2)
+    with launch(config, show=False) as url:
+        yield url
+
+
+def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
+    root = guarded.removesuffix("/v1")
+    for path in ("/health", "/ready", "/metrics"):
+        assert httpx.get(root + path).status_code == 200
+    for path in ("/v1/models", "/version", "/server_info"):
+        assert httpx.get(root + path).status_code == 401
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for header in ({}, {"Authorization": KEY}, {"Authorization": "Bearer wrong"}):
+            reply = httpx.post(root + path, json={"prompt": "a"}, headers=header)
+            assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=guarded, api_key="wrong", max_retries=0).models.list()
+    client = openai.OpenAI(base_url=guarded, api_key=KEY, max_retries=0)
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_key_is_shown_to_nobody(guarded: str):
+    info = httpx.get(guarded.removesuffix("/v1") + "/server_info", headers={"Authorization": f"Bearer {KEY}"})
+    assert info.json()["config"]["api_key"] == "***"
+    assert KEY not in info.text
+    server = psutil.Process(info.json()["pid"])
+    for process in (server, *server.children()):
+        assert KEY not in " ".join(process.cmdline())
+
+
+def test_a_full_queue_answers_503_and_recovers(guarded: str):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"prompt": "busy", "max_tokens": 100, "ignore_eos": True}
+
+    async def burst() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=guarded, headers=headers, timeout=60) as http:
+            return await asyncio.gather(*(http.post("/completions", json=body) for _ in range(8)))
+
+    replies = asyncio.run(burst())
+    assert sorted(reply.status_code for reply in replies) == [200] * 4 + [503] * 4
+    for reply in replies:
+        if reply.status_code == 503:
+            assert reply.json()["error"]["code"] == "queue_full"
+            assert reply.headers["retry-after"] == "1"
+    assert httpx.post(f"{guarded}/completions", json=body, headers=headers).status_code == 200
+
+
+def metrics(http: httpx.Client) -> dict[str, float]:
+    """Sums over labels of every sample."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def test_metrics_count_what_happened(http: httpx.Client):
+    before = metrics(http)
+    body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 7, "n": 2, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    after = metrics(http)
+    gained = {name: after[name] - before.get(name, 0) for name in after}
+    assert gained["turnout:generation_tokens_total"] == 14
+    assert gained["turnout:prompt_tokens_total"] == 10
+    assert gained["turnout:request_success_total"] == 2
+    assert gained["turnout:time_to_first_token_seconds_count"] == 2
+    assert gained["turnout:inter_token_latency_seconds_count"] == 12
+    assert gained["turnout:e2e_request_latency_seconds_count"] == 2
+    assert (
+        gained["turnout:e2e_request_latency_seconds_sum"] > gained["turnout:time_to_first_token_seconds_sum"]
+    )
+    assert after["turnout:num_requests_running"] == after["turnout:num_requests_waiting"] == 0
+    assert after["turnout:kv_cache_usage_perc"] == 0
+    assert "turnout:idle_steps_total" in after
+    assert "turnout:dispatch_tokens" in after
+
+
+def test_server_info(http: httpx.Client):
+    info = http.get("/server_info").json()
+    assert info["version"] == http.get("/version").json()["version"] == __version__
+    assert info["state"] == "ready"
+    assert info["config"]["max_total_tokens"] == 8192
+    assert info["plan"]["prefill"]["runner"] == "torch"
+    (rank,) = info["ranks"]
+    assert (rank["rank"], rank["state"]) == (0, "running")
+    assert rank["pages_total"] * info["config"]["page_size"] == 8192
+    before = rank["steps"]
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+    assert http.get("/server_info").json()["ranks"][0]["steps"] >= before + 3
+
+
+def test_the_http_process_has_no_torch_and_nobody_spins_when_idle(http: httpx.Client):
+    info = http.get("/server_info").json()
+    server, engine = psutil.Process(info["pid"]), psutil.Process(info["ranks"][0]["pid"])
+    assert engine.ppid() == server.pid
+    assert not any("torch" in region.path for region in server.memory_maps())
+    assert any("torch" in region.path for region in engine.memory_maps())
+
+    def busy() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in (server, engine))
+
+    start = busy()
+    time.sleep(1.5)
+    assert busy() - start < 0.3
+    assert http.get("/server_info").json()["seconds_since_report"] < 1.5
+
+
+def test_tokenize_and_back(http: httpx.Client):
+    text = "Señor 🍐 <|end|>"
+    tokens = http.post("/tokenize", json={"prompt": text}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert tokens["tokens"][-1] == 257
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"][:-1]}).json()["prompt"] == "Señor 🍐 "
