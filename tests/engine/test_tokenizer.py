@@ -1,0 +1,141 @@
+"""The tokenizer against transformers on the same files, and what is wrong with files said clearly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny import write_tokenizer
+from turnout.engine.tokenizer import Tokenizer
+from turnout.errors import UserError
+
+TEXTS = ["", "hello world", "  two  spaces\n", "é€😀", "<|end|> inside", "\x00\xad"]
+MESSAGES = [
+    {"role": "system", "content": "Be <b>brief</b>."},
+    {"role": "user", "content": "2 + 2 = ?"},
+]
+TEMPLATES = [
+    "{{ bos_token | default('') }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+    "{{ eos_token }}",
+    "{% for m in messages %}\n    {% if loop.first %}\n{{ m.content }}\n    {% continue %}{% endif %}\n"
+    "- {{ m | tojson }}\n{% endfor %}",
+    "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
+    "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}{{ add_generation_prompt }}{{ extra }}",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_texts_equal_transformers(folder: Path, text: str) -> None:
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ids = ours.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    for skip in (True, False):
+        expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates_equal_transformers(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    options = {"tools": [{"type": "function", "function": {"name": "f"}}], "extra": "<&>"}
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **options)
+    assert ours.render_chat(MESSAGES, **options) == expected
+    assert ours.encode_chat(MESSAGES, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("shape", ["text", "list"])
+def test_a_template_may_stand_in_the_tokenizer_config(folder: Path, shape: str) -> None:
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    named = [{"name": "other", "template": "no"}, {"name": "default", "template": "yes"}]
+    path.write_text(json.dumps(settings | {"chat_template": "yes" if shape == "text" else named}))
+    assert Tokenizer.load(folder).render_chat(MESSAGES) == "yes"
+
+
+def test_special_tokens_may_be_objects(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>", "lstrip": False}})
+    )
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}")
+    assert Tokenizer.load(folder).encode_chat(MESSAGES) == [257]
+
+
+def test_every_token_is_its_bytes(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "aé€😀\n\x00"
+    assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text)) == text.encode()
+    assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([b]) for b in range(256)]
+    assert tokenizer.token_bytes(257) == b"<|end|>"
+    assert tokenizer.token_bytes(99_999) == b""
+    assert tokenizer.token_text(tokenizer.encode("é")[0]) == "�"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content + 1 }}", "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_fails_is_the_users_error(folder: Path, template: str, says: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=says):
+        Tokenizer.load(folder).render_chat(MESSAGES)
+
+
+def test_broken_files_are_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="chat template, line 1"):
+        Tokenizer.load(folder)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = Tokenizer.load(folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="no chat template"):
+        tokenizer.render_chat(MESSAGES)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: must be a JSON object"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: cannot be read"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(folder)
+
+
+def test_truncation_and_padding_settings_do_not_apply(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    core = json.loads(path.read_text())
+    core["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(core))
+    assert len(Tokenizer.load(folder).encode("more than four")) == 14
+
+
+def test_torch_is_not_imported(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from turnout.engine.tokenizer import Tokenizer; "
+        "from turnout.engine.output import TextStream; "
+        f"Tokenizer.load(Path({str(folder)!r})).encode('x'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
