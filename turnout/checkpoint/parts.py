@@ -6,6 +6,7 @@ ceil(K / columns)] whose element [i, j] belongs to `rows` x `columns` of the wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -28,14 +29,20 @@ class Sound:
     words: str
 
 
-def _e4m3_holds(scale: Tensor) -> bool:
+def _positive(scale: Tensor) -> bool:
+    low, high = (float(bound) for bound in scale.aminmax())  # NaN if any element is
+    return 0 < low and high < math.inf
+
+
+def _not_negative_e4m3(scale: Tensor) -> bool:
     code = scale.view(torch.uint8)
-    return bool(((code < 0x7F) | (code == 0x80)).all())  # 0x7F is NaN, 0x80 is -0
+    # One pass over sound scales: 0x7F is NaN, 0x80 is -0, and what follows is negative.
+    return int(code.max()) < 0x7F or bool(((code < 0x7F) | (code == 0x80)).all())
 
 
-POSITIVE = Sound(lambda s: bool((torch.isfinite(s) & (s > 0)).all()), "finite and positive")
-E4M3_SCALE = Sound(_e4m3_holds, "finite and not negative")
-E8M0_SCALE = Sound(lambda s: bool((s.view(torch.uint8) != 0xFF).all()), "finite (e8m0 byte 255 is NaN)")
+POSITIVE = Sound(_positive, "finite and positive")
+E4M3_SCALE = Sound(_not_negative_e4m3, "finite and not negative")
+E8M0_SCALE = Sound(lambda s: int(s.view(torch.uint8).max()) < 0xFF, "finite (e8m0 byte 255 is NaN)")
 
 
 @dataclass(frozen=True)
