@@ -136,7 +136,7 @@ def test_attention_over_ranks_is_refused(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import torch
 from tests.models.running import load
@@ -144,7 +144,9 @@ torch.set_num_threads(1)
 torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the BLAS library's own buffers
 warm, big = map(Path, sys.argv[1:])
 load(warm)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+status = lambda: dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+# Not getrusage: that high-water mark is inherited from the process that started this one.
+peak = lambda: 1024 * int(status()["VmHWM"].split()[0])
 before = peak()
 model = load(big)
 print(json.dumps(peak() - before))
@@ -161,7 +163,7 @@ def test_peak_memory_stays_near_the_weights(dtype: torch.dtype, tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     held = 4 * sum(t.numel() for t in tensors_of(tmp_path / "big").values())  # in float32
     assert held > 150e6
-    assert json.loads(done.stdout) < 1.3 * held
+    assert held / 2 < json.loads(done.stdout) < 1.3 * held
 
 
 def write_random(folder: Path, config: dict, dtype: torch.dtype) -> None:

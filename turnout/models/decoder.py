@@ -25,7 +25,7 @@ from turnout.checkpoint import ExpertShape
 from turnout.models.blocks import Attention, GatedSharedExpert, Norm, RotaryEmbedding
 from turnout.models.interface import ProgressFn, Step
 from turnout.models.spec import DecoderSpec
-from turnout.models.weights import Weights
+from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.topology import Topology
@@ -63,6 +63,7 @@ class Decoder:
         for i in range(shape.num_layers):
             progress("loading layers", i, shape.num_layers)
             self._layers.append(self._layer(i))
+            release_freed_memory()
         progress("loading layers", shape.num_layers, shape.num_layers)
         self._norm = self._read_norm("model.norm")
 
