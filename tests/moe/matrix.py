@@ -1,0 +1,134 @@
+"""Every (runner, dispatcher, format, activation, numerics) that the registered backends declare.
+
+A runner added to the registry is in the matrix with all it claims; what it refuses is not generated, so
+nothing is skipped. CUDA cases carry the `gpu` mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, make_spec
+from tests.moe.slabs import SlabDispatch
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import FORMATS
+from turnout.moe.capability import pair_refusals
+from turnout.moe.reference import experts_reference
+from turnout.moe.spec import MoESpec
+from turnout.parallel import hardware
+from turnout.parallel.topology import Topology
+from turnout.registry import DISPATCHERS, RUNNERS
+
+LOCAL = {name: DISPATCHERS.get(name) for name in DISPATCHERS} | {"slabs": SlabDispatch}
+# The others exchange tokens and are tested between processes.
+LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange == "none"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One entry of the matrix; builds the pipeline dispatch -> run -> combine, and its reference."""
+
+    runner: str
+    dispatcher: str
+    spec: MoESpec
+    activation_format: str
+    weight_storage: str
+    compute_dtype: str
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.compute_dtype)
+
+    @property
+    def per_expert(self) -> bool:
+        return LOCAL[self.dispatcher].capability.layout == "experts"
+
+    @property
+    def deterministic(self) -> bool:
+        return RUNNERS.get(self.runner).capability.deterministic
+
+    def experts(self, seed: int = 0) -> ExpertWeights:
+        return make_experts(self.spec, seed=seed)
+
+    def pipeline(self, experts: ExpertWeights):
+        plan = make_plan(
+            self.spec,
+            runner=self.runner,
+            dispatcher=self.dispatcher,
+            layout=LOCAL[self.dispatcher].capability.layout,
+            activation_format=self.activation_format,
+            weight_storage=self.weight_storage,
+            compute_dtype=self.compute_dtype,
+            first=experts.first_expert,
+            count=experts.num_local_experts,
+        )
+        device = torch.device(self.device)
+        runner = RUNNERS.get(self.runner)(self.spec, plan, device)
+        runner.prepare(experts)
+        dispatcher = LOCAL[self.dispatcher](self.spec, plan, "decode", Topology(), device)
+
+        def run(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            batch, state = dispatcher.dispatch(*(t.to(device) for t in (x_TH, ids_TK, weights_TK)))
+            return dispatcher.combine(runner(batch), state)
+
+        return run
+
+    def reference(self, experts: ExpertWeights, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return experts_reference(
+            x_TH,
+            ids_TK,
+            weights_TK,
+            experts,
+            self.spec.activation,
+            activation_format=self.activation_format,
+            scale_per_expert=self.per_expert,
+        )
+
+    def slices(self, experts: ExpertWeights, ep: int) -> list[ExpertWeights]:
+        count = self.spec.num_experts // ep
+        return [expert_slice(experts, rank * count, count) for rank in range(ep)]
+
+    def batch(self, tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H], distinct experts per token [T, k], weights [T, k]."""
+        draw = torch.Generator().manual_seed(seed)
+        x_TH = torch.randn(tokens, self.spec.hidden_size, generator=draw).to(self.dtype)
+        weights_TK, ids_TK = torch.rand(tokens, self.spec.num_experts, generator=draw).topk(self.spec.top_k)
+        return x_TH, ids_TK.int(), weights_TK
+
+
+def cases() -> Iterator[pytest.param]:
+    devices = {"cpu": hardware.named("cpu"), "cuda": _cuda()}
+    numerics = [("float32", a, ACTIVATIONS) for a in ("bf16", "nvfp4")]
+    numerics += [("bfloat16", a, ("silu",)) for a in ("bf16", "nvfp4")]
+    for runner, dispatcher, device in product(RUNNERS, LOCAL, devices):
+        can, sends = RUNNERS.get(runner).capability, LOCAL[dispatcher].capability
+        for format, (dtype, activation_format, activations) in product(FORMATS, numerics):
+            if activation_format not in can.activation_formats or activation_format not in ("bf16", format):
+                continue
+            for activation, storage in product(activations, sorted(can.weight_storages)):
+                spec = make_spec(activation, format)
+                if can.refusals(spec, Topology(), devices[device]) or pair_refusals(can, sends, spec, "auto"):
+                    continue
+                case = Case(
+                    runner=runner,
+                    dispatcher=dispatcher,
+                    spec=spec,
+                    activation_format=activation_format,
+                    weight_storage=storage,
+                    compute_dtype=dtype,
+                    device=device,
+                )
+                numbers = f"w-{format}-a-{activation_format}-{dtype}"
+                name = "-".join((runner, dispatcher, numbers, activation, storage, device))
+                yield pytest.param(case, id=name, marks=[pytest.mark.gpu] if device == "cuda" else [])
+
+
+def _cuda() -> hardware.Hardware:
+    return hardware.detect("cuda") if torch.cuda.is_available() else hardware.named("h200")
