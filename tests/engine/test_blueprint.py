@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.config import Config
@@ -189,6 +191,53 @@ def test_a_blueprint_is_plain_json(model):
         size for name, size in values["memory"].items() if name not in ("total", "available")
     )
     assert values["kv"]["max_context"] == 2048
+
+
+def attempt(config, hardware):
+    """(blueprint, no refusals) or (None, refusals)."""
+    try:
+        return resolve(config, hardware, execute=False), ()
+    except PlanRefused as error:
+        return None, error.refusals
+
+
+FLAGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "context_length": st.integers(1, 3000),
+        "max_running_requests": st.integers(1, 300),
+        "max_total_tokens": st.integers(1, 10**8),
+        "page_size": st.integers(1, 128),
+        "mem_fraction_static": st.floats(0.01, 1.0),
+        "max_prefill_tokens": st.integers(1, 10**6),
+        "chunked_prefill_size": st.integers(1, 10**5),
+        "max_dispatch_tokens_per_rank": st.integers(0, 4096),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "tp_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "ep_size": st.sampled_from([1, 2, 4]),
+        "moe_weight_storage": st.sampled_from(["auto", "packed", "decoded"]),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FLAGS, st.sampled_from([GB // 20, GB, 32 * GB]), st.sampled_from(["cpu", "cuda"]))
+def test_what_is_resolved_fits_and_what_does_not_has_remedies(tmp_path_factory, flags, memory, device):
+    folder = tmp_path_factory.getbasetemp() / "any"
+    folder.mkdir(exist_ok=True)
+    config = write(folder, SMALL | NVFP4, **flags)
+    blueprint, found = attempt(config, replace(HOST, memory_bytes=memory, device=device))
+    assert (blueprint is None) == bool(found)
+    assert all(r.who and r.asked and r.limit and r.remedy for r in found)
+    if blueprint is None:
+        return
+    tokens = blueprint.num_pages * blueprint.page_size
+    assert blueprint.memory.total <= blueprint.memory.available <= memory
+    assert 1 <= blueprint.max_context <= min(tokens, config.context_length or 2048)
+    assert tokens >= config.max_total_tokens
+    assert not config.context_length or blueprint.max_context == config.context_length
+    useful = config.max_running_requests * (2048 + blueprint.page_size)
+    assert tokens <= max(useful, config.max_total_tokens + blueprint.page_size)
 
 
 def test_resolving_is_quick(model):
