@@ -116,7 +116,7 @@ def resolve(config: Config, hardware: Hardware | None = None, execute: bool = Tr
     except PlanRefused as error:
         raise PlanRefused(error.headline, [*found, *error.refusals]) from None
     if found:
-        raise PlanRefused("the configuration cannot run", [*found, *moe.refused])
+        raise PlanRefused("the configuration cannot run", found)
     memory, num_pages, max_context = _memory(config, description, topology, hardware, dtype, moe)
     return Blueprint(
         config=config,

@@ -118,22 +118,7 @@ def plan(
     )
     known_runners = list(RUNNER_CAPABILITIES.values()) if runners is None else runners
     known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
-    impossible = [*topology.refusals(), *budget.refusals()]
-    if not topology.refusals():
-        impossible += layer_refusals(spec, topology)
-    allowed_runners, no_runner = _wished(
-        "--moe-runner-backend", wishes.runner, known_runners, RUNNERS_ELSEWHERE
-    )
-    allowed_dispatchers, no_dispatcher = _wished(
-        "--moe-a2a-backend", wishes.dispatcher, known_dispatchers, DISPATCHERS_ELSEWHERE
-    )
-    found = [*impossible, *no_runner, *no_dispatcher]
-    if topology.refusals():  # what a rank would hold cannot be told
-        raise PlanRefused("the ranks cannot be arranged as asked", found)
-    candidates, refused = search(case, allowed_runners, allowed_dispatchers)
-    if found or not candidates:
-        hint = "" if impossible else _hint(case, known_runners, known_dispatchers)
-        raise PlanRefused(f"no MoE backend can run this as asked{hint}", [*found, *refused])
+    candidates, refused = _allowed(case, known_runners, known_dispatchers)
     best = candidates[0]
     return MoEPlan(
         prefill=_phase_plan(case, best, "prefill"),
@@ -149,6 +134,31 @@ def plan(
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates),
     )
+
+
+def _allowed(
+    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+) -> tuple[list[Candidate], list[Refusal]]:
+    """At least one candidate, the best first, and why others cannot run. Raises PlanRefused."""
+    misarranged = case.topology.refusals()
+    impossible = [*misarranged, *case.budget.refusals()]
+    if not misarranged:
+        impossible += layer_refusals(case.spec, case.topology)
+    wished_runners, no_runner = _wished(
+        "--moe-runner-backend", case.wishes.runner, runners, RUNNERS_ELSEWHERE
+    )
+    wished_dispatchers, no_dispatcher = _wished(
+        "--moe-a2a-backend", case.wishes.dispatcher, dispatchers, DISPATCHERS_ELSEWHERE
+    )
+    found = [*impossible, *no_runner, *no_dispatcher]
+    if misarranged:  # what a rank would hold cannot be told
+        raise PlanRefused("the ranks cannot be arranged as asked", found)
+    candidates, refused = search(case, wished_runners, wished_dispatchers)
+    if found or not candidates:
+        hint = "" if impossible else _hint(case, runners, dispatchers)
+        blocking = [] if candidates else refused  # while others can run, a candidate's refusal is no obstacle
+        raise PlanRefused(f"no MoE backend can run this as asked{hint}", [*found, *blocking])
+    return candidates, refused
 
 
 def _wished(
