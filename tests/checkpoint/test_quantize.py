@@ -22,6 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.checkpoint import packing
 from tests.tiny import QWEN2_MOE, QWEN3_MOE, write_model
 from turnout.checkpoint import ExpertShape, open_checkpoint
+from turnout.checkpoint.encoders import summarize
 from turnout.checkpoint.quantize import InputAmax, quantize
 from turnout.checkpoint.writer import Entry, ShardWriter
 
@@ -279,6 +280,37 @@ def test_every_linear_layer_is_either_quantised_or_listed(tmp_path, base, format
     for module in linear:
         matched = any(fnmatch.fnmatchcase(module, pattern) for pattern in listed)
         assert matched == (".experts." not in module), module
+
+
+def test_a_tied_head_is_listed_although_it_has_no_weights(tmp_path):
+    write_model(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True, num_hidden_layers=1)
+    assert "lm_head.weight" not in load(tmp_path / "source")
+    quantize(tmp_path / "source", tmp_path / "out", "fp8")
+    assert "lm_head" in config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn*"),
+        ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate"),
+        ("model.layers.2.mlp.gate_proj", "model.layers.2*"),  # a dense layer
+        ("model.layers.0.mlp.shared_expert.up_proj", "model.layers.0.mlp.shared_expert*"),
+        ("lm_head", "lm_head"),
+        ("vision.blocks.0.fc", "vision*"),
+        ("model.layers.1.mlp.experts.10.x", "model.layers.1.mlp.experts.10*"),
+        ("model.layer", "model.layer"),
+    ],
+)
+def test_lists_are_as_short_as_modelopt_makes_them(kept, expected):
+    quantized = [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in (0, 1, 10) for e in (0, 1)]
+    assert summarize([kept], quantized) == [expected]
+
+
+def test_a_layer_whose_number_begins_anothers_is_listed_with_a_dot():
+    """`model.layers.1*` would match layer 10."""
+    quantized = ["model.layers.10.mlp.experts.0.up_proj"]
+    assert summarize(["model.layers.1.mlp.up_proj"], quantized) == ["model.layers.1.*"]
 
 
 def test_other_files_come_along_and_weights_do_not(source, quantized):

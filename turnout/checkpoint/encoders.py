@@ -12,6 +12,7 @@ Legend: E experts, I intermediate size, H hidden size.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -229,16 +230,19 @@ def summarize(kept: Iterable[str], quantized: Iterable[str]) -> list[str]:
 
     vLLM and SGLang fuse projections (`qkv_proj`), so that `self_attn*` matches where names would not.
     """
-    taken = {name[:end] for name in quantized for end in range(len(name) + 1)}  # every prefix
-    return sorted({_shortest(name, taken) for name in kept})
+    in_order = sorted(quantized)
+    return sorted({_shortest(name, in_order) for name in kept})
 
 
-def _shortest(name: str, taken: set[str]) -> str:
+def _shortest(name: str, quantized: Sequence[str]) -> str:
     for end, character in enumerate(name):
-        if character != ".":
-            continue
-        if name[:end] not in taken:
-            return name[:end] + "*"
-        if name[: end + 1] not in taken:
-            return name[: end + 1] + "*"
+        if character == ".":
+            for prefix in (name[:end], name[: end + 1]):
+                if not _any_begins_with(prefix, quantized):
+                    return f"{prefix}*"
     return name
+
+
+def _any_begins_with(prefix: str, in_order: Sequence[str]) -> bool:
+    at = bisect_left(in_order, prefix)
+    return at < len(in_order) and in_order[at].startswith(prefix)

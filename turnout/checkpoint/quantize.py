@@ -239,14 +239,15 @@ def _write_config(folder: Path, source_config: Mapping[str, Any], job: _Job) -> 
     """config.json comes last: without it the folder is no model."""
     config = {**source_config, **job.changes}
     if job.encoder is not None:
-        kept = [n.removesuffix(".weight") for n in job.copied if _is_linear(n, job.files)]
+        kept = {n.removesuffix(".weight") for n in job.copied if _is_linear(n, job.files)}
+        kept.add("lm_head")  # a module even where its weights are those of the embeddings
         quantized = [
             f"{layer.expert(index)}.{projection}"
             for layer in job.layers
             for index in range(layer.num_experts)
             for projection in PROJECTIONS
         ]
-        config["quantization_config"], beside = job.encoder.declare(kept, quantized)
+        config["quantization_config"], beside = job.encoder.declare(sorted(kept), quantized)
         for name, value in beside.items():
             write_json(folder / name, value)
     write_json(folder / CONFIG, config)
