@@ -116,7 +116,10 @@ def _generation_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = parse(TokenizeBody, await read_body(request, limit))
         service.check_model(body.model)
-        ids = await (service.render(body.messages) if body.messages else service.encode(body.prompt or ""))
+        if body.messages is not None:
+            ids = await service.render(body.messages)
+        else:
+            (ids,) = await service.encode([body.prompt or ""])
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
     @router.post("/detokenize")

@@ -159,8 +159,7 @@ class CompletionRenderer:
     answer = chunk
 
     def _prompt_text(self, choice: Choice) -> str:
-        prompts = self._body.prompt
-        prompt = prompts[choice.index * len(prompts) // (len(prompts) * (self._body.n or 1))]
+        prompt = self._body.prompt[choice.index // (self._body.n or 1)]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _logprobs(self, choice: Choice, delta: Delta, echo: bool) -> dict[str, list[Any]]:

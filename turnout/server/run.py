@@ -148,7 +148,8 @@ class Supervisor:
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
         self.service.draining = True
-        log.info("draining: %d requests are running", self.service.num_active)
+        if self.service.num_active:
+            log.info("waiting for %d requests to finish", self.service.num_active)
         try:
             await asyncio.wait_for(self.service.wait_idle(), self.config.shutdown_timeout)
         except TimeoutError:

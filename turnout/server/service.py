@@ -6,7 +6,8 @@ import asyncio
 import os
 import time
 import uuid
-from pathlib import PurePath
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ class Service:
     def __init__(self, config: ServerConfig, engine: Engine):
         self.config = config
         self.engine = engine
-        self.model_name = config.served_model_name or PurePath(config.model.rstrip("/")).name
+        self.model_name = config.served_model_name or model_name(config.model)
         self.metrics = Metrics(engine, self.model_name)
         self.draining = False
         self._created = int(time.time())
@@ -76,19 +77,20 @@ class Service:
                 code="model_not_found",
             )
 
-    async def encode(self, prompt: str | list[int], param: str = "prompt") -> list[int]:
-        """Token ids of a prompt. Raises ApiError 400 if it is empty or holds an impossible id."""
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError 400 if one is empty or holds an impossible id."""
         tokenizer = self.check_ready()
-        if isinstance(prompt, list):
-            ids = prompt
-            check_ids(ids, self.vocab_size, param)
-        elif len(prompt) > LONG_TEXT:
-            ids = await asyncio.to_thread(tokenizer.encode, prompt)
-        else:
-            ids = tokenizer.encode(prompt)
-        if not ids:
-            raise invalid(f"{param}: must not be empty", param)
-        return ids
+
+        def run() -> list[list[int]]:
+            return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        encoded = await asyncio.to_thread(run) if size > LONG_TEXT else run()
+        for ids in encoded:
+            check_ids(ids, self.vocab_size, "prompt")
+            if not ids:
+                raise invalid("prompt: must not be empty", "prompt")
+        return encoded
 
     async def render(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation by the model's chat template, up to where the answer begins."""
@@ -104,7 +106,7 @@ class Service:
         self.check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
-        prompts = [await self.encode(prompt) for prompt in body.prompt]
+        prompts = await self.encode(body.prompt)
         return self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody) -> Generation:
@@ -213,6 +215,12 @@ class Service:
                 "context_length_exceeded",
             )
         return asked
+
+
+def model_name(model: str) -> str:
+    """What clients call a model: a hub id as it is, a folder by its own name."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -1,0 +1,144 @@
+"""The loop of the engine process, driven over real sockets by a test that plays the server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import zmq
+
+from turnout.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineStats,
+    Event,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+    encoder,
+    event_decoder,
+)
+from turnout.engine.sampling import SamplingParams
+from turnout.engine.worker import run
+from turnout.errors import UserError
+
+
+class Counting:
+    """A core that gives each request one token per step: the number of the step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.steps = 0
+
+    def add(self, request: AddRequest) -> None:
+        if request.prompt_ids == [13]:
+            raise UserError("unlucky prompt")
+        self.left[request.id] = request.sampling.max_tokens
+
+    def abort(self, ids: list[str]) -> None:
+        for id in ids:
+            self.left.pop(id, None)
+
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(0.002)
+        self.steps += 1
+        self.left = {id: left - 1 for id, left in self.left.items()}
+        done = [id for id, left in self.left.items() if left == 0]
+        outputs = [
+            RequestOutput(id=id, token_ids=[self.steps], finish_reason="length" if id in done else None)
+            for id in self.left
+        ]
+        self.abort(done)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self.steps, num_running=len(self.left))
+
+
+class Server:
+    """The other end of the sockets."""
+
+    def __init__(self, folder: Path):
+        self.core = Counting()
+        context = zmq.Context.instance()
+        self.commands = context.socket(zmq.PUSH)
+        self.commands.bind(f"ipc://{folder}/commands")
+        receiving = context.socket(zmq.PULL)
+        receiving.connect(f"ipc://{folder}/commands")
+        self.events: list[tuple[float, Event]] = []
+        self.thread = threading.Thread(target=run, args=(self.core, receiving, self.record))
+        self.thread.start()
+
+    def record(self, event: Event) -> None:
+        self.events.append((time.monotonic(), event_decoder.decode(encoder.encode(event))))
+
+    def send(self, *commands: AddRequest | Abort | Shutdown) -> None:
+        for command in commands:
+            self.commands.send(encoder.encode(command))
+
+    def add(self, id: str, tokens: int, prompt: int = 1) -> None:
+        self.send(AddRequest(id=id, prompt_ids=[prompt], sampling=SamplingParams(max_tokens=tokens)))
+
+    def outputs(self, id: str) -> list[RequestOutput]:
+        events = [event for _, event in self.events if isinstance(event, Outputs)]
+        return [output for event in events for output in event.outputs if output.id == id]
+
+    def wait_for(self, id: str, seconds: float = 5) -> RequestOutput:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (outputs := self.outputs(id)) and outputs[-1].finish_reason:
+                return outputs[-1]
+            time.sleep(0.005)
+        raise AssertionError(f"{id} did not finish")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.send(Shutdown())
+    server.thread.join(5)
+    assert not server.thread.is_alive()
+
+
+def test_requests_are_stepped_together(server: Server):
+    server.add("long", 20)
+    server.add("short", 3)
+    assert server.wait_for("long").finish_reason == "length"
+    assert len(server.outputs("long")) == 20
+    assert len(server.outputs("short")) == 3
+    assert server.core.steps < 23
+
+
+def test_a_refused_request_ends_alone(server: Server):
+    server.add("good", 10)
+    server.add("bad", 10, prompt=13)
+    refused = server.wait_for("bad")
+    assert (refused.finish_reason, refused.error, refused.user_error) == ("error", "unlucky prompt", True)
+    assert server.wait_for("good").finish_reason == "length"
+
+
+def test_an_abort_takes_effect_before_the_next_step(server: Server):
+    server.add("endless", 10**6)
+    while len(server.outputs("endless")) < 3:
+        time.sleep(0.005)
+    server.send(Abort(["endless", "unknown"]))
+    time.sleep(0.2)
+    steps = server.core.steps
+    assert server.events[-1][1].stats.num_running == 0  # told at once, not a second later
+    time.sleep(0.1)
+    assert server.core.steps == steps
+
+
+def test_an_idle_loop_reports_about_once_a_second(server: Server):
+    time.sleep(2.3)
+    times = [at for at, _ in server.events]
+    assert len(times) >= 2
+    assert all(0.9 < later - earlier < 2 for earlier, later in pairwise(times))  # a busy machine is late
