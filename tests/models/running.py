@@ -20,12 +20,12 @@ from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
 
 
-def plan_for(config: dict, dtype: str = "float32", **wishes: str) -> MoEPlan:
+def plan_for(config: dict, dtype: str, device: str, **wishes: str) -> MoEPlan:
     return plan(
         describe(config).moe,
         topology=Topology(),
         budget=Budget.from_limits(chunked_prefill_size=512, max_prefill_tokens=512, max_running_requests=16),
-        hardware=detect("cpu"),
+        hardware=detect(device),
         wishes=Wishes(**wishes),
         compute_dtype=dtype,
     )
@@ -36,19 +36,20 @@ def load(
     dtype: torch.dtype = torch.float32,
     progress: ProgressFn | None = None,
     topology: Topology = Topology(),
+    device: str = "cpu",
     **wishes: str,
 ) -> Model:
     checkpoint = open_checkpoint(folder)
-    moe_plan = plan_for(checkpoint.config, str(dtype).removeprefix("torch."), **wishes)
-    return load_model(checkpoint, moe_plan, topology=topology, device="cpu", dtype=dtype, progress=progress)
+    moe_plan = plan_for(checkpoint.config, str(dtype).removeprefix("torch."), device, **wishes)
+    return load_model(checkpoint, moe_plan, topology=topology, device=device, dtype=dtype, progress=progress)
 
 
 class PlainAttention:
     """Every sequence's keys and values in a list; softmax(q k / sqrt(D)) v, written out."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, device: str = "cpu"):
         shape = model.shape
-        self.model, self.groups = model, shape.num_heads // shape.num_kv_heads
+        self.model, self.groups, self.device = model, shape.num_heads // shape.num_kv_heads, device
         self.cache: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
         self.lengths: dict[str, int] = {}
 
@@ -59,15 +60,15 @@ class PlainAttention:
         starts = [self.lengths.get(name, 0) for name, _ in chunks]
         self.lengths |= {name: start + len(ids) for (name, ids), start in zip(chunks, starts, strict=True)}
         step = Step(
-            input_ids=torch.tensor([i for _, ids in chunks for i in ids], dtype=torch.int64),
+            input_ids=torch.tensor([i for _, ids in chunks for i in ids], dtype=torch.int64).to(self.device),
             positions=torch.cat(
                 [torch.arange(s, s + len(ids)) for s, (_, ids) in zip(starts, chunks, strict=True)]
-            ),
+            ).to(self.device),
             attention=self,
             phase=phase,
         )
         hidden = self.model.forward(step)
-        return list(self.model.logits(hidden).split([len(ids) for _, ids in chunks]))
+        return list(self.model.logits(hidden).cpu().split([len(ids) for _, ids in chunks]))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         counts = [count for _, count in self._chunks]
@@ -83,6 +84,6 @@ class PlainAttention:
         k_LHD, v_LHD = (torch.cat(x).repeat_interleave(self.groups, dim=1) for x in zip(*past, strict=True))
         T, L, D = len(q_THD), len(k_LHD), q_THD.shape[-1]
         scores_HTL = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / D**0.5
-        later_TL = torch.arange(L) > torch.arange(L - T, L)[:, None]
+        later_TL = (torch.arange(L) > torch.arange(L - T, L)[:, None]).to(self.device)
         weights_HTL = scores_HTL.masked_fill(later_TL, float("-inf")).float().softmax(-1).to(v_LHD)
         return torch.einsum("htl,lhd->thd", weights_HTL, v_LHD)

@@ -152,3 +152,14 @@ def test_half_precision(base: str, dtype: torch.dtype, tmp_path: Path) -> None:
     rounded = exact.to(dtype)
     ours, theirs = ((x - expected).square().mean().sqrt() for x in (logits, reference(rounded, ids)))
     assert ours <= theirs * 4 / 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "qwen2 mixed layers", "rope yarn"])
+def test_logits_on_a_gpu(name: str, tmp_path: Path) -> None:
+    base, overrides = VARIANTS[name]
+    expected = reference(write_model(tmp_path, BASES[base], **overrides), ids := prompt(LENGTH))
+    run = PlainAttention(load(tmp_path, device="cuda"), "cuda")
+    parts = [run.logits(("a", ids[:140]))[0]]
+    parts += [run.logits(("a", [i]), phase="decode")[0] for i in ids[140:]]
+    assert error(torch.cat(parts), expected) <= BOUND
