@@ -372,6 +372,16 @@ def test_tensors(tmp_path):
             checkpoint.tensor(name, (384, 65))
 
 
+@pytest.mark.parametrize("format", ["bf16", "bf16-stacked"])
+def test_a_tensor_nobody_knows_stays_unread(format, tmp_path):
+    """So that a model can refuse what it would otherwise leave out of its sum."""
+    unknown = f"{PREFIX}.1.gate_proj.zero_point" if format == "bf16" else f"{PREFIX}.gate_up_proj_zero_point"
+    damaged(tmp_path, format, put(unknown, torch.ones(3)))
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.experts(PREFIX, SHAPE, first=0, count=4)
+        assert [name for name in checkpoint.unread() if name.startswith(PREFIX)] == [unknown]
+
+
 def test_progress_reaches_the_whole_though_a_rank_reads_its_part(tmp_path):
     write_checkpoint(tmp_path, "modelopt", **SIZE)
     heard: list[tuple[str, int, int]] = []

@@ -119,7 +119,8 @@ class Checkpoint:
             count=count,
         )
         weights = self._experts(wanted, quantized_activations)
-        self._files.set_aside(self._files.under(f"{prefix}."))
+        for other in wanted.others:
+            self._files.set_aside(self._files.under(f"{prefix}.{other}."))
         return weights
 
     def experts_format(self, prefix: str) -> tuple[str, bool]:

@@ -68,6 +68,10 @@ class Wanted:
     def all(self) -> range:
         return range(self.shape.num_experts)
 
+    @property
+    def others(self) -> list[int]:
+        return [e for e in self.all if e not in self.local]
+
 
 class Arrangement(Protocol):
     """How to find and read the experts of one layer; `matrix` is "w13" or "w2"."""

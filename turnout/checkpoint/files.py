@@ -39,7 +39,7 @@ class TensorFiles:
         self._progress = progress
         self._total = sum(meta.nbytes for meta in self._metas.values())
         self._done = 0
-        self._open = set(self._metas)  # neither read nor set aside yet
+        self._pending = set(self._metas)  # neither read nor set aside yet
 
     def __contains__(self, name: str) -> bool:
         return name in self._metas
@@ -59,13 +59,13 @@ class TensorFiles:
 
     def unread(self) -> list[str]:
         """Tensors that nobody has read or set aside, sorted."""
-        return sorted(self._open)
+        return sorted(self._pending)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Count tensors as dealt with, for progress and `unread`: read here, or another rank's."""
         for name in names:
-            if name in self._open:
-                self._open.discard(name)
+            if name in self._pending:
+                self._pending.discard(name)
                 self._done += self._metas[name].nbytes
                 if self._progress is not None:
                     self._progress(name, self._done, self._total)

@@ -31,7 +31,7 @@ class Sound:
 
 def _positive(scale: Tensor) -> bool:
     low, high = (float(bound) for bound in scale.aminmax())  # NaN if any element is
-    return 0 < low and high < math.inf
+    return low > 0 and high < math.inf
 
 
 def _not_negative_e4m3(scale: Tensor) -> bool:
