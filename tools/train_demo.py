@@ -2,7 +2,7 @@
 
     python -m tools.train_demo tokenizer FOLDER        learn the tokenizer
     python -m tools.train_demo train --out DIR ...     train on a GPU, by the clock
-    python -m tools.train_demo export DIR FOLDER       write DIR's parameters as a bf16 checkpoint
+    python -m tools.train_demo export DIR BF16 NVFP4   write DIR's parameters as two checkpoints
 
 Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,10 +26,11 @@ from torch.nn import functional as F
 
 from tools.demo import fakequant, measure
 from tools.demo.data import IGNORE, LONGEST, Batch, batches
-from tools.demo.export import load_parameters, save_parameters, write_folder
+from tools.demo.export import load_parameters, save_parameters, write_folder, write_json
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
 from tools.demo.optimizer import make_optimizers
 from tools.demo.tokens import END, PAD, load_tokenizer, train_tokenizer
+from turnout.checkpoint.quantize import InputAmax, quantize
 
 BALANCE_WEIGHT = 0.01
 WARMUP_STEPS = 200
@@ -169,11 +171,34 @@ def train(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    shape = json.loads((args.parameters / "training.json").read_text())["shape"]
-    model = DemoModel(Shape(**shape), torch.bfloat16)
+    """Write `args.folder` with the bf16 checkpoint and, beside it, the NVFP4 one made from it."""
+    run = json.loads((args.parameters / "training.json").read_text(encoding="utf-8"))
+    model = DemoModel(Shape(**run["shape"]), torch.bfloat16)
     load_parameters(model, args.parameters)
     tokenizer = load_tokenizer(args.folder)
     write_folder(model, args.folder, tokenizer.token_to_id(END), tokenizer.token_to_id(PAD))
+    write_json(args.folder / "training.json", summarize(run, args.commit, args.date))
+    shutil.rmtree(args.nvfp4, ignore_errors=True)
+    quantize(args.folder, args.nvfp4, "nvfp4", calibration=calibration(model.shape, run["amax"]))
+
+
+def summarize(run: dict, commit: str, date: str) -> dict:
+    """What of a run's record is shipped: all but sample answers and most of the log."""
+    heldout = {
+        name: {key: result[key] for key in ("accuracy", "questions", "seed", "wrong")}
+        for name, result in run["heldout"].items()
+    }
+    log = run["log"][:: max(1, len(run["log"]) // 20)]
+    return {"commit": commit, "date": date} | run | {"heldout": heldout, "log": log}
+
+
+def calibration(shape: Shape, amax: list[list[float]]) -> dict[str, InputAmax]:
+    """Every expert of a layer gets the layer's largest magnitudes, as in training."""
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}": InputAmax(*amax[layer])
+        for layer in range(shape.layers)
+        for expert in range(shape.experts)
+    }
 
 
 def main() -> None:
@@ -186,7 +211,10 @@ def main() -> None:
     verb.set_defaults(run=lambda args: train_tokenizer(args.folder))
     verb = verbs.add_parser("export")
     verb.add_argument("parameters", type=Path)
-    verb.add_argument("folder", type=Path)
+    verb.add_argument("folder", type=Path, help="holds the tokenizer already")
+    verb.add_argument("nvfp4", type=Path, help="is made anew")
+    verb.add_argument("--commit", required=True, help="that the run was started from")
+    verb.add_argument("--date", required=True)
     verb.set_defaults(run=export)
     verb = verbs.add_parser("train")
     verb.add_argument("--out", type=Path, required=True)

@@ -40,9 +40,9 @@ def write_folder(model: DemoModel, folder: Path, end_id: int, pad_id: int) -> No
     The tokenizer's files are expected to be there already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _config(model.shape, end_id, pad_id))
+    write_json(folder / "config.json", _config(model.shape, end_id, pad_id))
     generation = {"do_sample": False, "eos_token_id": end_id, "pad_token_id": pad_id}
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "generation_config.json", generation)
     tensors = {name: t.to(torch.bfloat16).contiguous().clone() for name, t in _named(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -111,5 +111,5 @@ def _named(model: DemoModel) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
