@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must lie in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must lie in [-2, 2]"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 10, "must lie in (0, 10]"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 10, "must lie in [0.01, 10]"),
             ("logprobs", _count_ok(self.logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
             ("prompt_logprobs", _count_ok(self.prompt_logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
             ("stop", all(self.stop), "must not contain an empty string"),

@@ -129,7 +129,7 @@ class GenerationBody(Body):
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(lt=2**31)] | None = None
     min_p: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []

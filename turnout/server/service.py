@@ -224,7 +224,8 @@ def model_name(model: str) -> str:
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The choices of one prompt differ: each takes the next seed."""
+    """The choices of one prompt differ: each takes the next seed, and after the last 64-bit one the first."""
     if choice == 0 or sampling.seed is None:
         return sampling
-    return msgspec.structs.replace(sampling, seed=sampling.seed + choice)
+    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, seed=seed)
