@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.models.configs import QWEN2_A27B, QWEN3_30B, QWEN3_CODER, empty_model, tiny
 from turnout.errors import UserError
@@ -204,3 +206,25 @@ def test_describing_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], input=json.dumps(QWEN3_30B), text=True, check=True)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(edits=st.dictionaries(st.sampled_from(sorted(QWEN3_30B)), JSON, min_size=1, max_size=2))
+def test_any_json_is_described_or_refused(edits: dict) -> None:
+    """Never another exception, and never a description that could not be of a model."""
+    try:
+        description = describe(QWEN3_30B | edits)
+    except UserError:
+        return
+    shape, moe = description.shape, description.moe
+    assert shape.num_heads % shape.num_kv_heads == 0
+    assert shape.max_position_embeddings > 0 < description.dense_parameters
+    assert 0 < moe.top_k <= moe.num_experts
+    assert description.moe_layers

@@ -7,7 +7,6 @@ implemented is refused by name instead of being ignored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -43,6 +42,10 @@ HARMLESS = frozenset(
     }
 )
 
+# What arithmetic in float32 can carry; every real configuration lies far inside.
+MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
+MAX_INTEGER = 2**40
+
 _REQUIRED: Any = object()
 
 
@@ -64,16 +67,17 @@ class ConfigFields:
         return self._values.get(name)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> int:
+        """From `minimum` to MAX_INTEGER."""
         value = self._value(name, default)
-        if type(value) is not int or value < minimum:
-            raise self.wrong(name, f"must be an integer of at least {minimum}")
+        if type(value) is not int or not minimum <= value <= MAX_INTEGER:
+            raise self.wrong(name, f"must be an integer of at least {minimum}" + _at_most(value, MAX_INTEGER))
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
+    def number(self, name: str, default: Any = _REQUIRED, *, minimum: float = MIN_NUMBER) -> float:
+        """From `minimum` to MAX_NUMBER."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= above:
-            raise self.wrong(name, f"must be a finite number above {above:g}")
+        if not _is_number(value, minimum):
+            raise self.wrong(name, f"must be a number of at least {minimum:g}" + _at_most(value, MAX_NUMBER))
         return float(value)
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
@@ -91,13 +95,10 @@ class ConfigFields:
         return tuple(items)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of exactly `count` finite numbers above 0."""
+        """A list of exactly `count` positive numbers."""
         items = self._value(name, _REQUIRED)
-        well_formed = isinstance(items, list | tuple) and all(
-            type(i) in (int, float) and math.isfinite(i) and i > 0 for i in items
-        )
-        if not well_formed or len(items) != count:
-            raise self.wrong(name, f"must be a list of {count} finite numbers above 0")
+        if not isinstance(items, list | tuple) or len(items) != count or not all(map(_is_number, items)):
+            raise self.wrong(name, f"must be a list of {count} positive numbers")
         return tuple(float(i) for i in items)
 
     def choice(self, name: str, allowed: Collection[Any], *, default: Any) -> Any:
@@ -131,6 +132,15 @@ class ConfigFields:
         if default is _REQUIRED:
             raise UserError(f"{self.where}: {name} is missing")
         return default
+
+
+def _is_number(value: Any, minimum: float = MIN_NUMBER) -> bool:
+    return type(value) in (int, float) and minimum <= value <= MAX_NUMBER  # NaN compares false
+
+
+def _at_most(value: Any, maximum: float) -> str:
+    """Mentioned only where it is what was broken."""
+    return f" and at most {maximum:g}" if type(value) in (int, float) and value > maximum else ""
 
 
 def _short(value: Any) -> str:

@@ -86,7 +86,7 @@ def read_rope(fields: ConfigFields, *, head_dim: int) -> Rope:
     request = _Request(
         fields=rope,
         head_dim=head_dim,
-        theta=rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA, above=1), above=1),
+        theta=rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA, minimum=2), minimum=2),
         max_positions=max_positions,
         trained_positions=fields.integer("original_max_position_embeddings", trained),
     )
@@ -114,12 +114,12 @@ def _default(request: _Request) -> Rope:
 
 
 def _linear(request: _Request) -> Rope:
-    factor = request.fields.number("factor")
+    factor = request.fields.number("factor", minimum=1)
     return request.rope(lambda plain: plain / factor)
 
 
 def _dynamic(request: _Request) -> Rope:
-    request.fields.number("factor")  # acts only beyond max_positions, where nothing is served
+    request.fields.number("factor", minimum=1)  # acts only beyond max_positions, where nothing is served
     return request.rope(lambda plain: plain)
 
 
@@ -127,7 +127,7 @@ def _yarn(request: _Request) -> Rope:
     """A context of `factor` times the trained one is served even where max_position_embeddings was left
     at the trained length, as Qwen's model cards tell users to do."""
     fields, dim, trained = request.fields, request.head_dim, request.trained_positions
-    factor = fields.number("factor", request.max_positions / trained)
+    factor = fields.number("factor", request.max_positions / trained, minimum=1)
     low, high = (
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(request.theta))
         for rotations in (fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0))
@@ -162,7 +162,7 @@ def _yarn_scaling(fields: ConfigFields, factor: float) -> float:
 
 def _llama3(request: _Request) -> Rope:
     fields, trained = request.fields, request.trained_positions
-    factor = fields.number("factor")
+    factor = fields.number("factor", minimum=1)
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if high <= low:
         raise fields.wrong("high_freq_factor", f"must be above low_freq_factor ({low:g})")
