@@ -169,6 +169,18 @@ def test_random_schedules_never_change_an_answer() -> None:
         assert_idle(core)
 
 
+def test_near_ties_are_settled_alike_in_any_company() -> None:
+    """Every token has a twin whose logit differs in the last bits only, so that rounding would choose."""
+    model = ToyModel(seed=5)
+    model.head[25:] = model.head[:25] * (1 + 1e-7 * torch.randn(25, 32))
+    asked = prompts(10, seed=7, low=4, high=30)
+    seen = []
+    for flags in ({"max_running_requests": 1}, {}, {"chunked_prefill_size": 1}, {"chunked_prefill_size": 5}):
+        got = run(make_core(model, **flags), requests_of(asked, max_tokens=12, ignore_eos=True))
+        seen.append([got[str(i)].token_ids for i in range(len(asked))])
+    assert all(answers == seen[0] for answers in seen)
+
+
 def _drive_at_random(
     core: EngineCore, asked: list[list[int]], draw: random.Random
 ) -> tuple[dict[str, RequestOutput], set[int]]:

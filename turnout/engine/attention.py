@@ -117,7 +117,7 @@ class PagedAttention:
                 k_LHD, v_LHD = k_NHD[chunk.rows], v_NHD[chunk.rows]
             else:
                 k_LHD, v_LHD = cache_S2HD.index_select(0, chunk.slots_L).unbind(1)
-            parts.append(_attend_chunk(q_THD, k_LHD, v_LHD, chunk.mask_TL))
+            parts.append(attend_chunk(q_THD, k_LHD, v_LHD, chunk.mask_TL))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _place(self, request: Request) -> None:
@@ -180,7 +180,7 @@ def _attend_singles(q_BHD: Tensor, cache_S2HD: Tensor, layout: StepLayout) -> Te
     return out_BHGD.reshape(B, Hq, D)
 
 
-def _attend_chunk(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, mask_TL: Tensor | None) -> Tensor:
+def attend_chunk(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, mask_TL: Tensor | None) -> Tensor:
     """The last T tokens of a context of L over all of it, causally: [T, Hq, D] -> [T, Hq, D]."""
     T, Hq, D = q_THD.shape
     Hkv = k_LHD.shape[1]

@@ -20,12 +20,13 @@ from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
-from turnout.engine.messages import AddRequest, EngineStats, RequestOutput, TokenLogprobs
+from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
-from turnout.engine.sampler import Sampler, token_logprobs
+from turnout.engine.sampler import Sampled, Sampler, token_logprobs
 from turnout.engine.scheduler import Chunk, Scheduler
 from turnout.engine.threads import usable_cores
+from turnout.engine.ties import settled_logits
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn, Step
@@ -68,6 +69,7 @@ class EngineCore:
             dtype=getattr(torch, blueprint.compute_dtype),
         )
         self._sampler = Sampler(shape.vocab_size, config.max_running_requests, self._device)
+        self._settles = blueprint.compute_dtype == "float32"
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
@@ -215,19 +217,22 @@ class EngineCore:
         hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
         sampled = self._sampler(self._model.logits(hidden_SH), requests)
         for i, request in enumerate(requests):
-            output = RequestOutput(id=request.id)
-            if request.num_output == 0:
-                output = self._first_output(request)
-            if not sampled.valid[i]:
-                output.error = "the model's logits are not finite for this request"
-                outputs.append(self._finish(request, output, "error"))
-                continue
-            outputs.append(self._append(request, output, sampled.token_ids[i], sampled.logprobs[i]))
+            if sampled.close[i] and self._settles:
+                alone = self._sampler(settled_logits(self._model, request.tokens, self._device), [request])
+                outputs.append(self._append(request, alone, 0))
+            else:
+                outputs.append(self._append(request, sampled, i))
         return outputs
 
-    def _append(
-        self, request: Request, output: RequestOutput, token: int, logprobs: TokenLogprobs | None
-    ) -> RequestOutput:
+    def _append(self, request: Request, sampled: Sampled, i: int) -> RequestOutput:
+        """Give `request` the i-th sampled token; finish it if that was its last."""
+        output = RequestOutput(id=request.id)
+        if request.num_output == 0:
+            output = self._first_output(request)
+        if not sampled.valid[i]:
+            output.error = "the model's logits are not finite for this request"
+            return self._finish(request, output, "error")
+        token, logprobs = sampled.token_ids[i], sampled.logprobs[i]
         request.tokens.append(token)
         self._generation_tokens += 1
         output.token_ids = [token]

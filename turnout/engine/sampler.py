@@ -23,14 +23,20 @@ from torch import Tensor
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.request import Request
 from turnout.engine.sampling import SamplingParams
+from turnout.engine.ties import close_calls
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One entry per request. `valid` is False where the logits held no finite maximum."""
+    """One entry per request.
+
+    valid: False where the logits held no finite maximum.
+    close: True where a greedy choice was so close that rounding may have made it.
+    """
 
     token_ids: list[int]
     valid: list[bool]
+    close: list[bool]
     logprobs: list[TokenLogprobs | None]
 
 
@@ -45,12 +51,11 @@ class Sampler:
         """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten."""
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
-            token_ids, valid = _greedy(logits_SV)
-            return Sampled(token_ids, valid, logprobs)
+            return Sampled(*_greedy(logits_SV), logprobs)
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
         scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
         self._adjust(logits_SV, requests)
-        token_ids, valid = _greedy(logits_SV)
+        token_ids, valid, close = _greedy(logits_SV.clone())
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -58,13 +63,13 @@ class Sampler:
             if drawn:
                 chosen = _draw(logits_SV[drawn], [requests[i] for i in drawn], ordered=ordered)
                 for i, token in zip(drawn, chosen, strict=True):
-                    token_ids[i] = token
+                    token_ids[i], close[i] = token, False
         if scores_SV is not None:
             counts = [requests[i].sampling.logprobs or 0 for i in wanted]
             found = token_logprobs(scores_SV, [token_ids[i] for i in wanted], counts)
             for i, entry in zip(wanted, found, strict=True):
                 logprobs[i] = entry
-        return Sampled(token_ids, valid, logprobs)
+        return Sampled(token_ids, valid, close, logprobs)
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request]) -> None:
         """Bias, minimum length and penalties, in place."""
@@ -163,14 +168,15 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def _greedy(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
-    """The largest logit's token (the lowest id among equals), and whether that logit is finite.
+def _greedy(logits_SV: Tensor) -> tuple[list[int], list[bool], list[bool]]:
+    """The largest logit's token (the lowest id among equals), whether it is finite, and whether it is a
+    close call. Overwrites the logits.
 
     `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
     """
     values_S, ids_S = logits_SV.max(dim=-1)
-    both = torch.stack((ids_S, values_S.isfinite().to(ids_S.dtype))).tolist()  # one device transfer
-    return both[0], [bool(flag) for flag in both[1]]
+    found = torch.stack((ids_S, values_S.isfinite(), close_calls(logits_SV, ids_S))).tolist()  # one transfer
+    return found[0], [bool(flag) for flag in found[1]], [bool(flag) for flag in found[2]]
 
 
 def _needs_order(params: SamplingParams) -> bool:
