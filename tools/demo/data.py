@@ -19,7 +19,7 @@ from .tokens import END, load_tokenizer, prompt
 
 IGNORE = -100
 LONGEST = 512  # tokens of one problem; the longest of 20 000 has 331
-SHORTEST = 24
+SHORTEST = 24  # sizes `starts`, so that batches have one shape and are compiled once
 # Some problems come with a system message, so that one does not disturb the model when served.
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
@@ -99,7 +99,7 @@ def lay_out(documents: list[tuple[list[int], int]], tokens: int) -> Batch:
     wanted = torch.tensor([*answer[1:], False])[:tokens]
     # The token after a document's last is another document's first, which is never an answer's.
     target = torch.where(wanted, id_T[1:], IGNORE)
-    room = tokens // SHORTEST + 2
+    room = max(tokens // SHORTEST + 2, len(edge))
     starts_padded = torch.full((room,), tokens, dtype=torch.int32)
     starts_padded[: len(edge)] = edge
     position = torch.arange(tokens, dtype=torch.int32) - start
