@@ -15,7 +15,7 @@ from pathlib import Path
 from turnout.formats import FORMAT_INFO
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.plan import DISPATCHERS_ELSEWHERE, RUNNERS_ELSEWHERE
+from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
 from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
@@ -89,7 +89,8 @@ def backends() -> str:
             _columns([_dispatcher(d) for d in dispatchers()]),
             "## Not part of this version",
             "Asked for by name, these are refused with a pointer to those above: runners "
-            f"{_code(RUNNERS_ELSEWHERE)}; dispatchers {_code(DISPATCHERS_ELSEWHERE)}.",
+            f"{_code(n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES)}; dispatchers "
+            f"{_code(n for n in KNOWN_DISPATCHERS if n not in DISPATCHER_CAPABILITIES)}.",
             "## Hardware that `turnout plan --hardware` knows",
             _table(
                 ("name", "compute capability", "memory", "FP4 tensor cores"),

@@ -129,7 +129,7 @@ def test_everything_wrong_is_said_at_once(model):
         quantization="fp8",
         context_length=10**6,
         speculative_algorithm="ngram",
-        moe_runner_backend="triton",
+        moe_runner_backend="flashinfer_trtllm",
         max_dispatch_tokens_per_rank=7,
         device="cuda",
     )
@@ -139,7 +139,7 @@ def test_everything_wrong_is_said_at_once(model):
         "--quantization fp8",
         "--context-length 1000000",
         "--speculative-algorithm ngram",
-        "--moe-runner-backend triton",
+        "--moe-runner-backend flashinfer_trtllm",
         "--max-dispatch-tokens-per-rank 7",
         "--device cuda",
     }

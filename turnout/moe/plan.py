@@ -42,15 +42,15 @@ __all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
 
 C = TypeVar("C", RunnerCapability, DispatcherCapability)
 
-# Names that users of other engines may ask for: known, but not here.
-RUNNERS_ELSEWHERE = (
+# Names that flags may ask for, here or in other releases: what is missing is told from a typing error.
+KNOWN_RUNNERS = (
     "triton",
     "flashinfer_cutedsl",
     "flashinfer_mxfp4",
     "flashinfer_cutlass",
     "flashinfer_trtllm",
 )
-DISPATCHERS_ELSEWHERE = ("collective", "collective-experts", "nvlink", "flashinfer", "deepep")
+KNOWN_DISPATCHERS = ("collective", "collective-experts", "nvlink", "flashinfer", "deepep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +144,9 @@ def _allowed(
     impossible = [*misarranged, *case.budget.refusals()]
     if not misarranged:
         impossible += layer_refusals(case.spec, case.topology)
-    wished_runners, no_runner = _wished(
-        "--moe-runner-backend", case.wishes.runner, runners, RUNNERS_ELSEWHERE
-    )
+    wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners, KNOWN_RUNNERS)
     wished_dispatchers, no_dispatcher = _wished(
-        "--moe-a2a-backend", case.wishes.dispatcher, dispatchers, DISPATCHERS_ELSEWHERE
+        "--moe-a2a-backend", case.wishes.dispatcher, dispatchers, KNOWN_DISPATCHERS
     )
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
@@ -161,17 +159,15 @@ def _allowed(
     return candidates, refused
 
 
-def _wished(
-    flag: str, wish: str, known: Sequence[C], elsewhere: tuple[str, ...]
-) -> tuple[list[C], list[Refusal]]:
-    """The backends to consider, and a refusal if the one asked for is not among `known`."""
+def _wished(flag: str, wish: str, here: Sequence[C], known: tuple[str, ...]) -> tuple[list[C], list[Refusal]]:
+    """The backends to consider, and a refusal if the one asked for is not `here`."""
     if wish == "auto":
-        return list(known), []
-    asked = [backend for backend in known if backend.name == wish]
+        return list(here), []
+    asked = [backend for backend in here if backend.name == wish]
     if asked:
         return asked, []
-    names = ", ".join(backend.name for backend in known)
-    limit = "not part of this version" if wish in elsewhere else "unknown"
+    names = ", ".join(backend.name for backend in here)
+    limit = "not part of this version" if wish in known else "unknown"
     refusal = Refusal(
         who="plan",
         asked=f"{flag} {wish}",
