@@ -29,7 +29,7 @@ from tools.demo.data import IGNORE, LONGEST, Batch, batches
 from tools.demo.export import load_parameters, save_parameters, write_folder, write_json
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
 from tools.demo.optimizer import make_optimizers
-from tools.demo.tokens import END, PAD, load_tokenizer, train_tokenizer
+from tools.demo.tokens import END, PAD, load_tokenizer, token_id, train_tokenizer
 from turnout.checkpoint.quantize import InputAmax, quantize
 
 BALANCE_WEIGHT = 0.01
@@ -176,7 +176,7 @@ def export(args: argparse.Namespace) -> None:
     model = DemoModel(Shape(**run["shape"]), torch.bfloat16)
     load_parameters(model, args.parameters)
     tokenizer = load_tokenizer(args.folder)
-    write_folder(model, args.folder, tokenizer.token_to_id(END), tokenizer.token_to_id(PAD))
+    write_folder(model, args.folder, token_id(tokenizer, END), token_id(tokenizer, PAD))
     write_json(args.folder / "training.json", summarize(run, args.commit, args.date))
     shutil.rmtree(args.nvfp4, ignore_errors=True)
     quantize(args.folder, args.nvfp4, "nvfp4", calibration=calibration(model.shape, run["amax"]))

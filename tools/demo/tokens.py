@@ -75,5 +75,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no {token}"
+    return int(found)
+
+
 def _problems(count: int) -> list[wordmath.Problem]:
     return wordmath.generate("train", count, seed=-1)
