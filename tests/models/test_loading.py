@@ -103,6 +103,7 @@ def test_config_of_another_size(field: str, value: int, tensor: str, tmp_path: P
             "q_norm.weight",
         ),
         ("qwen2", {}, {"shared_expert_intermediate_size": 0}, "mlp.shared_expert"),
+        ("qwen3", {}, {"num_hidden_layers": 1}, "model.layers.1."),
     ],
 )
 def test_weights_without_a_place_are_refused(

@@ -140,6 +140,26 @@ def test_no_tokens_is_an_ordinary_step(base: str, tmp_path: Path) -> None:
     assert logits.shape == (0, 384)
 
 
+def test_expert_counts(tmp_path: Path) -> None:
+    """Against the routers of transformers' model, over two steps; dense layers have no entry."""
+    theirs = write_model(tmp_path, num_hidden_layers=3, mlp_only_layers=[1])
+    expected = torch.zeros(2, 8, dtype=torch.int64)
+
+    def count(row: int, ids_TK: Tensor) -> None:
+        expected[row] += torch.bincount(ids_TK.flatten(), minlength=8)
+
+    for row, i in enumerate((0, 2)):
+        gate = theirs.model.layers[i].mlp.gate
+        gate.register_forward_hook(lambda _, __, out, row=row: count(row, out[2]))
+    ids = prompt(50)
+    reference(theirs, ids)
+    model = load(tmp_path)
+    run = PlainAttention(model)
+    run.logits(("a", ids[:49]))
+    run.logits(("a", ids[49:]), phase="decode")
+    assert model.expert_counts() == expected.tolist()
+
+
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(base: str, dtype: torch.dtype, tmp_path: Path) -> None:

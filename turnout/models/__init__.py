@@ -6,7 +6,7 @@ model = load_model(checkpoint, plan, topology=..., device=..., dtype=...)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     import torch
 
     from turnout.checkpoint import Checkpoint
+    from turnout.moe.runners import Experts
 
 __all__ = ["describe", "load_model"]
 
@@ -48,10 +49,12 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: ProgressFn | None = None,
+    make_runner: Callable[[int], Experts] | None = None,
 ) -> Model:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
-    `plan` is the one made for `describe(checkpoint.config)`. Raises UserError as `describe` does, and
+    `plan` is the one made for `describe(checkpoint.config)`. `make_runner(layer)` gives the runner of each
+    MoE layer instead of the plan's. Raises UserError as `describe` does, and
     CheckpointError for a tensor that is missing or wrong.
     """
     import torch
@@ -67,7 +70,7 @@ def load_model(
     spec = _read_spec(checkpoint.config)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)
-    model = Decoder(spec, weights, plan, topology, progress or _silent)
+    model = Decoder(spec, weights, plan, topology, progress or _silent, make_runner)
     _refuse_unread(checkpoint, spec)
     return model
 
@@ -102,13 +105,8 @@ def _with_format(spec: DecoderSpec, experts_format: tuple[str, bool]) -> Decoder
 
 
 def _refuse_unread(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    """Weights of these layers that nobody wanted (a bias, a shared expert) belong to another model."""
-    layers = tuple(f"model.layers.{i}." for i in range(spec.shape.num_layers))
-    unread = [
-        name
-        for name in checkpoint.unread()
-        if name.startswith(layers) and name.endswith((".weight", ".bias"))
-    ]
+    """Weights that nobody wanted (a bias, a shared expert, more layers) belong to another model."""
+    unread = [n for n in checkpoint.unread() if n.startswith("model.") and n.endswith((".weight", ".bias"))]
     if unread:
         raise UserError(
             f"{checkpoint.folder}: {len(unread)} tensors have no place in {spec.shape.architecture} as "

@@ -28,6 +28,7 @@ from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
+from turnout.moe.runners import Experts
 from turnout.parallel.topology import Topology
 
 
@@ -49,11 +50,18 @@ class Decoder:
     """An `interface.Model`: the decoder of one rank, with its weights."""
 
     def __init__(
-        self, spec: DecoderSpec, weights: Weights, plan: MoEPlan, topology: Topology, progress: ProgressFn
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        plan: MoEPlan,
+        topology: Topology,
+        progress: ProgressFn,
+        make_runner: Callable[[int], Experts] | None = None,
     ):
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         self.shape = shape = spec.shape
         self._spec, self._weights, self._plan, self._topology = spec, weights, plan, topology
+        self._make_runner = make_runner
         self._embedding_VH = weights.linear("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._head_VH = self._embedding_VH
         if not spec.tied_embeddings:
@@ -79,6 +87,10 @@ class Decoder:
         """See `interface.Model.logits`."""
         return F.linear(hidden_SH, self._head_VH).float()
 
+    def expert_counts(self) -> list[list[int]]:
+        """See `interface.Model.expert_counts`; waits for the device."""
+        return [layer.mlp.expert_counts.tolist() for layer in self._layers if isinstance(layer.mlp, MoELayer)]
+
     def _layer(self, i: int) -> DecoderLayer:
         prefix = f"model.layers.{i}"
         is_moe = i in self._spec.moe_layers
@@ -86,7 +98,7 @@ class Decoder:
             attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
             attention=self._read_attention(i, f"{prefix}.self_attn"),
             mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
-            mlp=self._read_moe(f"{prefix}.mlp") if is_moe else self._read_dense(f"{prefix}.mlp"),
+            mlp=self._read_moe(i, f"{prefix}.mlp") if is_moe else self._read_dense(f"{prefix}.mlp"),
         )
 
     def _read_norm(self, prefix: str) -> Norm:
@@ -118,7 +130,7 @@ class Decoder:
     def _read_dense(self, prefix: str) -> Callable[[Tensor, str], Tensor]:
         return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
 
-    def _read_moe(self, prefix: str) -> MoELayer:
+    def _read_moe(self, i: int, prefix: str) -> MoELayer:
         spec, weights = self._spec.moe, self._weights
         experts = weights.checkpoint.experts(
             f"{prefix}.experts",
@@ -135,6 +147,7 @@ class Decoder:
             experts=experts,
             shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
             topology=self._topology,
+            runner=self._make_runner(i) if self._make_runner else None,
         )
 
     def _read_shared(self, prefix: str) -> GatedSharedExpert:

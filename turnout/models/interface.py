@@ -72,5 +72,9 @@ class Model(Protocol):
         """float32 logits [S, V] for chosen rows of `forward`'s result."""
         ...
 
+    def expert_counts(self) -> list[list[int]]:
+        """[MoE layer][expert]: how often the router chose each expert since loading."""
+        ...
+
 
 ProgressFn = Callable[[str, int, int], None]  # (what, done, total)
