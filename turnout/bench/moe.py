@@ -1,0 +1,356 @@
+"""`bench moe`: the experts of one layer (no router), as planned, beside transformers' implementations.
+
+Everything at a point, ours and peers, is timed in the same loop, call by call in turn, on inputs and
+routes that change from call to call; a row holds the median. `floor_us` is the larger of bytes touched over
+the measured copy bandwidth and operations over the measured GEMM rate; bytes are those of the format, of
+experts that got a token. `error` is relative to the float32 reference.
+
+Under expert parallelism (shape names ending in -epN) routes are drawn over all experts and the rank's
+share of them is computed, as behind a dispatcher that moves nothing.
+
+Legend: T tokens, H hidden, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from turnout import formats as weight_formats
+from turnout.bench.results import cpu_name, result, save
+from turnout.errors import UserError
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import PackedTensor
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.budget import Budget, matrix_bytes
+from turnout.moe.plan import Wishes, plan
+from turnout.moe.reference import experts_reference
+from turnout.moe.spec import MoESpec
+from turnout.parallel import hardware
+from turnout.parallel.topology import Topology
+from turnout.registry import RUNNERS
+
+ROUTINGS = ("uniform", "zipf")
+PEERS = ("eager", "grouped_mm", "batched_mm")
+INPUTS = 4  # sets of tokens and routes per point
+SECONDS = 2.0  # per point and contender, about
+PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One layer. `ep`: over how many ranks its experts are spread; the first rank's are measured."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    ep: int = 1
+
+    def spec(self, format: str) -> MoESpec:
+        return MoESpec(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            format=format,
+        )
+
+
+SHAPES = {
+    "cpu-small": Shape(hidden=1024, intermediate=512, experts=64, top_k=8),
+    "qwen3-30b": Shape(hidden=2048, intermediate=768, experts=128, top_k=8),
+    "qwen3-235b-ep4": Shape(hidden=4096, intermediate=1536, experts=128, top_k=8, ep=4),
+    "gptoss-20b": Shape(hidden=2880, intermediate=2880, experts=32, top_k=4),
+    "gptoss-120b": Shape(hidden=2880, intermediate=2880, experts=128, top_k=4),
+    "dsv3-ep8": Shape(hidden=7168, intermediate=2048, experts=256, top_k=8, ep=8),
+    "qwen35-397b-ep4": Shape(hidden=4096, intermediate=1024, experts=512, top_k=10, ep=4),
+}
+
+
+def run_default() -> dict[str, Any]:
+    """What `make bench` measures on a CPU."""
+    return run(
+        shapes=["cpu-small"],
+        formats=["bf16", "nvfp4"],
+        tokens=[1, 16, 256],
+        device="cpu",
+        command="make bench",
+    )
+
+
+def run(
+    *,
+    shapes: Sequence[str] = ("cpu-small",),
+    formats: Sequence[str] = ("bf16", "nvfp4"),
+    tokens: Sequence[int] = (1, 16, 256),
+    runner: str = "auto",
+    routing: str = "uniform",
+    device: str = "auto",
+    peers: bool = True,
+    output: Path | None = None,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Measure every shape, format and token count; print a table and return the result (and save it).
+
+    On a CPU each is run in float32 and in bfloat16, on CUDA in bfloat16. A point that fails is a row with
+    an `error_message`. Raises UserError for a shape, format or routing that is not known.
+    """
+    for kind, asked, known in (
+        ("shape", shapes, SHAPES),
+        ("format", formats, weight_formats.FORMATS),
+        ("routing", [routing], ROUTINGS),
+    ):
+        for name in asked:
+            if name not in known:
+                raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    machine = hardware.detect(device)
+    ceilings = measure_ceilings(machine.device)
+    dtypes = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for shape in shapes:
+            for format in formats:
+                bench = LayerBench(SHAPES[shape], format, machine, routing)
+                contenders = bench.contenders(runner, dtypes, peers)
+                for count in tokens:
+                    point = {"shape": shape, "format": format, "tokens": count, "routing": routing}
+                    rows += [point | row for row in bench.measure(count, contenders, ceilings)]
+    name = cpu_name() if machine.device == "cpu" else machine.name
+    content = result("moe", rows, device=name, ceilings=ceilings, command=command)
+    show(content)
+    if output is not None:
+        save(content, output)
+    return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Something that computes the layer: one of our runners, or a peer."""
+
+    runner: str
+    dtype: str
+    forward: Forward
+    gathered_bytes: int = 0  # of weights, per token
+    peer: bool = False
+
+
+class LayerBench:
+    """One layer's weights in one format, and all that is measured on them."""
+
+    def __init__(self, shape: Shape, format: str, machine: hardware.Hardware, routing: str) -> None:
+        self._shape, self._format, self._machine, self._routing = shape, format, machine, routing
+        self._spec = shape.spec(format)
+        self._local = shape.experts // shape.ep
+        self._experts = self._make_experts()
+
+    def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
+        found = [self._ours(runner, dtype) for dtype in dtypes]
+        if peers and self._shape.ep == 1:
+            found += [peer for dtype in dtypes for peer in self._peers(dtype)]
+        return found
+
+    def measure(
+        self, tokens: int, contenders: list[Contender], ceilings: dict[str, float]
+    ) -> list[dict[str, Any]]:
+        """One row per contender."""
+        inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
+        rows, runnable = [], []
+        reference = experts_reference(*inputs[0], self._experts, self._spec.activation)
+        floor = self._floor_us(inputs, ceilings)
+        for contender in contenders:
+            row: dict[str, Any] = {"runner": contender.runner, "compute_dtype": contender.dtype}
+            if contender.gathered_bytes * tokens > PEER_BYTES:
+                continue
+            cast = [(x.to(getattr(torch, contender.dtype)), ids, w) for x, ids, w in inputs]
+            try:
+                error = relative_error(contender.forward(*cast[0]), reference)
+            except Exception as failure:  # a failed point is a row, never an absent one
+                rows.append(row | {"error_message": f"{type(failure).__name__}: {failure}"})
+                continue
+            rows.append(row | {"floor_us": floor, "error": error, "peer": contender.peer})
+            runnable.append((rows[-1], contender.forward, cast))
+        times = interleaved([(forward, cast) for _, forward, cast in runnable], self._machine.device)
+        for (row, _, _), time_us in zip(runnable, times, strict=True):
+            row |= {"time_us": time_us, "efficiency": row["floor_us"] / time_us}
+        return rows
+
+    def _make_experts(self) -> ExpertWeights:
+        draw = torch.Generator(self._machine.device).manual_seed(0)
+
+        def weights(rows: int, columns: int) -> PackedTensor:
+            plain = torch.randn(self._local, rows, columns, generator=draw, device=self._machine.device).mul_(
+                columns**-0.5
+            )
+            return weight_formats.encode(plain, self._format)
+
+        return ExpertWeights(
+            w13=weights(2 * self._shape.intermediate, self._shape.hidden),
+            w2=weights(self._shape.hidden, self._shape.intermediate),
+            num_experts=self._shape.experts,
+        )
+
+    def _ours(self, name: str, dtype: str) -> Contender:
+        budget = Budget.from_limits(
+            chunked_prefill_size=2048, max_prefill_tokens=16384, max_running_requests=1024
+        )
+        chosen = plan(
+            self._spec,
+            topology=Topology(tp_size=self._shape.ep, ep_size=self._shape.ep),
+            budget=budget,
+            hardware=self._machine,
+            wishes=Wishes(runner=name),
+            compute_dtype=dtype,
+        )
+        runner = RUNNERS.get(chosen.decode.runner)(self._spec, chosen, torch.device(self._machine.device))
+        runner.prepare(self._experts)
+
+        def forward(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            return runner(TokensBatch(hidden=Hidden(data=x_TH), topk_ids=ids_TK, topk_weights=weights_TK))
+
+        return Contender(runner=chosen.decode.runner, dtype=dtype, forward=forward)
+
+    def _peers(self, dtype: str) -> list[Contender]:
+        """transformers' expert implementations on the decoded weights."""
+        from transformers import AutoConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        shape, kind = self._shape, getattr(torch, dtype)
+        config = AutoConfig.for_model(
+            "qwen3_moe",
+            hidden_size=shape.hidden,
+            moe_intermediate_size=shape.intermediate,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+        )
+        with torch.device("meta"):
+            experts = Qwen3MoeExperts(config)
+        for name, weight in (("gate_up_proj", self._experts.w13), ("down_proj", self._experts.w2)):
+            setattr(experts, name, torch.nn.Parameter(weight.decode(kind), requires_grad=False))
+        per_token = shape.top_k * 3 * shape.hidden * shape.intermediate * kind.itemsize
+
+        def peer(implementation: str) -> Contender:
+            def forward(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+                config._experts_implementation = implementation
+                return experts(x_TH, ids_TK.long(), weights_TK.to(x_TH.dtype))
+
+            return Contender(
+                runner=f"transformers {implementation}",
+                dtype=dtype,
+                forward=forward,
+                gathered_bytes=per_token if implementation == "batched_mm" else 0,
+                peer=True,
+            )
+
+        return [peer(implementation) for implementation in PEERS]
+
+    def _inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x float32 [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
+        draw = torch.Generator().manual_seed(seed)
+        x_TH = torch.randn(tokens, self._shape.hidden, generator=draw)
+        E, k = self._shape.experts, self._shape.top_k
+        rank_E = torch.randperm(E, generator=draw) if self._routing == "zipf" else torch.zeros(E)
+        ids_TK = torch.multinomial((1 / (1 + rank_E)).expand(tokens, E), k, generator=draw)
+        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
+        place = self._machine.device
+        return x_TH.to(place), ids_TK.int().to(place), weights_TK.to(place)
+
+    def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
+        """Averaged over the inputs, whose routes touch more experts or fewer."""
+        shape, gemm = self._shape, next(k for k in ceilings if k.endswith("_TFLOPs"))
+        one = matrix_bytes(self._format, 2 * shape.intermediate, shape.hidden)
+        one += matrix_bytes(self._format, shape.hidden, shape.intermediate)
+        floors = []
+        for _, ids_TK, _ in inputs:
+            local = ids_TK[ids_TK < self._local]
+            bytes_us = len(local.unique()) * one / ceilings["copy_GBps"] / 1e3
+            flops_us = len(local) * 6 * shape.hidden * shape.intermediate / ceilings[gemm] / 1e6
+            floors.append(max(bytes_us, flops_us))
+        return statistics.fmean(floors)
+
+
+def interleaved(
+    runnable: Sequence[tuple[Forward, list[tuple[Tensor, Tensor, Tensor]]]], device: str
+) -> list[float]:
+    """The median time of each, in us, called in turn so that whatever disturbs one disturbs all."""
+
+    def timed(forward: Forward, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
+        start = time.perf_counter()
+        forward(*inputs)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    warm = [[timed(forward, inputs) for inputs in sets] for forward, sets in runnable]
+    slowest = max((min(times) for times in warm), default=SECONDS)
+    rounds = max(5, min(100, int(SECONDS / slowest)))
+    times: list[list[float]] = [[] for _ in runnable]
+    for i in range(rounds):
+        for (forward, sets), mine in zip(runnable, times, strict=True):
+            mine.append(timed(forward, sets[i % len(sets)]))
+    return [1e6 * statistics.median(mine) for mine in times]
+
+
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    return float((y.float() - reference).norm() / reference.norm())
+
+
+def measure_ceilings(device: str) -> dict[str, float]:
+    """What this device reaches at best: copying (read + write), and a large matrix product."""
+    dtype, label, size = (torch.float32, "fp32", 1024) if device == "cpu" else (torch.bfloat16, "bf16", 8192)
+    source = torch.empty(2**28 // 4 if device == "cpu" else 2**30, dtype=torch.float32, device=device).fill_(
+        1
+    )
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    copy_s = best_seconds(lambda: target.copy_(source), device)
+    gemm_s = best_seconds(lambda: a @ b, device)
+    return {
+        "copy_GBps": 2 * source.nbytes / copy_s / 1e9,
+        f"{label}_TFLOPs": 2 * size**3 / gemm_s / 1e12,
+    }
+
+
+def best_seconds(work: Callable[[], Any], device: str) -> float:
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def show(content: dict[str, Any]) -> None:
+    """The rows, and against each group's fastest peer how many times faster a runner is."""
+    table = Table(
+        "shape", "format", "tokens", "runner", "dtype", "us", "of floor", "error", "x fastest peer",
+        title=f"MoE layer, {content['device']}",
+    )  # fmt: skip
+    groups: dict[tuple, list[float]] = {}
+    for row in content["rows"]:
+        if row.get("peer"):
+            groups.setdefault((row["shape"], row["format"], row["tokens"]), []).append(row["time_us"])
+    for row in content["rows"]:
+        head = [row["shape"], row["format"], str(row["tokens"]), row["runner"], row["compute_dtype"]]
+        if "error_message" in row:
+            table.add_row(*head, "failed", "", "", row["error_message"])
+            continue
+        best = min(groups.get((row["shape"], row["format"], row["tokens"]), []), default=None)
+        ratio = "" if best is None else f"{best / row['time_us']:.2f}"
+        table.add_row(
+            *head, f"{row['time_us']:.0f}", f"{row['efficiency']:.2f}", f"{row['error']:.1e}", ratio
+        )
+    Console().print(table)
