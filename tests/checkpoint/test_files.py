@@ -83,9 +83,12 @@ def test_part_of_the_leading_dimension(single, tensors):
 def test_strided_or_converted_targets_are_filled_in_chunks(single, tensors, chunk, monkeypatch):
     monkeypatch.setattr("turnout.checkpoint.files._CHUNK_BYTES", chunk)
     files = TensorFiles(single)
+    reads, read_bytes = [], files._read_bytes
+    monkeypatch.setattr(files, "_read_bytes", lambda *args: reads.append(args[2].nbytes) or read_bytes(*args))
     strided = torch.zeros(6, 4).T
     files.read_into("a", strided)
     assert torch.equal(strided, tensors["a"])
+    assert max(reads) <= max(chunk, tensors["a"][0].nbytes)
     wide = torch.zeros(3, 2, 4)
     files.read_into("c", wide)
     assert torch.equal(wide, tensors["c"].float())

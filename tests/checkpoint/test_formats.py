@@ -96,6 +96,15 @@ def test_dense_layers_decode_to_the_reference(format, base, tmp_path):
             torch.testing.assert_close(half, expected.bfloat16(), rtol=1e-2, atol=0, msg=module)
 
 
+@pytest.mark.parametrize("format", ["bf16-stacked", "modelopt-fused"])
+def test_square_matrices_follow_the_family(format, tmp_path):
+    """2I == H: the shape does not say that Qwen's experts are not transposed."""
+    written = write_checkpoint(tmp_path, format, hidden_size=64, moe_intermediate_size=32)
+    with open_checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.experts(PREFIX, ExpertShape(num_experts=8, hidden=64, intermediate=32))
+    assert_experts(weights, written)
+
+
 @pytest.mark.parametrize("intermediate", [32, 96, 160, 192, 256])
 def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, tmp_path):
     """Where 128 does not divide the expert size, up's blocks start inside one of the stacked matrix's."""
