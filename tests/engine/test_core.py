@@ -350,6 +350,13 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company() -> None:
         assert alone.token_ids == crowd[str(i)].token_ids
 
 
+def test_expert_counts_are_reported_at_most_once_a_second() -> None:
+    core = make_core()
+    run(core, [request("a", [1, 2, 3], max_tokens=2, ignore_eos=True)])
+    assert core.stats().expert_tokens == [[4]]
+    assert core.stats().expert_tokens is None
+
+
 def test_info_is_plain_json() -> None:
     import json
 

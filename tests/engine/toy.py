@@ -69,6 +69,9 @@ class ToyModel:
     def logits(self, hidden_SH: Tensor) -> Tensor:
         return hidden_SH @ self.head.T
 
+    def expert_counts(self) -> list[list[int]]:
+        return [[sum(self.steps)]]
+
     def reference_logits(self, tokens: list[int]) -> Tensor:
         """[len(tokens), V], by definition."""
         shape = self.shape

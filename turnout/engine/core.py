@@ -10,6 +10,7 @@ the batch.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,7 @@ class EngineCore:
         self._aborted: list[RequestOutput] = []
         self._added = 0
         self._steps = 0
+        self._count_experts_at = 0.0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
         self._generation_tokens = 0
@@ -112,6 +114,12 @@ class EngineCore:
         return outputs + self._advance(chunks, hidden_NH)
 
     def stats(self) -> EngineStats:
+        """Counters now; `expert_tokens` once a second, for reading them waits for the device."""
+        now = time.monotonic()
+        expert_tokens = None
+        if now >= self._count_experts_at:
+            self._count_experts_at = now + 1.0
+            expert_tokens = self._model.expert_counts()
         return EngineStats(
             pid=os.getpid(),
             steps=self._steps,
@@ -124,7 +132,12 @@ class EngineCore:
             cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=self._scheduler.preemptions,
+            expert_tokens=expert_tokens,
         )
+
+    def expert_counts(self) -> list[list[int]]:
+        """[MoE layer][expert]: how often the router chose each expert. Waits for the device: ask rarely."""
+        return self._model.expert_counts()
 
     def info(self) -> dict[str, Any]:
         """The blueprint as run, and the versions that run it. Plain values for JSON."""

@@ -46,12 +46,12 @@ class WholeAttention:
         self._kept: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        self._kept[layer].append(torch.stack((k_NHD, v_NHD)))
-        k_LHD, v_LHD = torch.cat(self._kept[layer], dim=1)
-        places_L = torch.arange(len(k_LHD), device=q_NHD.device)
+        self._kept[layer].append(torch.stack((k_NHD, v_NHD)).transpose(1, 2))
+        k_HLD, v_HLD = torch.cat(self._kept[layer], dim=2)
+        places_L = torch.arange(k_HLD.shape[1], device=q_NHD.device)
         later_NL = places_L > places_L[-len(q_NHD) :, None]
         mask_NL = torch.zeros(later_NL.shape, dtype=q_NHD.dtype, device=q_NHD.device)
-        return attend_chunk(q_NHD, k_LHD, v_LHD, mask_NL.masked_fill_(later_NL, float("-inf")))
+        return attend_chunk(q_NHD, k_HLD, v_HLD, mask_NL.masked_fill_(later_NL, float("-inf")))
 
 
 def settled_logits(model: Model, tokens: Sequence[int], device: torch.device) -> Tensor:
