@@ -188,11 +188,23 @@ def quantize(
     calibrate: Annotated[
         bool, typer.Option(help="nvfp4: run the model to find activation scales (W4A4)")
     ] = True,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="text to run it on: lines, or .jsonl of {text}, {messages} or {question, answer}; "
+            "default: word problems"
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint that other engines can read."""
     from turnout.engine.calibrate import quantize as run
+    from turnout.evals.calibration import load_samples
 
-    run(model, out, format, calibrate=calibrate)
+    if calibration and not (calibrate and format == "nvfp4"):
+        raise UserError("--calibration is for --format nvfp4 with --calibrate")
+    samples = load_samples(calibration) if calibrate and format == "nvfp4" else None
+    run(model, out, format, samples=samples)
+    typer.echo(f"wrote {out}")
 
 
 @bench_app.command("serve")
@@ -229,6 +241,37 @@ def bench_serve(
         seed=seed,
     )
     run(bench, model=model, base_url=base_url, output=Path(output) if output else None)
+
+
+@bench_app.command("moe")
+def bench_moe(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", "--preset", help="layer to measure, such as qwen3-30b; may be repeated"),
+    ] = None,
+    format: Annotated[
+        list[str] | None, typer.Option(help="weights: bf16, nvfp4, ...; may be repeated")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="tokens of a batch; may be repeated")] = None,
+    routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
+    runner: Annotated[str, typer.Option(help="the runner; auto: what a plan takes")] = "auto",
+    device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
+    peers: Annotated[bool, typer.Option(help="measure transformers' implementations beside it")] = True,
+    output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
+) -> None:
+    """Time of one layer's experts, beside other implementations and what the device allows."""
+    from turnout.bench.moe import run
+
+    run(
+        shapes=shape or ["cpu-small"],
+        formats=format or ["bf16", "nvfp4"],
+        tokens=tokens or [1, 16, 256],
+        runner=runner,
+        routing=routing,
+        device=device,
+        peers=peers,
+        output=Path(output) if output else None,
+    )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,9 @@ from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
 from turnout.formats import all_finite, check
 
-__all__ = ["OUTPUT_FORMATS", "InputAmax", "quantize"]
+__all__ = ["OUTPUT_FORMATS", "Calibration", "InputAmax", "quantize"]
+
+Calibration = Mapping[str, tuple[float, float]]
 
 OUTPUT_FORMATS = ("nvfp4", "mxfp4", "fp8", "bf16")
 SHARD_BYTES = 5_000_000_000
@@ -44,7 +46,7 @@ def quantize(
     out: Path,
     format: str,
     *,
-    calibration: Mapping[str, tuple[float, float]] | None = None,
+    calibration: Calibration | Callable[[], Calibration] | None = None,
     progress: ProgressFn | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -52,7 +54,8 @@ def quantize(
 
     calibration (nvfp4 only): InputAmax by expert, such as `model.layers.0.mlp.experts.3`; with it the
     checkpoint asks for quantised activations (W4A4), without it for weights alone (W4A16). An expert that
-    is absent or saw no token (0) takes its layer's largest values.
+    is absent or saw no token (0) takes its layer's largest values. A function that returns it is called
+    once everything has been checked and `out` is reserved.
 
     progress(tensor, done, total) hears of each tensor of the source, in bytes.
 
@@ -66,10 +69,13 @@ def quantize(
         raise UserError(f"calibrated activation scales belong to nvfp4; {format} has none")
     config = _unquantized_config(source)
     with closing(TensorFiles(source, progress)) as files:
-        job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, calibration)
+        known = {} if callable(calibration) else calibration
+        job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, known)
         groups = job.groups()
         needed = sum(entry.nbytes for group in groups for entry in group)
         with new_folder(out, needed_bytes=needed) as folder:
+            if callable(calibration):
+                job = _job(files, config, format, calibration())
             writer = ShardWriter(folder, groups, shard_bytes)
             job.run(writer)
             writer.finish()
@@ -132,7 +138,7 @@ def _job(
     files: TensorFiles,
     config: Mapping[str, Any],
     format: str,
-    calibration: Mapping[str, tuple[float, float]] | None,
+    calibration: Calibration | None,
 ) -> _Job:
     layers = _expert_layers(files, config)
     for layer in layers:
@@ -214,9 +220,7 @@ def _declared_experts(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _check_calibration(
-    calibration: Mapping[str, tuple[float, float]] | None, layers: tuple[ExpertLayer, ...]
-) -> None:
+def _check_calibration(calibration: Calibration | None, layers: tuple[ExpertLayer, ...]) -> None:
     known = {layer.expert(index) for layer in layers for index in range(layer.num_experts)}
     for name in calibration or {}:
         if name not in known:

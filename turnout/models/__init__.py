@@ -54,8 +54,8 @@ def load_model(
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
     `plan` is the one made for `describe(checkpoint.config)`. `make_runner(layer)` gives the runner of each
-    MoE layer instead of the plan's. Raises UserError as `describe` does, and
-    CheckpointError for a tensor that is missing or wrong.
+    MoE layer instead of the plan's. Raises UserError as `describe` does and for weights that have no place
+    in the model, CheckpointError for a tensor that is missing or wrong.
     """
     import torch
 

@@ -20,7 +20,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.moe.dispatch import Dispatcher
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import route
-from turnout.moe.runners import Runner
+from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS, RUNNERS
@@ -43,10 +43,12 @@ class MoELayer:
         correction_bias: Tensor | None = None,
         shared_expert: Callable[[Tensor], Tensor] | None = None,
         topology: Topology = Topology(),
+        runner: Experts | None = None,
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
         which is the layer's. experts: those of the plan's range, this rank's shard of each.
         shared_expert maps [T, H] to [T, H]; TP-sharded where the layer reduces, else unsharded.
+        runner: one without weights, to run the experts instead of the plan's.
 
         The caller's `experts` may be dropped afterwards: the runner keeps what it needs.
         """
@@ -56,7 +58,7 @@ class MoELayer:
         self._shared_expert = shared_expert
         self._first_shard = topology.expert_tp_rank == 0
         device = router_weight.device
-        self._runner: Runner = RUNNERS.get(plan.prefill.runner)(spec, plan, device)
+        self._runner: Experts = runner or RUNNERS.get(plan.prefill.runner)(spec, plan, device)
         self._runner.prepare(self._checked(experts))
         self._dispatchers: dict[str, Dispatcher] = {
             phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(spec, plan, phase, topology, device)
@@ -67,7 +69,8 @@ class MoELayer:
     def __call__(self, x_TH: Tensor, phase: str = "prefill") -> Tensor:
         logits_TE = F.linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = route(logits_TE, self._spec.routing, self._spec.top_k, self._correction_bias)
-        self.expert_counts += torch.bincount(ids_TK.flatten(), minlength=self._spec.num_experts)
+        chosen = ids_TK.flatten().long()
+        self.expert_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # unlike bincount, no host wait
         dispatcher = self._dispatchers[phase]
         batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK)
         out_TH = dispatcher.combine(self._runner(batch), state)

@@ -18,12 +18,8 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 
 
-class Runner(Protocol):
-    """Built from values alone; holds weights only after `prepare`."""
-
-    capability: ClassVar[RunnerCapability]
-
-    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None: ...
+class Experts(Protocol):
+    """The experts of one layer, as the layer uses them."""
 
     def prepare(self, experts: ExpertWeights) -> None:
         """Take the weights into this runner's own form. It keeps no reference to what it converted, so
@@ -39,3 +35,11 @@ class Runner(Protocol):
         """tokens: [T, H], weighted and summed over k, of this rank's experts; experts: [E_loc, C, H],
         unweighted, zero beyond the counts. In the plan's compute dtype."""
         ...
+
+
+class Runner(Experts, Protocol):
+    """What a plan may choose: built from values alone, it holds weights only after `prepare`."""
+
+    capability: ClassVar[RunnerCapability]
+
+    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None: ...
