@@ -70,6 +70,28 @@ def test_a_full_queue_answers_503_and_recovers(guarded: str):
     assert httpx.post(f"{guarded}/completions", json=body, headers=headers).status_code == 200
 
 
+def expert_tokens(http: httpx.Client) -> dict[tuple[str, str], float]:
+    """Tokens of each (layer, expert)."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    (family,) = [family for family in families if family.name == "turnout:expert_tokens"]
+    return {(s.labels["layer"], s.labels["expert"]): s.value for s in family.samples}
+
+
+def test_every_token_is_counted_at_its_experts(http: httpx.Client):
+    """Each of 2 layers sends each computed token to 2 of 8 experts."""
+    time.sleep(1.5)  # the engine reports these once a second
+    before = expert_tokens(http)
+    body = {"prompt": [7, 8, 9, 10, 11], "max_tokens": 4, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    time.sleep(1.5)
+    after = expert_tokens(http)
+    assert set(after) == {(str(layer), str(expert)) for layer in range(2) for expert in range(8)}
+    for layer in "01":
+        gained = sum(after[layer, str(e)] - before[layer, str(e)] for e in range(8))
+        assert gained == 2 * (5 + 4 - 1)  # nobody attends to the last token
+    assert metrics(http)["turnout:dispatch_tokens"] == sum(after.values())
+
+
 def metrics(http: httpx.Client) -> dict[str, float]:
     """Sums over labels of every sample."""
     found: dict[str, float] = {}

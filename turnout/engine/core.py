@@ -135,10 +135,6 @@ class EngineCore:
             expert_tokens=expert_tokens,
         )
 
-    def expert_counts(self) -> list[list[int]]:
-        """[MoE layer][expert]: how often the router chose each expert. Waits for the device: ask rarely."""
-        return self._model.expert_counts()
-
     def info(self) -> dict[str, Any]:
         """The blueprint as run, and the versions that run it. Plain values for JSON."""
         blueprint = self.blueprint
