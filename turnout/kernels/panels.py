@@ -9,16 +9,16 @@ that a product reads memory strictly in order. Two products:
   nothing but that row: bit-equal in whatever company.
 * `product`: many rows with one matrix, a batched GEMM over its panels, in float32.
 
-Measured on 2 cores of an AMD EPYC (AVX2), eight 1024 x 1024 matrices chosen from 64, one row each:
+Measured on an AMD EPYC (AVX2), matrices 1024 x 1024 chosen 8 per token from 64:
 
-    bfloat16: F.linear per matrix 0.98 ms (17 GB/s); gather_product with W 1024: 1.24 ms, 128: 0.68 ms
-              (25 GB/s), 64: 0.71 ms, 32: 0.57 ms but twice the time to write its index
-    float32:  F.linear per matrix 1.9 ms; gather_product with W 1024: 1.5 ms, 128: 1.27 ms
+    bfloat16, 1 token, 1 core:   F.linear per matrix 1.9 ms; W 1024: 1.5 ms, 128: 1.2, 96: 1.1, 64: 1.1
+    bfloat16, 16 tokens, 1 core: W 128: 19 ms, 96: 15, 64: 17, 32: 25; sums outermost instead of panels: 27
+    float32, one matrix with M rows, 2 cores, F.linear against `product`: M 4: 0.48 and 0.33 ms;
+             16: 0.69 and 0.47; 32: 0.88 and 0.71; 64: 1.39 and 1.23
 
-and one float32 matrix with M rows, F.linear against `product` with W 128: M 4: 0.60 and 0.36 ms; 16: 0.69
-and 0.52 ms; 32: 0.93 and 0.73 ms; 64: 1.38 and 1.14 ms. Rejected: bfloat16 GEMMs, which reach 20 GFLOP/s
-here where float32 reaches 100, so `product` widens bfloat16 panels first (0.12 ms); a row-major copy for
-many rows, which doubles memory; torch's grouped_mm, which is F.linear per matrix on a CPU.
+Rejected: bfloat16 GEMMs, which reach 20 GFLOP/s on such a CPU where float32 reaches 100, so `product` widens
+bfloat16 panels first (0.12 ms); a row-major copy for many rows, which doubles memory; torch's grouped_mm,
+which is F.linear per matrix on a CPU.
 
 Legend: E matrices, N outputs, K inputs, B panels of W outputs, M rows of one matrix, S sums of C rows.
 """
@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_WIDTH = 128
+MAX_WIDTH = 96  # 12 vectors of 8: what the kernel keeps in registers in one pass (AVX2)
 MIN_WIDTH = 16
 
 
@@ -60,13 +60,13 @@ class Panels:
         """
         _, B, K, W = self.data.shape
         S, C = expert_SC.shape
-        rows_SBCK = expert_SC.view(S, 1, C, 1) * (B * K) + self._rows_BK.view(1, B, 1, K)
-        scale_SBCK = x_SCK.to(self.data.dtype).unsqueeze(1).expand(S, B, C, K)
-        starts = torch.arange(0, S * B * C * K, C * K, dtype=torch.int32)
+        rows_BSCK = expert_SC.view(1, S, C, 1) * (B * K) + self._rows_BK.view(B, 1, 1, K)
+        scale_BSCK = x_SCK.to(self.data.dtype).expand(B, S, C, K)
+        starts = torch.arange(0, B * S * C * K, C * K, dtype=torch.int32)
         sums, *_ = torch.embedding_bag(
-            self.data.view(-1, W), rows_SBCK.view(-1), starts, per_sample_weights=scale_SBCK.reshape(-1)
+            self.data.view(-1, W), rows_BSCK.view(-1), starts, per_sample_weights=scale_BSCK.reshape(-1)
         )
-        return sums.view(S, B * W)
+        return sums.view(B, S, W).transpose(0, 1).reshape(S, B * W)
 
     def product(self, expert: int, x_MK: Tensor, out_MN: Tensor) -> None:
         """out = x @ W_expert.T, all float32."""
