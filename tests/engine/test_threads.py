@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.engine.toy import make_core
+from turnout.engine import threads
 from turnout.engine.threads import usable_cores
 
 
@@ -46,3 +49,19 @@ def test_quota_of_cgroup_v1(machine: Path) -> None:
 def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     assert usable_cores(cpus=tmp_path, cgroup=tmp_path) == 3
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (8, 7)])
+def test_one_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch, cores: int, expected: int) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: cores)
+    assert threads.default_threads() == expected
+
+
+def test_the_engine_computes_with_as_many_as_asked_for() -> None:
+    before = torch.get_num_threads()
+    try:
+        make_core(num_threads=2)
+        assert torch.get_num_threads() == 2
+        assert make_core(num_threads=0).info()["num_threads"] <= max(1, usable_cores() - 1)
+    finally:
+        torch.set_num_threads(before)

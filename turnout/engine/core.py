@@ -26,7 +26,7 @@ from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
 from turnout.engine.sampler import Sampled, Sampler, token_logprobs
 from turnout.engine.scheduler import Chunk, Scheduler
-from turnout.engine.threads import usable_cores
+from turnout.engine.threads import default_threads
 from turnout.engine.ties import settled_logits
 from turnout.errors import UserError
 from turnout.models import load_model
@@ -278,8 +278,8 @@ def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
 
 
 def _use_threads(wanted: int) -> int:
-    """Set torch's CPU threads: as wanted, or the usable cores but no more than OMP_NUM_THREADS granted."""
-    threads = wanted or min(torch.get_num_threads(), usable_cores())
+    """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
+    threads = wanted or min(torch.get_num_threads(), default_threads())
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads
