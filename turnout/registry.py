@@ -51,6 +51,7 @@ RUNNERS: Registry[Any] = Registry(
     "MoE runner",
     {
         "torch": "turnout.moe.runners.torch:TorchRunner",
+        "triton": "turnout.moe.runners.triton:TritonRunner",
     },
 )
 

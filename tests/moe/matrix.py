@@ -114,7 +114,8 @@ def cases() -> Iterator[pytest.param]:
                 continue
             for activation, storage in product(activations, sorted(can.weight_storages)):
                 spec = make_spec(activation, format)
-                if can.refusals(spec, Topology(), devices[device]) or pair_refusals(can, sends, spec, "auto"):
+                own = can.refusals(spec, Topology(), devices[device], dtype)
+                if own or pair_refusals(can, sends, spec, "auto"):
                     continue
                 case = Case(
                     runner=runner,

@@ -139,7 +139,7 @@ def search(
             working.append(dispatcher)
     candidates = []
     for place, runner in enumerate(runners):
-        own = runner.refusals(case.spec, case.topology, case.hardware)
+        own = runner.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
         activations, no_activation = _activations(case, runner)
         storages, no_storage = _storages(case, runner)
         feeders, no_feeder = _feeders(case, runner, dispatchers)

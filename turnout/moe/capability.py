@@ -44,6 +44,7 @@ class RunnerCapability:
     weight_formats: frozenset[str]  # of formats.packed.FORMATS
     wire_formats: frozenset[str] = frozenset({"bf16"})  # formats in which hidden states may arrive
     activation_formats: frozenset[str] = frozenset({"bf16"})  # what the GEMMs multiply with: "nvfp4" = W4A4
+    compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
     activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
     expert_bias: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -58,10 +59,21 @@ class RunnerCapability:
     requires: tuple[str, ...] = ()  # importable packages
     install: str = ""  # the command that installs them
 
-    def refusals(self, spec: MoESpec, topology: Topology, hardware: Hardware) -> list[Refusal]:
+    def refusals(
+        self, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
+    ) -> list[Refusal]:
         """Why this runner cannot run `spec` here, whatever the dispatcher."""
         who = f"runner {self.name}"
         found = _place_refusals(who, self, hardware, OTHER_RUNNER)
+        if compute_dtype not in self.compute_dtypes:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"hidden states in {compute_dtype}",
+                    limit=f"computes in {_listed(self.compute_dtypes)}",
+                    remedy=f"use --dtype {min(self.compute_dtypes)}, or {OTHER_RUNNER}",
+                )
+            )
         if spec.format not in self.weight_formats:
             takes = _listed(self.weight_formats)
             found.append(

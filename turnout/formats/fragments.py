@@ -1,0 +1,203 @@
+"""4-bit weights in the order in which Hopper's tensor cores take them, in plain torch, with the inverse.
+
+`wgmma` takes its first operand from registers: for a tile of 64 rows and 16 columns, lane l of warp w holds
+rows 16 w + l / 4 and 8 below it, columns 2 (l % 4) and the next, and the same two 8 further on. Weights are
+stored so that a thread's share of a 64 x 64 block, four such tiles, is 16 bytes in a row, and so that the
+eight codes of a 32-bit word unfold into bf16 with a shift and a mask each.
+
+A code is a sign s and three bits eem of exponent and mantissa. Read as a bf16 with s in bit 15 and eem in
+bits 8 to 6, it is the e2m1 value times 2^-126, subnormals included; that factor goes into the block scale.
+Each 16-bit half of a word holds four codes:
+
+    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+          sA sD mD sB eD eD sC eA eA mA eB eB mB eC eC mC
+
+so A needs a mask, B a shift by 3, C by 6, and D is put together from what is left. The low half is column
+2 (l % 4), the high half the next one; A and B are rows r and r + 8, C and D the same 8 columns further on.
+
+Block scales become one byte each, which with one shift and one addition is a bf16 with the factor 2^126:
+
+    mxfp4: the exponent field itself, relative to the expert's largest scale, which goes into `alpha`
+    nvfp4: 5 bits of exponent and 3 of mantissa (e4m3 has 18 binades once its subnormals are normalised)
+
+A zero byte is a zero scale; its codes are set to zero, since nvfp4's zero byte is not a zero in bf16.
+
+Legend: E experts, N rows, K columns, both padded to multiples of 64 with zero codes; G columns per scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from turnout.formats.packed import PackedTensor
+
+BLOCK = 64
+GROUP = {"mxfp4": 32, "nvfp4": 16}
+_TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragments:
+    """Weights [E, N, K] of format "mxfp4" or "nvfp4".
+
+    codes: int32 [E, N/64, K/64, 512]; scales: int32 [E, N/64, K/64, 32 (mxfp4) or 64 (nvfp4)];
+    alpha: float32 [E], which multiplies every product; rows, columns: N and K before padding.
+    """
+
+    format: str
+    codes: Tensor
+    scales: Tensor
+    alpha: Tensor
+    rows: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.alpha.nbytes
+
+
+def to_fragments(weights: PackedTensor, *, paired: bool, device: torch.device | str) -> Fragments:
+    """[E, N, K] codes and scales in fragment order on `device`, one expert at a time.
+
+    paired: the rows are gate then up; every 16 rows become 8 of gate and the 8 of up that belong to them,
+    so that one thread's accumulators hold both.
+    """
+    E, N, K = weights.shape
+    parts = [_expert(weights[e].to(device), paired) for e in range(E)]
+    return Fragments(
+        format=weights.format,
+        codes=torch.stack([p[0] for p in parts]),
+        scales=torch.stack([p[1] for p in parts]),
+        alpha=torch.stack([p[2] for p in parts]),
+        rows=N,
+        columns=K,
+    )
+
+
+def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
+    """The weights as float32 [E, N, K]: the inverse of `to_fragments`, decoding as the kernels do."""
+    E, n, k, _ = fragments.codes.shape
+    codes_ENK = _unfold_codes(fragments.codes.view(torch.uint8)).view(E, n * BLOCK, k * BLOCK)
+    scale_ENG = _unfold_scales(fragments.scales.view(torch.uint8), fragments.format)
+    values = (codes_ENK.to(torch.int32) & 8) << 12 | (codes_ENK.to(torch.int32) & 7) << 6
+    value_ENK = values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63  # in two steps: see `alpha`
+    scale_ENK = scale_ENG.repeat_interleave(GROUP[fragments.format], dim=2)
+    weight_ENK = value_ENK * (scale_ENK * 2.0**-63) * fragments.alpha[:, None, None]
+    if paired:
+        weight_ENK = unpair_rows(weight_ENK)
+        half = fragments.rows // 2
+        gate_ENK, up_ENK = weight_ENK.chunk(2, dim=1)
+        weight_ENK = torch.cat((gate_ENK[:, :half], up_ENK[:, :half]), dim=1)
+    return weight_ENK[:, : fragments.rows, : fragments.columns]
+
+
+def pair_rows(weight: Tensor) -> Tensor:
+    """[..., 2I, K] gate rows then up rows -> 8 of gate, 8 of up, and so on; I a multiple of 8."""
+    *lead, N, K = weight.shape
+    return weight.view(*lead, 2, N // 16, 8, K).transpose(-4, -3).reshape(*lead, N, K)
+
+
+def unpair_rows(weight: Tensor) -> Tensor:
+    """The inverse of `pair_rows`."""
+    *lead, N, K = weight.shape
+    return weight.view(*lead, N // 16, 2, 8, K).transpose(-4, -3).reshape(*lead, N, K)
+
+
+def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
+    packed_NB, scale_NG = weights.data, weights.scale
+    assert scale_NG is not None, f"{weights.format} weights carry scales"
+    code_NK = torch.stack((packed_NB & 15, packed_NB >> 4), dim=-1).flatten(1)
+    if weights.format == "nvfp4":
+        assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
+        byte_NG = _normalised(scale_NG.view(torch.uint8))
+        alpha = weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
+    else:
+        exponent_NG = scale_NG.to(torch.int32)
+        top = exponent_NG.max()
+        byte_NG = (exponent_NG - top + _TOP_FIELD).clamp(min=0).to(torch.uint8)
+        alpha = torch.exp2((top - 127).float())
+    group = GROUP[weights.format]
+    code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
+    code_NK, byte_NG = (
+        _padded(t, BLOCK if t is code_NK else BLOCK // group, paired) for t in (code_NK, byte_NG)
+    )
+    return (
+        _fold_codes(code_NK).view(torch.int32),
+        _fold_scales(byte_NG, BLOCK // group).view(torch.int32),
+        alpha.reshape(()),
+    )
+
+
+def _padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
+    """Rows to a multiple of 64, columns to `multiple`, with zeros; gate and up apart, then paired."""
+    halves = t.chunk(2) if paired else (t,)
+    height = BLOCK // len(halves)
+    padded = []
+    for half in halves:
+        rows, columns = -(-half.shape[0] // height) * height, -(-half.shape[1] // multiple) * multiple
+        out = half.new_zeros(rows, columns)
+        out[: half.shape[0], : half.shape[1]] = half
+        padded.append(out)
+    return pair_rows(torch.cat(padded)) if paired else padded[0]
+
+
+# Axes of a 64 x 64 block. Rows: warp 4, lower 2, lane / 4 8. Columns: step 4, right 2, lane % 4 4, odd 2.
+
+
+def _fold_codes(code_NK: Tensor) -> Tensor:
+    """uint8 codes [N, K] -> bytes [N/64, K/64, 2048]."""
+    n, k = code_NK.shape[0] // BLOCK, code_NK.shape[1] // BLOCK
+    axes = code_NK.to(torch.int32).view(n, 4, 2, 8, k, 4, 2, 4, 2)
+    # -> n, k, warp, lane / 4, lane % 4, step, odd | right, lower
+    axes = axes.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    sign, eem = axes >> 3, axes & 7
+    half = torch.zeros_like(axes[..., 0, 0])
+    for index, shift in enumerate((0, 3, 6)):
+        right, lower = divmod(index, 2)
+        half |= sign[..., right, lower] << 15 - shift | eem[..., right, lower] << 6 - shift
+    last = eem[..., 1, 1]
+    half |= sign[..., 1, 1] << 14 | (last >> 1) << 10 | (last & 1) << 13
+    return torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048)
+
+
+def _unfold_codes(folded: Tensor) -> Tensor:
+    """bytes [E, N/64, K/64, 2048] -> uint8 codes [E, N, K]."""
+    E, n, k, _ = folded.shape
+    pair = folded.view(E, n, k, 4, 8, 4, 4, 2, 2).to(torch.int32)
+    half = pair[..., 0] | pair[..., 1] << 8  # E, n, k, warp, lane / 4, lane % 4, step, odd
+    abc = [(half >> 15 - s & 1) << 3 | half >> 6 - s & 7 for s in (0, 3, 6)]
+    d = (half >> 14 & 1) << 3 | (half >> 10 & 3) << 1 | half >> 13 & 1
+    axes = torch.stack((*abc, d), dim=-1).unflatten(-1, (2, 2))  # ..., right, lower
+    # E, n, warp, lower, lane / 4, k, step, right, lane % 4, odd
+    axes = axes.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
+    return axes.reshape(E, n * BLOCK, k * BLOCK).to(torch.uint8)
+
+
+def _fold_scales(byte_NG: Tensor, per: int) -> Tensor:
+    """uint8 [N, K/G] -> [N/64, K/64, 64 * per]; per: scales of a row of a block, 2 or 4."""
+    n, k = byte_NG.shape[0] // BLOCK, byte_NG.shape[1] // per
+    axes = byte_NG.view(n, 4, 2, 8, k, per // 2, 2)  # n, warp, lower, lane / 4, k, word, scale
+    return axes.permute(0, 4, 1, 3, 5, 2, 6).reshape(n, k, BLOCK * per)
+
+
+def _unfold_scales(folded: Tensor, format: str) -> Tensor:
+    """bytes [E, N/64, K/64, .] -> float32 [E, N, K/G], with the factor 2^126."""
+    E, n, k, size = folded.shape
+    per = size // BLOCK
+    axes = folded.view(E, n, k, 4, 8, per // 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
+    byte = axes.reshape(E, n * BLOCK, k * per).to(torch.int32)
+    bits = byte << 7 if format == "mxfp4" else (byte << 4) + (235 << 7)
+    scale = bits.to(torch.int16).view(torch.bfloat16).float()
+    return scale.masked_fill(byte == 0, 0.0)
+
+
+def _normalised(byte: Tensor) -> Tensor:
+    """e4m3 bytes (not negative) -> 5 exponent and 3 mantissa bits without subnormals; 0 stays 0."""
+    exponent, mantissa = byte.to(torch.int32) >> 3 & 15, byte.to(torch.int32) & 7
+    lead = (mantissa >= 2).to(torch.int32) + (mantissa >= 4).to(torch.int32)  # of the subnormal m * 2^-9
+    small = lead + 1 << 3 | mantissa << 3 - lead & 7
+    normal = exponent + 3 << 3 | mantissa
+    return torch.where(exponent > 0, normal, torch.where(mantissa > 0, small, 0)).to(torch.uint8)

@@ -1,0 +1,115 @@
+"""Sorting (token, expert) pairs by expert, and summing a token's results, without the host (Triton).
+
+Pairs are counted and placed with atomics, so their order within an expert changes from run to run. Results
+do not: a row's products depend on nothing but that row, whatever tile or place it falls into.
+
+Legend: P pairs (tokens times top-k), E local experts, EP a power of two above E.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """counts[e] += pairs of local expert e, for the ids of this program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids_ptr + i, mask=i < P, other=-1) - first
+    tl.atomic_add(counts_ptr + expert, 1, mask=(expert >= 0) & (expert < E), sem="relaxed")
+
+
+@triton.jit
+def place_pairs(
+    ids_ptr, counts_ptr, order_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
+    BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the sorted pairs and the table of tiles.
+
+    counts int32 [2, EP]: pairs per expert, then how many have been placed; zero beforehand. COUNT: one
+    program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs` clears them.
+    order int32 [P]: pair ids, expert by expert; pairs of other ranks and padding are left out.
+    tiles int32 [4 + 4 * tiles]: how many, then (expert, first row, end row, -) of each, at 4, 8, ...
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    i = program * BLOCK + tl.arange(0, BLOCK)
+    e = tl.arange(0, EP)
+    expert = tl.load(ids_ptr + i, mask=i < P, other=-1) - first
+    held = (expert >= 0) & (expert < E)
+    expert = tl.where(held, expert, EP - 1)
+    if COUNT:
+        pairs = tl.where(e < E, tl.histogram(expert, EP), 0)
+    else:
+        pairs = tl.load(counts_ptr + e)
+    place = tl.atomic_add(counts_ptr + EP + expert, 1, mask=held, sem="relaxed")
+    start = tl.cumsum(pairs, 0) - pairs
+    tl.store(order_ptr + tl.gather(start, expert, 0) + place, i, mask=held)
+    tiles = (pairs + tile_tokens - 1) // tile_tokens
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    if program == 0:
+        tl.store(tiles_ptr, tl.sum(tiles, 0))
+    t = program
+    most = tl.max(tiles, 0)
+    while t < most:  # the programs share the tiles of each expert
+        entry = tiles_ptr + 4 + 4 * (first_tile + t)
+        row = start + t * tile_tokens
+        tl.store(entry, e, mask=t < tiles)
+        tl.store(entry + 1, row, mask=t < tiles)
+        tl.store(entry + 2, tl.minimum(row + tile_tokens, start + pairs), mask=t < tiles)
+        t += programs
+    if COUNT:
+        tl.debug_barrier()
+        tl.store(counts_ptr + EP + e, tl.zeros([EP], tl.int32))
+
+
+@triton.jit
+def tile_slabs(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr):
+    """The table of tiles for slabs [E, capacity], of which the first counts[e] rows are in use."""
+    e = tl.arange(0, EP)
+    rows = tl.minimum(tl.load(counts_ptr + e, mask=e < E, other=0), capacity)
+    tiles = (rows + tile_tokens - 1) // tile_tokens
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    tl.store(tiles_ptr, tl.sum(tiles, 0))
+    t = 0
+    most = tl.max(tiles, 0)
+    while t < most:
+        entry = tiles_ptr + 4 + 4 * (first_tile + t)
+        row = e * capacity + t * tile_tokens
+        tl.store(entry, e, mask=t < tiles)
+        tl.store(entry + 1, row, mask=t < tiles)
+        tl.store(entry + 2, tl.minimum(row + tile_tokens, e * capacity + rows), mask=t < tiles)
+        t += 1
+
+
+@triton.jit
+def sum_pairs(
+    y_ptr, ids_ptr, out_ptr, counts_ptr, H, y_stride, first, E,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum of y[t * TOP_K + j] over the pairs that this rank holds, in order, in float32.
+
+    y bf16 [P, H], out [T, H]. CLEAR: also zero `counts`, for the next `count_pairs`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if CLEAR:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(counts_ptr + tl.arange(0, 2 * EP), tl.zeros([2 * EP], tl.int32))
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + j) - first
+        held = (expert >= 0) & (expert < E)
+        row = y_ptr + (token * TOP_K + j) * y_stride
+        acc += tl.load(row + c, mask=(c < H) & held, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * H + c, acc.to(out_ptr.dtype.element_ty), mask=c < H)
