@@ -22,6 +22,7 @@ from tests.server.conftest import tiny_config
 from tests.tiny import write_model
 from turnout.errors import UserError
 from turnout.server.launch import ServerProcess, launch
+from turnout.server.run import bind
 
 
 @contextmanager
@@ -198,6 +199,19 @@ def test_a_port_in_use_is_found_before_weights_load(tiny_folder: Path):
         message = failure(tiny_config(tiny_folder, port=port))
     assert f"cannot listen on 127.0.0.1:{port}" in message
     assert "Qwen3MoeForCausalLM" not in message
+
+
+def test_an_address_of_another_machine():
+    with pytest.raises(UserError, match="give an address of this machine as --host"):
+        bind("203.0.113.1", 0)
+    with pytest.raises(UserError, match="--host nowhere.invalid"):
+        bind("nowhere.invalid", 0)
+
+
+def test_what_cannot_run_is_refused_before_weights_load(tiny_folder: Path):
+    message = failure(tiny_config(tiny_folder, moe_runner_backend="nonsense"))
+    assert "--moe-runner-backend nonsense" in message
+    assert "Remedy: " in message
 
 
 def test_a_model_that_does_not_exist(tmp_path: Path):

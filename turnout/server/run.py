@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -31,6 +32,8 @@ from turnout.server.service import Service
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
+KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
+LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger("turnout.server")
@@ -67,7 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket. Raises UserError, before any weight is read, if the address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise UserError(f"--host {host}: {error.strerror}") from None
@@ -78,10 +81,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)  # now, since two sockets may be bound to a port that neither listens on
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}; give another --port (0: any free one), "
-            "or stop what uses it"
-        ) from None
+        remedy = (
+            "give another --port (0: any free one), or stop what uses it"
+            if error.errno == errno.EADDRINUSE
+            else "give an address of this machine as --host, and a --port that you may use"
+        )
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {remedy}") from None
     return listener
 
 
@@ -98,7 +103,9 @@ class Supervisor:
 
     @property
     def base_url(self) -> str:
+        """For clients on this machine."""
         host, port = self.listener.getsockname()[:2]
+        host = LOCAL.get(host, host)
         return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
     async def run(self) -> int:
@@ -174,6 +181,7 @@ class Supervisor:
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )
         )
