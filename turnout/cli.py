@@ -252,7 +252,9 @@ def bench_moe(
     format: Annotated[
         list[str] | None, typer.Option(help="weights: bf16, nvfp4, ...; may be repeated")
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="tokens of a batch; may be repeated")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=0, help="tokens of a batch; may be repeated")
+    ] = None,
     routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
     runner: Annotated[str, typer.Option(help="the runner; auto: what a plan takes")] = "auto",
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",

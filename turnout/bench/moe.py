@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from turnout import formats as weight_formats
-from turnout.bench.results import cpu_name, result, save
+from turnout.bench.results import check_output, cpu_name, result, save
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
@@ -115,6 +115,8 @@ def run(
         for name in asked:
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    if output is not None:
+        check_output(output)
     machine = hardware.detect(device)
     ceilings = measure_ceilings(machine.device)
     dtypes = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from turnout.errors import UserError
+
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
 
@@ -38,6 +40,15 @@ def result(
         "ceilings": ceilings or {},
         "rows": rows,
     }
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError, before an hour is measured, if a result cannot be saved at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
 def save(content: dict[str, Any], path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turnout.bench.results import cpu_name, result, save
+from turnout.bench.results import check_output, cpu_name, result, save
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.evals.client import served_model
@@ -71,6 +71,8 @@ class Trace:
 
 def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Path | None = None) -> dict:
     """Serve `model` (or use `base_url`), apply the load, print a table; returns the result."""
+    if output:
+        check_output(output)
     server: AbstractContextManager[str] = (
         launch(ServerConfig(model=model, port=0)) if model else nullcontext(base_url)
     )
