@@ -157,11 +157,13 @@ def flag_name(name: str) -> str:
 
 def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"--config {path}: not valid YAML: {error}") from None
+        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"--config {path}: must be a mapping of flag names to values")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
@@ -198,6 +200,7 @@ def _check_field(f: dataclasses.Field, value: Any) -> None:
     choices, low, high = f.metadata["choices"], f.metadata["min"], f.metadata["max"]
     if choices and value not in choices:
         raise UserError(f"{where} {value!r}: must be one of {', '.join(choices)}")
-    if (low is not None and value < low) or (high is not None and value > high):
+    fits = (low is None or value >= low) and (high is None or value <= high)
+    if not fits:  # NaN never fits
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
         raise UserError(f"{where} {value!r}: must be {allowed}")

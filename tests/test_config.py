@@ -1,0 +1,143 @@
+"""Where a configuration's values come from, and which are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from turnout.config import Config, ServerConfig, field_type, flag_name, load
+from turnout.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for field in dataclasses.fields(ServerConfig):
+        monkeypatch.delenv(f"TURNOUT_{field.name.upper()}", raising=False)
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "turnout.yaml").write_text(text)
+    return str(folder / "turnout.yaml")
+
+
+def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
+    file = write(tmp_path, "page-size: 4\nmax_running_requests: 5\ncontext-length: 6\n")
+    monkeypatch.setenv("TURNOUT_PAGE_SIZE", "7")
+    monkeypatch.setenv("TURNOUT_MAX_RUNNING_REQUESTS", "8")
+    config = load(Config, {"page_size": 9, "max_running_requests": None}, config_file=file)
+    assert config.page_size == 9  # flag
+    assert config.max_running_requests == 8  # variable; a flag that was not given is None
+    assert config.context_length == 6  # file
+    assert config.chunked_prefill_size == 512  # default
+
+
+def test_a_false_flag_still_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("TURNOUT_DISABLE_CUDA_GRAPH", "yes")
+    assert load(Config, {}).disable_cuda_graph is True
+    assert load(Config, {"disable_cuda_graph": False}).disable_cuda_graph is False
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("TRUE", True), ("on", True), ("no", False), ("", False)]
+)
+def test_variables_that_are_true_or_false(text, value, monkeypatch):
+    monkeypatch.setenv("TURNOUT_TRUST_REMOTE_CODE", text)
+    assert load(Config, {}).trust_remote_code is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("TRUST_REMOTE_CODE", "perhaps", "true or false"),
+        ("PAGE_SIZE", "16.5", "type int"),
+        ("PAGE_SIZE", "", "type int"),
+        ("MEM_FRACTION_STATIC", "most", "type float"),
+    ],
+)
+def test_variables_that_are_refused(name, text, words, monkeypatch):
+    monkeypatch.setenv(f"TURNOUT_{name}", text)
+    with pytest.raises(UserError, match=f"TURNOUT_{name}='{text}'.*{words}"):
+        load(Config, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("page_size: [1", "not valid YAML"),
+        ("- page_size", "mapping"),
+        ("", "mapping"),
+        ("page_sise: 1", "unknown key 'page_sise'.*page_size"),
+        ("page_size: many", "--page-size 'many'.*type int"),
+        ("page_size: true", "--page-size True.*type int"),
+        ("device: 3", "--device 3.*type str"),
+        ("port: 80", "unknown key 'port'"),
+    ],
+)
+def test_files_that_are_refused(text, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        load(Config, {}, config_file=write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.yaml: cannot be read \(No such file"):
+        load(Config, {}, config_file=str(tmp_path / "absent.yaml"))
+    with pytest.raises(UserError, match="cannot be read"):
+        load(Config, {}, config_file=str(tmp_path))
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9")
+    with pytest.raises(UserError, match=r"latin\.yaml"):
+        load(Config, {}, config_file=str(tmp_path / "latin.yaml"))
+
+
+def test_the_servers_keys_stand_in_its_file(tmp_path):
+    config = load(ServerConfig, {}, config_file=write(tmp_path, "port: 80\nshutdown-timeout: 2\n"))
+    assert (config.port, config.shutdown_timeout) == (80, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"device": "tpu"}, "--device 'tpu': must be one of auto, cpu, cuda"),
+        ({"page_size": 0}, "--page-size 0: must be between 1 and 1024"),
+        ({"page_size": 1025}, "must be between 1 and 1024"),
+        ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5: must be between 0.01 and 1"),
+        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static nan"),
+        ({"tp_size": 0}, "--tp-size 0: must be at least 1"),
+        ({"tp_size": "2"}, "--tp-size '2': must be of type int"),
+        ({"tp_size": 2.0}, "--tp-size 2.0: must be of type int"),
+        ({"num_threads": True}, "--num-threads True: must be of type int"),
+        ({"load_progress": 1}, "--load-progress 1: must be of type bool"),
+    ],
+)
+def test_values_that_are_refused(fields, words):
+    with pytest.raises(UserError, match=words):
+        Config(**fields)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_outside_the_range(port):
+    with pytest.raises(UserError, match="--port"):
+        ServerConfig(port=port)
+
+
+def test_limits_themselves_are_allowed():
+    config = ServerConfig(port=65535, page_size=1024, mem_fraction_static=1, max_total_tokens=0)
+    assert config.mem_fraction_static == 1
+
+
+def test_a_key_is_never_shown():
+    assert ServerConfig(api_key="secret").describe()["api_key"] == "***"
+    assert ServerConfig().describe()["api_key"] == ""
+
+
+def test_every_field_has_help_and_a_default_of_its_type():
+    for field in dataclasses.fields(ServerConfig):
+        assert field.metadata["help"], field.name
+        assert type(field.default) is field_type(ServerConfig, field.name), field.name
+        assert flag_name(field.name).startswith("--")
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().page_size = 2  # type: ignore[misc]
