@@ -42,7 +42,8 @@ from turnout.registry import RUNNERS
 ROUTINGS = ("uniform", "zipf")
 PEERS = ("eager", "grouped_mm", "batched_mm")
 INPUTS = 4  # sets of tokens and routes per point
-SECONDS = 2.0  # per point and contender, about
+SECONDS, MIN_CALLS, MAX_CALLS = 2.0, 5, 200  # of timing, per point and contender
+TABLE_WIDTH = 110
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -174,6 +175,8 @@ class LayerBench:
         for contender in contenders:
             row: dict[str, Any] = {"runner": contender.runner, "compute_dtype": contender.dtype}
             if contender.gathered_bytes * tokens > PEER_BYTES:
+                size = contender.gathered_bytes * tokens / 1e9
+                rows.append(row | {"error_message": f"not run: it gathers {size:.1f} GB of weights"})
                 continue
             cast = [(x.to(getattr(torch, contender.dtype)), ids, w) for x, ids, w in inputs]
             try:
@@ -285,7 +288,10 @@ class LayerBench:
 def interleaved(
     runnable: Sequence[tuple[Forward, list[tuple[Tensor, Tensor, Tensor]]]], device: str
 ) -> list[float]:
-    """The median time of each, in us, called in turn so that whatever disturbs one disturbs all."""
+    """The median time of each, in us, called in turn so that whatever disturbs one disturbs all.
+
+    Whoever has had SECONDS, and MIN_CALLS, drops out.
+    """
 
     def timed(forward: Forward, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
         start = time.perf_counter()
@@ -294,13 +300,13 @@ def interleaved(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    warm = [[timed(forward, inputs) for inputs in sets] for forward, sets in runnable]
-    slowest = max((min(times) for times in warm), default=SECONDS)
-    rounds = max(5, min(100, int(SECONDS / slowest)))
+    for forward, sets in runnable:
+        timed(forward, sets[0])
     times: list[list[float]] = [[] for _ in runnable]
-    for i in range(rounds):
+    for i in range(MAX_CALLS):
         for (forward, sets), mine in zip(runnable, times, strict=True):
-            mine.append(timed(forward, sets[i % len(sets)]))
+            if len(mine) < MIN_CALLS or sum(mine) < SECONDS:
+                mine.append(timed(forward, sets[i % len(sets)]))
     return [1e6 * statistics.median(mine) for mine in times]
 
 
@@ -355,4 +361,6 @@ def show(content: dict[str, Any]) -> None:
         table.add_row(
             *head, f"{row['time_us']:.0f}", f"{row['efficiency']:.2f}", f"{row['error']:.1e}", ratio
         )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)  # a pipe has 80 columns
+    console.print(table)

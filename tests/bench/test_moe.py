@@ -1,0 +1,74 @@
+"""The layer benchmark end to end on a layer small enough to take no time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from turnout.bench import moe
+from turnout.errors import UserError
+
+TINY = moe.Shape(hidden=64, intermediate=32, experts=8, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(moe, "SECONDS", 0.0)
+    monkeypatch.setattr(moe, "measure_ceilings", lambda device: {"copy_GBps": 10.0, "fp32_TFLOPs": 0.1})
+    monkeypatch.setitem(moe.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(moe.SHAPES, "tiny-ep4", moe.Shape(**{**vars(TINY), "ep": 4}))
+
+
+def test_rows_of_ours_and_of_every_peer(tmp_path):
+    path = tmp_path / "moe.json"
+    content = moe.run(shapes=["tiny"], formats=["bf16", "nvfp4"], tokens=[1, 40], device="cpu", output=path)
+    assert json.loads(path.read_text()) == content
+    assert content["benchmark"] == "moe"
+    ours = [row for row in content["rows"] if not row["peer"]]
+    assert {(r["format"], r["tokens"], r["compute_dtype"]) for r in ours} == {
+        (f, t, d) for f in ("bf16", "nvfp4") for t in (1, 40) for d in ("float32", "bfloat16")
+    }
+    for row in content["rows"]:
+        assert row["time_us"] > 0
+        assert row["efficiency"] == row["floor_us"] / row["time_us"]
+        assert row["error"] < (1e-5 if row["compute_dtype"] == "float32" else 2e-2)
+    peers = {row["runner"] for row in content["rows"] if row["peer"]}
+    assert peers == {f"transformers {name}" for name in moe.PEERS}
+
+
+def test_expert_parallel_slice_with_skewed_routes():
+    content = moe.run(
+        shapes=["tiny-ep4"], formats=["mxfp4"], tokens=[16], routing="zipf", device="cpu", peers=True
+    )
+    assert [row["peer"] for row in content["rows"]] == [False, False]
+    assert all(row["error"] < 2e-2 for row in content["rows"])
+
+
+def test_zipf_routes_are_skewed_and_uniform_ones_are_not():
+    def busiest(routing: str) -> float:
+        bench = moe.LayerBench(TINY, "bf16", moe.hardware.named("cpu"), routing)
+        return torch.bincount(bench._inputs(256, 0)[1].flatten()).max() / 64
+
+    assert busiest("uniform") < 1.4
+    assert busiest("zipf") > 2.4
+
+
+def test_a_failed_point_is_a_row(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(moe.LayerBench, "_peers", lambda self, dtype: [
+        moe.Contender(runner="broken", dtype=dtype, forward=fail, peer=True)
+    ])  # fmt: skip
+    content = moe.run(shapes=["tiny"], formats=["bf16"], tokens=[1], device="cpu")
+    failed = [row for row in content["rows"] if "error_message" in row]
+    assert [row["error_message"] for row in failed] == ["RuntimeError: out of registers"] * 2
+    assert len(content["rows"]) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"shapes": ["huge"]}, {"formats": ["fp3"]}, {"routing": "round"}])
+def test_unknown_names_list_the_known_ones(wrong):
+    with pytest.raises(UserError, match=r"unknown \w+ '\w+'; known: "):
+        moe.run(device="cpu", **wrong)
