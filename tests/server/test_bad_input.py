@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.server.conftest import CONTEXT
+from tests.serving import CONTEXT
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.conftest import tiny_config
+from tests.serving import tiny_config
 from tests.tiny import write_model
 from turnout.errors import UserError
 from turnout.server.launch import ServerProcess, launch
@@ -204,7 +204,7 @@ def test_a_port_in_use_is_found_before_weights_load(tiny_folder: Path):
 def test_an_address_of_another_machine():
     with pytest.raises(UserError, match="give an address of this machine as --host"):
         bind("203.0.113.1", 0)
-    with pytest.raises(UserError, match="--host nowhere.invalid"):
+    with pytest.raises(UserError, match="--host nowhere"):
         bind("nowhere.invalid", 0)
 
 

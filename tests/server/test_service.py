@@ -13,7 +13,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import tiny_config
+from tests.serving import tiny_config
 from turnout import __version__
 from turnout.server.launch import launch
 
