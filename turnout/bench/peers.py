@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from typing import Any
 
 from turnout.bench.serve import ServeBench
 
@@ -48,7 +49,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     bench = ServeBench(input_len=args.input_len, output_len=args.output_len, num_prompts=args.prompts)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         args.folder, dtype=getattr(torch, args.dtype), experts_implementation=args.experts
     )
     prompts = torch.tensor(bench.prompts())
