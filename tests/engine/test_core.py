@@ -103,6 +103,33 @@ def assert_same_scores(a: RequestOutput, b: RequestOutput) -> None:
             assert [t for t, _ in x.top] == [t for t, _ in y.top]
 
 
+def test_a_prompt_preempted_while_it_is_scored_is_scored_once() -> None:
+    """The older request's decoding takes the pages of a prompt that is computed two tokens at a time."""
+    flags = {"num_pages": 12, "max_context": 44, "chunked_prefill_size": 2, "disable_prefix_cache": True}
+    old, new = prompts(2, seed=1, low=20, high=20)
+    core = make_core(**flags)
+    core.add(request("old", old[:12], max_tokens=30, ignore_eos=True))
+    for _ in range(8):
+        core.step()
+    core.add(request("new", new, max_tokens=2, ignore_eos=True, prompt_logprobs=1))
+    core.step()
+    core.step()
+    preempted = core._scheduler._preempt_latest()
+    assert preempted.id == "new"
+    assert preempted.prompt_logprobs is not None
+    assert 1 < len(preempted.prompt_logprobs) < 20
+    got = collect(core)["new"]
+    alone = run(make_core(), [request("new", new, max_tokens=2, ignore_eos=True, prompt_logprobs=1)])["new"]
+    assert got.prompt_logprobs is not None
+    assert alone.prompt_logprobs is not None
+    assert len(got.prompt_logprobs) == len(alone.prompt_logprobs) == 20
+    for one, other in zip(got.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
 def test_prefix_cache_changes_nothing_but_the_work() -> None:
     shared = prompts(1, seed=9, low=33, high=33)[0]
     asked = [shared + tail for tail in prompts(8, seed=10, high=6)]

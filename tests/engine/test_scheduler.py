@@ -164,6 +164,16 @@ def test_order_of_arrival_survives_preemption() -> None:
     assert finished == requests
 
 
+def test_nobody_is_admitted_to_pages_that_the_next_tokens_of_others_need() -> None:
+    scheduler = make(8, running=4, budget=64, chunk=64)
+    for id in "ab":
+        scheduler.add(start(id, [1] * 11, 8))
+    scheduler.add(start("c", [2] * 4, 8))
+    assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
+    assert scheduler.pool.num_available == 2
+    assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
+
+
 def test_digests_name_the_whole_prefix() -> None:
     first = chain(ROOT, [1, 2, 3, 4])
     assert first == chain(ROOT, [1, 2, 3, 4])
