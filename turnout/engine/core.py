@@ -69,8 +69,10 @@ class EngineCore:
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
         )
-        self._sampler = Sampler(shape.vocab_size, config.max_running_requests, self._device)
-        self._settles = blueprint.compute_dtype == "float32"
+        settles = blueprint.compute_dtype == "float32"
+        self._sampler = Sampler(
+            shape.vocab_size, config.max_running_requests, self._device, report_close=settles
+        )
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
@@ -226,7 +228,7 @@ class EngineCore:
         hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
         sampled = self._sampler(self._model.logits(hidden_SH), requests)
         for i, request in enumerate(requests):
-            if sampled.close[i] and self._settles:
+            if sampled.close[i]:
                 alone = self._sampler(settled_logits(self._model, request.tokens, self._device), [request])
                 outputs.append(self._append(request, alone, 0))
             else:

@@ -43,19 +43,21 @@ class Sampled:
 class Sampler:
     """Stateless but for the token counts that penalties need."""
 
-    def __init__(self, vocab_size: int, max_running: int, device: torch.device):
+    def __init__(self, vocab_size: int, max_running: int, device: torch.device, *, report_close: bool = True):
+        """`report_close` False: `Sampled.close` is all False, and costs nothing."""
         self.device = device
+        self._report_close = report_close
         self._counts = TokenCounts(vocab_size, max_running, device)
 
     def __call__(self, logits_SV: Tensor, requests: Sequence[Request]) -> Sampled:
         """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten."""
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
-            return Sampled(*_greedy(logits_SV), logprobs)
+            return Sampled(*self._greedy(logits_SV), logprobs)
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
         scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
         self._adjust(logits_SV, requests)
-        token_ids, valid, close = _greedy(logits_SV.clone())
+        token_ids, valid, close = self._greedy(logits_SV.clone() if self._report_close else logits_SV)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -70,6 +72,20 @@ class Sampler:
             for i, entry in zip(wanted, found, strict=True):
                 logprobs[i] = entry
         return Sampled(token_ids, valid, close, logprobs)
+
+    def _greedy(self, logits_SV: Tensor) -> tuple[list[int], list[bool], list[bool]]:
+        """The largest logit's token (the lowest id among equals), whether it is finite, and whether it is
+        a close call. May overwrite the logits.
+
+        `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
+        """
+        values_S, ids_S = logits_SV.max(dim=-1)
+        columns = [ids_S, values_S.isfinite()]
+        if self._report_close:
+            columns.append(close_calls(logits_SV, ids_S))
+        ids, *flags = torch.stack(columns).tolist()  # one transfer
+        valid = [bool(flag) for flag in flags[0]]
+        return ids, valid, [bool(flag) for flag in flags[1]] if self._report_close else [False] * len(ids)
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request]) -> None:
         """Bias, minimum length and penalties, in place."""
@@ -166,17 +182,6 @@ def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing else: 53 bits of a digest."""
     digest = blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
-
-
-def _greedy(logits_SV: Tensor) -> tuple[list[int], list[bool], list[bool]]:
-    """The largest logit's token (the lowest id among equals), whether it is finite, and whether it is a
-    close call. Overwrites the logits.
-
-    `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
-    """
-    values_S, ids_S = logits_SV.max(dim=-1)
-    found = torch.stack((ids_S, values_S.isfinite(), close_calls(logits_SV, ids_S))).tolist()  # one transfer
-    return found[0], [bool(flag) for flag in found[1]], [bool(flag) for flag in found[2]]
 
 
 def _needs_order(params: SamplingParams) -> bool:

@@ -1,0 +1,81 @@
+"""The same engine on CUDA: greedy equals the CPU in float32, and every part runs in bfloat16."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import write_model
+from turnout import LLM, SamplingParams
+from turnout.engine.sampler import Sampler
+from turnout.engine.ties import close_calls
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = {"load_progress": False, "max_total_tokens": 2048, "mem_fraction_static": 0.2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+def prompts(count: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(256) for _ in range(draw.randint(1, 60))] for _ in range(count)]
+
+
+def answers(folder: Path, sampling: SamplingParams, **flags: object) -> list[list[int]]:
+    with LLM(str(folder), **(SETTINGS | flags)) as llm:
+        return [completion.token_ids for completion in llm.generate(prompts(12), sampling)]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"chunked_prefill_size": 7, "max_running_requests": 3}, {"max_total_tokens": 192}]
+)
+def test_float32_equals_the_cpu(folder: Path, flags: dict) -> None:
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = answers(folder, greedy, device="cpu")
+    assert answers(folder, greedy, device="cuda", dtype="float32", **flags) == expected
+
+
+def test_bfloat16_samples_scores_and_penalises(folder: Path) -> None:
+    sampling = SamplingParams(
+        max_tokens=16,
+        ignore_eos=True,
+        min_tokens=4,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.01,
+        seed=1,
+        logprobs=3,
+        prompt_logprobs=1,
+        presence_penalty=0.5,
+        repetition_penalty=1.1,
+        logit_bias={5: 1.0},
+    )
+    first = answers(folder, sampling, device="cuda", dtype="bfloat16")
+    assert first == answers(folder, sampling, device="cuda", dtype="bfloat16")
+    assert {len(tokens) for tokens in first} == {16}
+
+
+def test_close_calls_equal_the_cpu() -> None:
+    logits = torch.randn(64, 500)
+    logits[::2, 7] = logits[::2].amax(-1) * (1 + 1e-6)
+    best = logits.argmax(-1)
+    expected = close_calls(logits.clone(), best)
+    assert close_calls(logits.cuda(), best.cuda()).tolist() == expected.tolist()
+    assert expected.any()
+
+
+def test_not_a_number_is_told_on_cuda() -> None:
+    logits = torch.randn(3, 50, device="cuda")
+    logits[1, 4] = float("nan")
+    sampler = Sampler(50, 4, torch.device("cuda"))
+    assert sampler._greedy(logits)[1] == [True, False, True]
