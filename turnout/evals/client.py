@@ -39,7 +39,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 
 async def ask(client: httpx.AsyncClient, model: str, question: Question, max_tokens: int) -> Answer:
-    """One greedy chat completion. Raises UserError with the server's message on an error status."""
+    """One greedy chat completion. Raises UserError with the server's words if they are none."""
     start = time.perf_counter()
     body = {
         "model": model,
@@ -53,16 +53,21 @@ async def ask(client: httpx.AsyncClient, model: str, question: Question, max_tok
         raise UserError(f"{client.base_url}: the request failed ({error or type(error).__name__})") from None
     if reply.status_code != 200:
         raise UserError(f"{client.base_url}: HTTP {reply.status_code}: {reply.text[:500]}")
-    content = reply.json()
-    choice = content["choices"][0]
-    text = choice["message"]["content"] or ""
+    try:
+        content = reply.json()
+        choice = content["choices"][0]
+        text = str(choice["message"]["content"] or "")
+        tokens = int((content.get("usage") or {}).get("completion_tokens", 0))
+        finish_reason = str(choice["finish_reason"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise UserError(f"{client.base_url}: this is no chat completion: {reply.text[:500]}") from None
     return Answer(
         question=question,
         text=text,
         correct=is_correct(text, question),
-        tokens=content.get("usage", {}).get("completion_tokens", 0),
+        tokens=tokens,
         seconds=time.perf_counter() - start,
-        finish_reason=choice["finish_reason"],
+        finish_reason=finish_reason,
     )
 
 

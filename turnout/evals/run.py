@@ -67,7 +67,7 @@ def _round(
     questions: list[Question], index: int, options: EvalOptions, base_url: str, api_key: str
 ) -> Accuracy:
     start = time.perf_counter()
-    with AccuracyBar(options.task, len(questions)) as bar:
+    with AccuracyBar(Path(options.task).name, len(questions)) as bar:
         answers = asyncio.run(
             ask_all(
                 questions,
