@@ -1,0 +1,173 @@
+"""`bench serve` against a real server, its formulas against hand-made streams, and its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from turnout.bench import serve
+from turnout.bench.serve import ServeBench, Trace, measure
+from turnout.cli import app
+from turnout.errors import UserError
+
+LATENCIES = [
+    f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median", "p99")
+]
+PROVENANCE = {
+    "benchmark", "device", "devices", "driver", "versions", "date", "commit", "command", "ceilings", "rows"
+}  # fmt: skip
+
+
+def test_a_real_server_is_measured(base_url, tmp_path):
+    out = tmp_path / "new" / "serve.json"
+    command = [sys.executable, "-m", "turnout.cli", "bench", "serve", "--base-url", base_url]
+    command += ["--num-prompts", "12", "--random-input-len", "9", "--random-output-len", "7"]
+    command += ["--max-concurrency", "5", "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    assert set(content) == PROVENANCE
+    assert content["benchmark"] == "serve"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"])
+    assert "bench serve --base-url" in content["command"]
+    assert {"python", "torch", "transformers"} <= set(content["versions"])
+    [row] = content["rows"]
+    assert row["output_tokens"] == 12 * 7  # --ignore-eos: always the full length
+    assert row["request_throughput"] == pytest.approx(12 / row["duration_s"])
+    assert row["output_throughput"] == pytest.approx(12 * 7 / row["duration_s"])
+    for name in LATENCIES:
+        assert row[name] > 0, name
+    assert row["mean_ttft_ms"] < row["mean_e2el_ms"] < 1000 * row["duration_s"]
+    assert "output_throughput" in done.stdout
+
+
+def test_prompts_are_drawn_from_the_seed():
+    bench = ServeBench(num_prompts=3, input_len=5, seed=1)
+    assert bench.prompts() == bench.prompts()
+    assert bench.prompts() != ServeBench(num_prompts=3, input_len=5, seed=2).prompts()
+    assert [len(prompt) for prompt in bench.prompts()] == [5, 5, 5]
+
+
+def test_a_row_follows_from_its_traces(monkeypatch):
+    traces = [
+        Trace(ttft=0.5, latency=2.5, gaps=[0.25, 0.75, 1.0], tokens=5),
+        Trace(ttft=0.1, latency=0.4, gaps=[0.1, 0.2], tokens=3),
+        Trace(ttft=0.3, latency=0.3, gaps=[], tokens=1),
+    ]
+
+    async def load(bench: ServeBench, base_url: str) -> list[Trace]:
+        return traces
+
+    monkeypatch.setattr(serve, "_load", load)
+    row = measure(ServeBench(num_prompts=3), "")
+    tpot = [(2.5 - 0.5) / 4 * 1000, (0.4 - 0.1) / 2 * 1000]  # one token has no time per further token
+    itl = [100, 200, 250, 750, 1000]
+    assert row["mean_tpot_ms"] == pytest.approx(statistics.mean(tpot))
+    assert row["median_itl_ms"] == pytest.approx(250)
+    assert row["mean_itl_ms"] == pytest.approx(statistics.mean(itl))
+    assert row["p99_itl_ms"] == pytest.approx(1000)
+    assert row["mean_ttft_ms"] == pytest.approx(300)
+    assert row["median_e2el_ms"] == pytest.approx(400)
+    assert row["p99_e2el_ms"] == pytest.approx(2500)
+    assert row["output_tokens"] == 9
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Streams three tokens: the first after 0.2 s, the others 0.1 s apart, then 0.1 s of nothing."""
+
+    def do_GET(self) -> None:
+        self._start()
+        self.wfile.write(b'{"data": [{"id": "scripted"}]}')
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._start()
+        for wait, event in (
+            (0.2, {"choices": [{"text": "a"}]}),
+            (0.1, {"choices": [{"text": "b"}]}),
+            (0.1, {"choices": [{"text": "c"}]}),
+            (0.1, {"choices": [], "usage": {"completion_tokens": 3}}),
+        ):
+            time.sleep(wait)
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _start(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        server.bodies = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_times_are_those_of_the_stream(scripted):
+    url = f"http://127.0.0.1:{scripted.server_port}/v1"
+    row = measure(ServeBench(num_prompts=2, max_concurrency=1, ignore_eos=False, input_len=4), url)
+    assert row["median_ttft_ms"] == pytest.approx(200, abs=90)
+    assert row["median_itl_ms"] == pytest.approx(100, abs=60)
+    assert row["median_e2el_ms"] == pytest.approx(500, abs=150)
+    assert row["median_tpot_ms"] == pytest.approx(
+        (row["median_e2el_ms"] - row["median_ttft_ms"]) / 2, rel=0.2
+    )
+    assert row["duration_s"] >= 1.0  # one after the other
+    assert row["output_tokens"] == 6
+    for body in scripted.bodies:
+        assert len(body["prompt"]) == 4
+        assert body["max_tokens"] == 64
+        assert "ignore_eos" not in body
+
+
+def test_requests_are_spread_at_the_rate_asked_for(scripted):
+    url = f"http://127.0.0.1:{scripted.server_port}/v1"
+    row = measure(ServeBench(num_prompts=5, request_rate=5.0, max_concurrency=5, seed=0), url)
+    assert row["request_rate"] == 5.0
+    assert row["duration_s"] > 0.7  # all at once would take half a second
+
+
+def test_refusals_of_the_server_are_shown(base_url):
+    async def request() -> None:
+        async with httpx.AsyncClient(base_url=base_url + "/") as client:
+            await serve._stream(client, "tiny", [1], ServeBench(output_len=100_000))
+
+    with pytest.raises(UserError, match="HTTP 400"):
+        asyncio.run(request())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either MODEL or --base-url"),
+        (["demo", "--base-url", "http://x"], "either MODEL or --base-url"),
+        (["demo", "--dataset-name", "sharegpt"], "only `random` is known"),
+        (["demo", "--num-prompts", "0"], "num_prompts 0 must be at least 1"),
+        (["demo", "--request-rate", "0"], "--request-rate 0.0: must be positive"),
+        (["demo", "--request-rate", "nan"], "--request-rate nan: must be positive"),
+        (["demo", "--output", "/proc/x/serve.json"], "--output /proc/x/serve.json: cannot be written"),
+        (["--base-url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
+    ],
+)
+def test_user_errors(words, message):
+    done = CliRunner().invoke(app, ["bench", "serve", *words])
+    assert isinstance(done.exception, UserError)
+    assert message in str(done.exception)
