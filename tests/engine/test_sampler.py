@@ -95,8 +95,8 @@ def test_counts_follow_a_row_that_changes_hands() -> None:
     assert logits[0].nonzero().flatten().tolist() == [8]
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 5, V, 1000])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 5, V, 2**64])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6, 1e-320])
 @pytest.mark.parametrize("min_p", [0.0, 0.1])
 def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     top_k: int, top_p: float, min_p: float
@@ -162,7 +162,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         assert (alone.logprobs[0] is None) == (together.logprobs[i] is None) == (i != 4)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-3])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = random_logits(8) * 50
     drawn = Sampler(V, 16, CPU)(logits.clone(), [start(i, temperature=temperature) for i in range(8)])

@@ -25,6 +25,8 @@ from turnout.engine.request import Request
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.ties import close_calls
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -192,7 +194,8 @@ def _draw(logits_SV: Tensor, requests: Sequence[Request], *, ordered: bool) -> l
     """A random token per row, by temperature, min-p and, when `ordered`, top-k and top-p."""
     params = [request.sampling for request in requests]
     device = logits_SV.device
-    temperature = _column([p.temperature for p in params], device)
+    # As float32 a temperature may vanish; and 0 / 0 is NaN.
+    temperature = _column([max(p.temperature, _TINY) for p in params], device)
     # The largest logit first becomes 0: a tiny temperature then sends the others to -inf, not to NaN.
     logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
     probs_SV = torch.softmax(logits_SV, dim=-1)
@@ -216,13 +219,14 @@ def _draw(logits_SV: Tensor, requests: Sequence[Request], *, ordered: bool) -> l
 def _keep_top(probs_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Zero all but the top-k, then all but the fewest that hold `top_p` of the rest; sorted input."""
     device, V = probs_SV.device, probs_SV.shape[1]
-    k_S1 = torch.tensor([p.top_k if p.top_k > 0 else V for p in params], device=device)[:, None]
-    probs_SV = probs_SV.masked_fill(torch.arange(V, device=device) >= k_S1, 0)
+    k_S1 = torch.tensor([min(p.top_k, V) if p.top_k > 0 else V for p in params], device=device)[:, None]
+    places_V = torch.arange(V, device=device)
+    probs_SV = probs_SV.masked_fill(places_V >= k_S1, 0)
     before_SV = probs_SV.cumsum(-1) - probs_SV
-    kept_S1 = probs_SV.sum(-1, keepdim=True) * _column([p.top_p for p in params], device)
-    # top_p 1 keeps all: rounding of the sums must not cut the tail.
-    nucleus_S1 = _column([p.top_p for p in params], device) < 1
-    return probs_SV.masked_fill(nucleus_S1 & (before_SV >= kept_S1), 0)
+    top_p_S1 = _column([p.top_p for p in params], device)
+    beyond_SV = before_SV >= top_p_S1 * probs_SV.sum(-1, keepdim=True)
+    # top_p 1 keeps all, for rounding of the sums must not cut the tail; the first is always kept.
+    return probs_SV.masked_fill(beyond_SV & (top_p_S1 < 1) & (places_V > 0), 0)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
