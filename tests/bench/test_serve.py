@@ -94,7 +94,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self._start()
         for wait, event in (
-            (0.2, {"choices": [{"text": "a"}]}),
+            (0.2, {"choices": [{"text": self.server.first}]}),
             (0.1, {"choices": [{"text": "b"}]}),
             (0.1, {"choices": [{"text": "c"}]}),
             (0.1, {"choices": [], "usage": {"completion_tokens": 3}}),
@@ -115,13 +115,15 @@ class Scripted(BaseHTTPRequestHandler):
 @pytest.fixture
 def scripted():
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
-        server.bodies = []
+        server.bodies, server.first = [], "a"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
-def test_times_are_those_of_the_stream(scripted):
+@pytest.mark.parametrize("first", ["a", ""], ids=["text", "part of a character"])
+def test_times_are_those_of_the_stream(first, scripted):
+    scripted.first = first
     url = f"http://127.0.0.1:{scripted.server_port}/v1"
     row = measure(ServeBench(num_prompts=2, max_concurrency=1, ignore_eos=False, input_len=4), url)
     assert row["median_ttft_ms"] == pytest.approx(200, abs=90)
@@ -143,6 +145,13 @@ def test_requests_are_spread_at_the_rate_asked_for(scripted):
     row = measure(ServeBench(num_prompts=5, request_rate=5.0, max_concurrency=5, seed=0), url)
     assert row["request_rate"] == 5.0
     assert row["duration_s"] > 0.7  # all at once would take half a second
+
+
+def test_a_server_that_hangs_up(scripted):
+    url = f"http://127.0.0.1:{scripted.server_port}/v1"
+    scripted.RequestHandlerClass = type("HangUp", (Scripted,), {"do_POST": lambda handler: None})
+    with pytest.raises(UserError, match="a request failed"):
+        measure(ServeBench(num_prompts=1), url)
 
 
 def test_refusals_of_the_server_are_shown(base_url):

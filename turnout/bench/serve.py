@@ -139,7 +139,11 @@ async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
 
             async def one(prompt: list[int]) -> Trace:
                 async with gate:
-                    trace = await _stream(client, model, prompt, bench)
+                    try:
+                        trace = await _stream(client, model, prompt, bench)
+                    except httpx.HTTPError as error:
+                        why = error or type(error).__name__
+                        raise UserError(f"{base_url}: a request failed ({why})") from None
                 progress.advance(bar)
                 return trace
 
@@ -166,8 +170,7 @@ async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], benc
     }
     if bench.ignore_eos:
         body["ignore_eos"] = True
-    trace, start = Trace(), time.perf_counter()
-    last = start
+    trace, start, last = Trace(), time.perf_counter(), 0.0
     async with client.stream("POST", "completions", json=body) as reply:
         if reply.status_code != 200:
             text = (await reply.aread()).decode(errors="replace")
@@ -179,11 +182,12 @@ async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], benc
             now = time.perf_counter()
             if event.get("usage"):
                 trace.tokens = event["usage"]["completion_tokens"]
-            if event.get("choices") and event["choices"][0].get("text"):
-                if trace.ttft:
-                    trace.gaps.append(now - last)
-                else:
-                    trace.ttft = now - start
-                last = now
+            if not event.get("choices"):
+                continue
+            if not trace.ttft:  # also where the first token is part of a character, and so has no text yet
+                trace.ttft = last = now - start
+            elif event["choices"][0].get("text"):
+                trace.gaps.append(now - start - last)
+                last = now - start
     trace.latency = time.perf_counter() - start
     return trace
