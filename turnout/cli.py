@@ -289,8 +289,6 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except BrokenPipeError:
-        sys.exit(141)
 
 
 if __name__ == "__main__":

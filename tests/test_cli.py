@@ -1,0 +1,323 @@
+"""The command line as its users meet it: help, configuration, generation, and errors of one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import turnout.bench.moe
+import turnout.engine.explain
+from tests.test_cli_flags import commands
+from turnout import LLM, SamplingParams, __version__
+from turnout.cli import app, main
+from turnout.config import Config
+
+COMMANDS = sorted(name for name in commands() if not name.startswith("shared"))
+
+
+def invoke(*words: object):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def shell(*words: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "turnout.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The entry point in this process: (exit code, standard output, standard error)."""
+
+    def run(*words: object, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["turnout", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert f"{command} [OPTIONS]" in done.output
+    for option in commands()[command]:
+        if option.startswith("--") and not option.startswith("--no-"):
+            assert option in done.output
+
+
+def test_without_a_command_there_is_help():
+    done = invoke()
+    assert done.exit_code == 2
+    assert all(command.split()[0] in done.output for command in COMMANDS)
+
+
+def test_version(run):
+    assert run("version") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_flag(command, run):
+    code, _, err = run(*command.split(), "--no-such-flag")
+    assert code == 2
+    assert "No such option: --no-such-flag" in err
+
+
+# Configuration
+
+
+@pytest.fixture
+def planned(monkeypatch) -> list[Config]:
+    """The configurations that `turnout plan` was called with."""
+    seen: list[Config] = []
+    monkeypatch.setattr(turnout.engine.explain, "explain", lambda config, **_: seen.append(config) or 0)
+    return seen
+
+
+def test_flag_before_variable_before_file_before_default(planned, tmp_path, monkeypatch):
+    file = tmp_path / "turnout.yaml"
+    file.write_text("page-size: 4\nmax_running_requests: 5\ncontext-length: 6\n")
+    monkeypatch.setenv("TURNOUT_PAGE_SIZE", "7")
+    monkeypatch.setenv("TURNOUT_MAX_RUNNING_REQUESTS", "8")
+    done = invoke("plan", "demo", "--config", file, "--page-size", 9)
+    assert done.exit_code == 0, done.output
+    [config] = planned
+    assert (config.page_size, config.max_running_requests) == (9, 8)
+    assert (config.context_length, config.chunked_prefill_size) == (6, 512)
+
+
+def test_the_model_named_is_the_model_even_if_a_file_names_another(planned, tmp_path, monkeypatch):
+    (tmp_path / "turnout.yaml").write_text("model: other\n")
+    monkeypatch.setenv("TURNOUT_MODEL", "third")
+    invoke("plan", "demo", "--config", tmp_path / "turnout.yaml")
+    assert planned[0].model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--tp", "2"], "tp_size", 2),
+        (["--tensor-parallel-size", "2"], "tp_size", 2),
+        (["--gpu-memory-utilization", "0.5"], "mem_fraction_static", 0.5),
+        (["--max-num-seqs", "3"], "max_running_requests", 3),
+        (["--enforce-eager"], "disable_cuda_graph", True),
+        (["--disable-cuda-graph"], "disable_cuda_graph", True),
+        (["--no-load-progress"], "load_progress", False),
+    ],
+)
+def test_spellings_of_other_engines(words, field, value, planned):
+    done = invoke("plan", "demo", *words)
+    assert done.exit_code == 0, done.output
+    assert getattr(planned[0], field) == value
+
+
+def test_a_negative_flag_undoes_a_variable(planned, monkeypatch):
+    monkeypatch.setenv("TURNOUT_DISABLE_PREFIX_CACHE", "1")
+    invoke("plan", "demo")
+    invoke("plan", "demo", "--no-disable-prefix-cache")
+    assert [config.disable_prefix_cache for config in planned] == [True, False]
+
+
+# Errors
+
+
+def only_line(text: str) -> str:
+    assert text.startswith("error: ")
+    assert text.count("\n") == 1, text
+    assert text.endswith("\n")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "/nowhere"], "no model '/nowhere'"),
+        (["generate", "/nowhere", "hello"], "no model '/nowhere'"),
+        (["plan", "demo", "--device", "tpu"], "--device 'tpu': must be one of auto, cpu, cuda"),
+        (["plan", "demo", "--page-size", "0"], "--page-size 0: must be between"),
+        (["plan", "demo", "--hardware", "abacus"], "--hardware 'abacus': unknown; known: cpu"),
+        (["plan", "demo", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read"),
+        (["generate", "demo", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "demo", "/nowhere.jsonl"], "/nowhere.jsonl: cannot be read (No such file"),
+        (["generate", "demo"], "no PROMPT given and standard input is empty"),
+        (["generate", "demo", "x", "--output", "/proc/x/y"], "--output /proc/x/y: cannot be written"),
+        (["quantize", "demo", "/tmp/never"], "quantised already"),
+        (["quantize", "demo-bf16", "/proc/never"], "cannot write /proc/never"),
+        (["quantize", "demo-bf16", "/tmp/never", "--format", "int4"], "unknown format 'int4'"),
+        (
+            ["quantize", "demo-bf16", "/tmp/never", "--format", "fp8", "--calibration", "text.txt"],
+            "--calibration is for --format nvfp4",
+        ),
+        (["quantize", "demo-bf16", "/tmp/never", "--calibration", "/nowhere"], "--calibration /nowhere"),
+        (["bench", "moe", "--shape", "huge"], "unknown shape 'huge'; known: "),
+        (["bench", "moe", "--format", "int4"], "unknown format 'int4'"),
+        (["bench", "moe", "--routing", "random"], "unknown routing 'random'; known: uniform, zipf"),
+        (["bench", "moe", "--output", "/proc/x/y"], "--output /proc/x/y: cannot be written"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(words, message, run):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in only_line(err)
+
+
+def test_a_malformed_configuration_file_is_one_line(run, tmp_path):
+    (tmp_path / "turnout.yaml").write_text("page_size: [1,\nother: {")
+    code, _, err = run("plan", "demo", "--config", tmp_path / "turnout.yaml")
+    assert code == 2
+    assert "turnout.yaml: not valid YAML" in only_line(err)
+
+
+def test_a_malformed_variable(run, monkeypatch):
+    monkeypatch.setenv("TURNOUT_PORT", "http")
+    code, _, err = run("serve", "demo")
+    assert code == 2
+    assert "TURNOUT_PORT='http': must be of type int" in only_line(err)
+
+
+def test_a_refused_plan_lists_every_reason(run, tmp_path):
+    code, _, err = run("generate", "demo", "x", "--quantization", "fp8", "--context-length", "9999")
+    assert code == 2
+    assert "Traceback" not in err
+    assert "--quantization fp8" in err
+    assert "--context-length 9999" in err
+    assert err.count("Remedy: ") >= 2
+
+
+def test_a_bug_keeps_its_traceback(run, monkeypatch):
+    def broken(*_: object, **__: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(turnout.engine.explain, "explain", broken)
+    monkeypatch.setattr(sys, "argv", ["turnout", "plan", "demo"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = shell("serve", "demo", "--port", port)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"cannot listen on 127.0.0.1:{port}" in only_line(done.stderr)
+
+
+def test_a_reader_that_left():
+    shown = f"{sys.executable} -m turnout.cli plan demo --json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode in (0, 1)  # 0: all of it fitted into the pipe
+
+
+# Generation
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder: Path) -> dict[str, str]:
+    prompts = ["One two", "three", "café"]
+    with LLM(str(tiny_folder), device="cpu", load_progress=False) as llm:
+        answers = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0))
+    return {prompt: answer.text for prompt, answer in zip(prompts, answers, strict=True)}
+
+
+def generate(run, tiny_folder, *words, stdin=""):
+    code, out, err = run("generate", tiny_folder, *words, "--max-tokens", 6, "--device", "cpu", stdin=stdin)
+    assert code == 0, err
+    return out
+
+
+def test_a_prompt_gives_its_text(run, tiny_folder, expected):
+    assert generate(run, tiny_folder, "One two") == expected["One two"] + "\n"
+
+
+def test_standard_input_is_a_prompt(tiny_folder, expected):
+    words = ["generate", tiny_folder, "--max-tokens", 6, "--device", "cpu", "--no-load-progress"]
+    done = shell(*words, stdin="One two")
+    assert (done.returncode, done.stdout) == (0, expected["One two"] + "\n"), done.stderr
+
+
+def test_lines_in_lines_out(run, tiny_folder, expected, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in expected) + "\n\n")
+    rows = [json.loads(line) for line in generate(run, tiny_folder, file).splitlines()]
+    assert {row["prompt"]: row["text"] for row in rows} == expected
+    assert all(1 <= row["tokens"] <= 6 and row["finish_reason"] in ("stop", "length") for row in rows)
+    generate(run, tiny_folder, file, "--output", tmp_path / "out.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert written == rows
+
+
+def test_options_reach_the_sampler(run, tiny_folder, expected):
+    text = expected["One two"]
+    stop = text[2]
+    assert generate(run, tiny_folder, "One two", "--stop", stop) == text[: text.index(stop)] + "\n"
+
+
+def test_chat_goes_through_the_template(run, tiny_folder):
+    with LLM(str(tiny_folder), device="cpu", load_progress=False) as llm:
+        [answer] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=6, temperature=0))
+    assert generate(run, tiny_folder, "hi", "--chat") == answer.text + "\n"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}'])
+def test_a_malformed_line_of_prompts(line, run, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n' + line)
+    code, _, err = run("generate", "demo", tmp_path / "prompts.jsonl")
+    assert code == 2
+    assert "prompts.jsonl:2: " in only_line(err)
+
+
+# Benchmarks
+
+
+def test_bench_moe_passes_on_what_was_asked_for(monkeypatch, tmp_path):
+    calls: list[dict] = []
+    monkeypatch.setattr(turnout.bench.moe, "run", lambda **options: calls.append(options))
+    words = [
+        "--preset",
+        "qwen3-30b",
+        "--shape",
+        "gptoss-20b",
+        "--format",
+        "mxfp4",
+        "--tokens",
+        "1",
+        "--tokens",
+        "64",
+    ]
+    words += ["--routing", "zipf", "--runner", "torch", "--device", "cpu", "--no-peers"]
+    for given in ([], [*words, "--output", tmp_path / "x.json"]):
+        assert invoke("bench", "moe", *given).exit_code == 0
+    defaults, asked = calls
+    assert defaults["shapes"] == ["cpu-small"]
+    assert (defaults["formats"], defaults["tokens"], defaults["peers"]) == (
+        ["bf16", "nvfp4"],
+        [1, 16, 256],
+        True,
+    )
+    assert asked == {
+        "shapes": ["qwen3-30b", "gptoss-20b"],
+        "formats": ["mxfp4"],
+        "tokens": [1, 64],
+        "routing": "zipf",
+        "runner": "torch",
+        "device": "cpu",
+        "peers": False,
+        "output": tmp_path / "x.json",
+    }
+
+
+def test_bench_moe_refuses_fewer_than_no_tokens(run):
+    code, _, err = run("bench", "moe", "--tokens", "-1")
+    assert code == 2
+    assert "--tokens" in err
