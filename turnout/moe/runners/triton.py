@@ -50,17 +50,18 @@ class Tiling(NamedTuple):
 _TILINGS: dict[str, tuple[tuple[float, Tiling], ...]] = {
     "packed": (
         (5, Tiling(128, 8, 2, 5, 4, 1)),
-        (10, Tiling(128, 16, 2, 4, 4, 1)),
+        (12, Tiling(128, 16, 2, 4, 4, 1)),
         (24, Tiling(128, 32, 1, 5, 4, 1)),
         (72, Tiling(128, 64, 1, 5, 4, 1)),
         (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
     ),
     "bf16": (
         (5, Tiling(64, 8, 2, 4, 4, 1)),
-        (10, Tiling(64, 16, 2, 5, 4, 1)),
+        (12, Tiling(64, 16, 2, 5, 4, 1)),
         (24, Tiling(128, 32, 1, 5, 4, 1)),
-        (72, Tiling(128, 64, 1, 4, 4, 4)),
-        (math.inf, Tiling(128, 128, 1, 5, 8, 8)),
+        (48, Tiling(128, 64, 1, 4, 4, 1)),
+        (400, Tiling(256, 128, 1, 4, 8, 8)),
+        (math.inf, Tiling(128, 256, 1, 4, 8, 8)),
     ),
 }
 # Fewer programs than this leave multiprocessors idle (an H200 has 132, each holds several): halve the rows.
@@ -194,21 +195,9 @@ class TritonRunner:
             self._sort(ids_TK, P, tiles.tokens)
         bound = min(self._count, P) + P // tiles.tokens if sort else P
         table = self._space.tiles if sort else ids_TK
-        self._gemm(
-            self._w13, x_TH, self._space.h_PI, table, weights_TK, bound, k, tiles, first=True, direct=not sort
-        )
-        self._gemm(
-            self._w2,
-            self._space.h_PI,
-            self._space.y_PH,
-            table,
-            weights_TK,
-            bound,
-            k,
-            tiles,
-            first=False,
-            direct=not sort,
-        )
+        h_PI, y_PH = self._space.h_PI, self._space.y_PH
+        self._gemm(self._w13, x_TH, h_PI, table, weights_TK, bound, k, tiles, first=True, direct=not sort)
+        self._gemm(self._w2, h_PI, y_PH, table, weights_TK, bound, k, tiles, first=False, direct=not sort)
         self._sum(ids_TK, out_TH, k, clear=P > COUNT_PAIRS)
         return out_TH
 
@@ -233,25 +222,16 @@ class TritonRunner:
     def _sort(self, ids_TK: Tensor, P: int, width: int) -> None:
         from turnout.kernels.sort import count_pairs, place_pairs
 
-        alone = P <= COUNT_PAIRS
+        space, alone = self._space, P <= COUNT_PAIRS
         block = max(16, _power_of_two(P)) if alone else 1024
         programs = -(-P // block)
         if not alone:
             count_pairs[(programs,)](
-                ids_TK,
-                self._space.counts,
-                P,
-                self._first,
-                self._count,
-                block,
-                True,
-                num_warps=8,
-                launch_pdl=True,
+                ids_TK, space.counts, P, self._first, self._count, block, True, num_warps=8, launch_pdl=True
             )
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
-            ids_TK, self._space.counts, self._space.order_P, self._space.tiles, P, self._first, self._count,
-            width, programs,
+            ids_TK, space.counts, space.order_P, space.tiles, P, self._first, self._count, width, programs,
             block, self._padded_count, alone, True, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
@@ -283,12 +263,11 @@ class TritonRunner:
     def _sum(self, ids_TK: Tensor, out_TH: Tensor, k: int, *, clear: bool) -> None:
         from turnout.kernels.sort import sum_pairs
 
-        T, H = out_TH.shape
+        (T, H), space = out_TH.shape, self._space
         block = 1024 if T > 64 else 256
         sum_pairs[(T, -(-H // block))](
-            self._space.y_PH, ids_TK, out_TH, self._space.counts, H, self._space.y_PH.stride(0), self._first,
-            self._count,
-            k, block, self._padded_count, clear, True, num_warps=4 if block > 256 else 2, launch_pdl=True,
+            space.y_PH, ids_TK, out_TH, space.counts, H, H, self._first, self._count, k, block,
+            self._padded_count, clear, True, num_warps=4 if block > 256 else 2, launch_pdl=True,
         )  # fmt: skip
 
 
