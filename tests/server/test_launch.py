@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
 
 import httpx
 from typer.testing import CliRunner
@@ -62,6 +71,31 @@ def test_a_plain_configuration_is_served_on_a_free_port(monkeypatch):
     with module.launch(Config(model="some", page_size=32)) as url:
         assert url == "http://somewhere/v1"
     assert recorded == [ServerConfig(model="some", page_size=32, port=0)]
+
+
+def test_progress_on_a_terminal_that_does_not_know_its_width(tiny_folder: Path):
+    """The launcher passes the bars on, and finds the server's address between them."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    program = (
+        "from turnout.config import ServerConfig\n"
+        "from turnout.server.launch import launch\n"
+        f"config = ServerConfig(model={str(tiny_folder)!r}, device='cpu', port=0, max_total_tokens=512)\n"
+        "with launch(config) as url: print('address', url)\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal
+    )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while chunk := os.read(master, 4096):
+            shown += chunk
+    os.close(master)
+    out, _ = launcher.communicate(timeout=60)
+    assert out.startswith(b"address http://127.0.0.1:"), shown.decode()
+    assert b"Turnout is ready at" in shown
+    assert b"loading layers" in shown
 
 
 def test_the_shared_server_was_launched_as_asked(http: httpx.Client):

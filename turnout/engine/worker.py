@@ -122,10 +122,8 @@ def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
 
     config = Config(**values)
     blueprint = resolve(config)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for line in summary(blueprint):
-        console.print(line)
-    with loading_bar(console, shown=config.load_progress) as progress:
+    print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
+    with loading_bar(shown=config.load_progress) as progress:
         core = EngineCore(blueprint, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
@@ -158,8 +156,9 @@ def _megabytes(size: int) -> str:
 
 
 @contextmanager
-def loading_bar(console: Console, *, shown: bool) -> Iterator[ProgressFn]:
+def loading_bar(*, shown: bool) -> Iterator[ProgressFn]:
     """Progress of loading on a terminal; elsewhere the bar stays silent."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not (shown and console.is_terminal)

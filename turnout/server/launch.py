@@ -123,5 +123,8 @@ def environment(config: ServerConfig) -> dict[str, str]:
     """Ours, plus what must not show in a process list, plus our terminal's nature behind the pipe."""
     values = dict(os.environ) | {"TURNOUT_API_KEY": config.api_key, "PYTHONUNBUFFERED": "1"}
     if sys.stderr.isatty():
-        values |= {"TTY_COMPATIBLE": "1", "COLUMNS": str(os.get_terminal_size(sys.stderr.fileno()).columns)}
+        values["TTY_COMPATIBLE"] = "1"
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        if columns > 0:  # some terminals do not know
+            values["COLUMNS"] = str(columns)
     return values

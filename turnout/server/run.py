@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from rich.console import Console
 
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
@@ -37,7 +36,6 @@ LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server th
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger("turnout.server")
-console = Console(stderr=False, highlight=False, soft_wrap=True)
 
 
 class HttpServer(uvicorn.Server):
@@ -138,7 +136,7 @@ class Supervisor:
         await asyncio.wait({stop, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
-            console.print(f"{READY}{self.base_url}")
+            print(f"{READY}{self.base_url}", flush=True)
             await stop
         loading.cancel()
         await self._drain()
