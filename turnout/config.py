@@ -98,7 +98,9 @@ class Config:
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
     speculative_algorithm: str = flag("none", "draft tokens from", choices=("none", "ngram"))
     speculative_num_draft_tokens: int = flag(4, "draft tokens per step", minimum=1)
-    num_threads: int = flag(0, "CPU threads; 0: the physical cores this process may use", minimum=0)
+    num_threads: int = flag(
+        0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
+    )
     trust_remote_code: bool = flag(False, "let the tokenizer run code shipped with the model")
     load_progress: bool = flag(True, "progress bars while loading")
     random_seed: int = flag(0, "seed of requests that bring none")
