@@ -143,6 +143,14 @@ def test_a_model_that_cannot_run_here_says_how_to_do_without(tmp_path):
     quantize(str(tmp_path / "in"), tmp_path / "out", "nvfp4")
 
 
+def test_a_model_without_tokenizer_says_how_to_do_without(tmp_path):
+    write_model(tmp_path / "in")
+    for file in (tmp_path / "in").glob("token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"--no-calibrate.*tokenizer"):
+        quantize(str(tmp_path / "in"), tmp_path / "out", "nvfp4", samples=SAMPLES)
+
+
 @pytest.mark.parametrize("samples", [[], [""]])
 def test_nothing_to_read_is_refused(samples, tiny, tmp_path):
     with pytest.raises(UserError, match="no text to calibrate with"):

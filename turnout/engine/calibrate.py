@@ -29,7 +29,7 @@ from turnout.checkpoint import locate, open_checkpoint
 from turnout.checkpoint import quantize as writing
 from turnout.checkpoint.quantize import Calibration, InputAmax
 from turnout.config import Config
-from turnout.engine.blueprint import Blueprint, resolve
+from turnout.engine.blueprint import resolve
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling import SamplingParams
@@ -64,11 +64,15 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
     """
     try:
         blueprint = resolve(Config(model=model))
+        tokenizer = Tokenizer.load(blueprint.folder)
     except UserError as error:
         raise UserError(f"calibration runs the model (--no-calibrate does without): {error}") from None
-    prompts = _prompts(samples, blueprint)
-    recorders = {i: Recorder(blueprint.description.moe.activation) for i in blueprint.description.moe_layers}
-    device = torch.device(blueprint.hardware.device)
+    encoded = [_encode(sample, tokenizer)[: blueprint.max_context] for sample in samples]
+    prompts = [ids for ids in encoded if ids]
+    if not prompts:
+        raise UserError("there is no text to calibrate with; give some, or quantise with --no-calibrate")
+    description, device = blueprint.description, torch.device(blueprint.hardware.device)
+    recorders = {i: Recorder(description.moe.activation, device) for i in description.moe_layers}
     loaded = load_model(
         open_checkpoint(blueprint.folder),
         blueprint.plan,
@@ -87,20 +91,21 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
 
 
 class Recorder:
-    """Runs the experts of one layer as the reference does, and keeps the largest inputs of their GEMMs."""
+    """Runs the experts of one layer in float32, one by one, and keeps the largest inputs of their GEMMs."""
 
-    def __init__(self, activation: Activation) -> None:
-        self._activation = activation
+    def __init__(self, activation: Activation, device: torch.device) -> None:
+        self._activation, self._device = activation, device
 
     def prepare(self, experts: ExpertWeights) -> None:
-        self._experts = experts
-        self._w13_E, self._w2_E = (torch.zeros(experts.num_local_experts) for _ in range(2))
+        self._w13, self._w2 = (w.to(self._device) for w in (experts.w13, experts.w2))
+        self._seen_13E, self._seen_2E = torch.zeros(2, experts.num_local_experts, device=self._device)
 
     update = prepare
 
     def amax(self) -> list[InputAmax]:
         """By expert; 0 where no token came."""
-        return [InputAmax(*pair) for pair in zip(self._w13_E.tolist(), self._w2_E.tolist(), strict=True)]
+        seen = zip(self._seen_13E.tolist(), self._seen_2E.tolist(), strict=True)
+        return [InputAmax(*pair) for pair in seen]
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         assert isinstance(batch, TokensBatch), "one rank dispatches nothing"
@@ -113,24 +118,14 @@ class Recorder:
         return out_TH.to(x_TH.dtype)
 
     def _expert(self, expert: int, x_MH: Tensor) -> Tensor:
-        w13, w2 = (w[expert].to(x_MH.device).decode() for w in (self._experts.w13, self._experts.w2))
-        a_MI = activate(x_MH @ w13.T, self._activation)
-        for seen_E, inputs in ((self._w13_E, x_MH), (self._w2_E, a_MI)):
-            seen_E[expert] = torch.maximum(seen_E[expert], inputs.abs().max().cpu())
-        return a_MI @ w2.T
-
-
-def _prompts(samples: Sequence[Sample], blueprint: Blueprint) -> list[list[int]]:
-    """Token ids, cut to the longest context; conversations by the chat template where there is one."""
-    tokenizer = Tokenizer.load(blueprint.folder)
-    encoded = [_encode(sample, tokenizer)[: blueprint.max_context] for sample in samples]
-    prompts = [ids for ids in encoded if ids]
-    if not prompts:
-        raise UserError("there is no text to calibrate with; give some, or quantise with --no-calibrate")
-    return prompts
+        a_MI = activate(x_MH @ self._w13[expert].decode().T, self._activation)
+        for seen_E, inputs in ((self._seen_13E, x_MH), (self._seen_2E, a_MI)):
+            seen_E[expert] = torch.maximum(seen_E[expert], inputs.abs().max())
+        return a_MI @ self._w2[expert].decode().T
 
 
 def _encode(sample: Sample, tokenizer: Tokenizer) -> list[int]:
+    """Token ids; those of a conversation by the chat template where there is one."""
     if isinstance(sample, str):
         return tokenizer.encode(sample)
     if tokenizer.has_chat_template:
