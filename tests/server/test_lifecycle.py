@@ -92,9 +92,12 @@ class Background(threading.Thread):
 
 
 def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
+    """The engine is held still where the test needs requests to be running, however fast it is."""
     with started(tiny_folder, shutdown_timeout=4.0) as (server, root):
-        endless = Background(root, tokens=480, n=60)
+        engine = engine_of(server)
+        endless = Background(root, tokens=500, n=8)
         short = Background(root, tokens=20)
+        engine.suspend()
         server.process.terminate()
         while httpx.get(f"{root}/ready").status_code == 200:
             time.sleep(0.01)
@@ -103,16 +106,20 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
         assert httpx.get(f"{root}/health").status_code == 200
         assert ready.status_code == refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
+        engine.resume()
         lines = short.result()
+        engine.suspend()
         assert (len(lines), lines[-1]) == (21, "[DONE]")
         assert json.loads(endless.result()[-1])["error"]["code"] == "shutting_down"
+        engine.resume()
         assert server.process.wait(20) == 0
 
 
 def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
     with started(tiny_folder, shutdown_timeout=100.0) as (server, root):
         engine, folder = engine_of(server), sockets_of(server)
-        Background(root, tokens=480, n=60)
+        Background(root, tokens=480, n=8)
+        engine.suspend()  # so that there is something to wait for
         server.process.send_signal(signal.SIGINT)
         while httpx.get(f"{root}/ready").status_code == 200:
             time.sleep(0.01)
@@ -124,7 +131,9 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
 
 def test_a_killed_engine_fails_every_request_and_the_server(tiny_folder: Path):
     with started(tiny_folder) as (server, root):
+        engine = engine_of(server)
         streamed = Background(root, tokens=500)
+        engine.suspend()  # so that both requests are still running when it dies
         whole: list[httpx.Response] = []
         body = {"prompt": "go on", "max_tokens": 500, "ignore_eos": True}
         thread = threading.Thread(
@@ -133,7 +142,7 @@ def test_a_killed_engine_fails_every_request_and_the_server(tiny_folder: Path):
         thread.start()
         while httpx.get(f"{root}/server_info").json()["requests"]["active"] < 2:
             time.sleep(0.01)
-        engine_of(server).kill()
+        engine.kill()
         assert json.loads(streamed.result()[-1])["error"]["type"] == "server_error"
         thread.join(20)
         assert whole[0].status_code == 500
@@ -148,7 +157,7 @@ def test_a_killed_server_leaves_no_engine_behind(tiny_folder: Path):
     with started(tiny_folder) as (server, root):
         engine, folder = engine_of(server), sockets_of(server)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        Background(root, tokens=480, n=60)
+        Background(root, tokens=480, n=8)
         server.process.kill()
         assert has_ended(engine)
         assert not folder.exists()
