@@ -273,3 +273,13 @@ def test_hidden_states_in_a_type_it_does_not_compute_in():
     x, ids, weights = routed()
     with pytest.raises(UserError, match=r"float32, bfloat16, float16, not torch\.float64"):
         run(variant(), "turnout", x.double(), ids, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_on_a_gpu(family):
+    model = build(FAMILIES[family], torch.bfloat16).cuda()
+    ids = tokens(3, 20).cuda()
+    ours, eager = logits(model, "turnout", ids), logits(model, "eager", ids)
+    exact = logits(model.float(), "eager", ids)
+    assert (ours.float() - exact).norm() <= 1.5 * (eager.float() - exact).norm()
