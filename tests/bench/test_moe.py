@@ -15,8 +15,10 @@ TINY = moe.Shape(hidden=64, intermediate=32, experts=8, top_k=2)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(moe, "SECONDS", 0.0)
-    monkeypatch.setattr(moe, "measure_ceilings", lambda device: {"copy_GBps": 10.0, "fp32_TFLOPs": 0.1})
+    monkeypatch.setattr(moe.timing, "SECONDS", 0.0)
+    monkeypatch.setattr(
+        moe.timing, "measure_ceilings", lambda device: {"copy_GBps": 10.0, "fp32_TFLOPs": 0.1}
+    )
     monkeypatch.setitem(moe.SHAPES, "tiny", TINY)
     monkeypatch.setitem(moe.SHAPES, "tiny-ep4", moe.Shape(**{**vars(TINY), "ep": 4}))
 

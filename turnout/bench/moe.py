@@ -1,9 +1,11 @@
 """`bench moe`: the experts of one layer (no router), as planned, beside transformers' implementations.
 
-Everything at a point, ours and peers, is timed in the same loop, call by call in turn, on inputs and
-routes that change from call to call; a row holds the median. `floor_us` is the larger of bytes touched over
-the measured copy bandwidth and operations over the measured GEMM rate; bytes are those of the format, of
-experts that got a token. `error` is relative to the float32 reference.
+Everything at a point, ours and peers, is timed in the same run, on inputs and routes that change from call
+to call; a row holds the median. On a CPU, call by call in turn. On CUDA, as replays of a graph of calls, with
+several sets of weights so that none stays in the L2 cache; what cannot be captured is called eagerly, and
+says so (timing.py). `floor_us` is the larger of bytes touched over the measured copy bandwidth and
+operations over the measured GEMM rate; bytes are those of the format, of experts that got a token. `error` is
+relative to the float32 reference.
 
 Under expert parallelism (shape names ending in -epN) routes are drawn over all experts and the rank's
 share of them is computed, as behind a dispatcher that moves nothing.
@@ -14,9 +16,9 @@ Legend: T tokens, H hidden, E experts, k top-k.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from turnout import formats as weight_formats
+from turnout.bench import timing
 from turnout.bench.results import check_output, cpu_name, result, save
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
@@ -42,8 +45,8 @@ from turnout.registry import RUNNERS
 ROUTINGS = ("uniform", "zipf")
 PEERS = ("eager", "grouped_mm", "batched_mm")
 INPUTS = 4  # sets of tokens and routes per point
-SECONDS, MIN_CALLS, MAX_CALLS = 2.0, 5, 200  # of timing, per point and contender
 TABLE_WIDTH = 110
+L2_BYTES = 240e6  # CUDA: so many bytes of weights, in several sets, are read before one is read again
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -119,7 +122,7 @@ def run(
     if output is not None:
         check_output(output)
     machine = hardware.detect(device)
-    ceilings = measure_ceilings(machine.device)
+    ceilings = timing.measure_ceilings(machine.device)
     dtypes = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -140,11 +143,11 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Something that computes the layer: one of our runners, or a peer."""
+    """Something that computes the layer: one of our runners, or a peer. One forward per set of weights."""
 
     runner: str
     dtype: str
-    forward: Forward
+    forwards: tuple[Forward, ...]
     gathered_bytes: int = 0  # of weights, per token
     peer: bool = False
 
@@ -156,7 +159,10 @@ class LayerBench:
         self._shape, self._format, self._machine, self._routing = shape, format, machine, routing
         self._spec = shape.spec(format)
         self._local = shape.experts // shape.ep
-        self._experts = self._make_experts()
+        self._sets = [self._make_experts(0)]
+        if machine.device == "cuda":
+            more = min(6, int(L2_BYTES // self._sets[0].nbytes) + 2)
+            self._sets += [self._make_experts(seed) for seed in range(1, more)]
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
         found = [self._ours(runner, dtype) for dtype in dtypes]
@@ -170,7 +176,7 @@ class LayerBench:
         """One row per contender."""
         inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
         rows, runnable = [], []
-        reference = experts_reference(*inputs[0], self._experts, self._spec.activation)
+        reference = experts_reference(*inputs[0], self._sets[0], self._spec.activation)
         floor = self._floor_us(inputs, ceilings)
         for contender in contenders:
             row: dict[str, Any] = {"runner": contender.runner, "compute_dtype": contender.dtype}
@@ -180,19 +186,30 @@ class LayerBench:
                 continue
             cast = [(x.to(getattr(torch, contender.dtype)), ids, w) for x, ids, w in inputs]
             try:
-                error = relative_error(contender.forward(*cast[0]), reference)
+                error = relative_error(contender.forwards[0](*cast[0]), reference)
             except Exception as failure:  # a failed point is a row, never an absent one
                 rows.append(row | {"error_message": f"{type(failure).__name__}: {failure}"})
                 continue
             rows.append(row | {"floor_us": floor, "error": error, "peer": contender.peer})
-            runnable.append((rows[-1], contender.forward, cast))
-        times = interleaved([(forward, cast) for _, forward, cast in runnable], self._machine.device)
-        for (row, _, _), time_us in zip(runnable, times, strict=True):
-            row |= {"time_us": time_us, "efficiency": row["floor_us"] / time_us}
+            forwards = contender.forwards
+            calls = [
+                partial(forwards[i % len(forwards)], *cast[i % INPUTS])
+                for i in range(max(INPUTS, len(forwards)))
+            ]
+            runnable.append((rows[-1], calls))
+        if self._machine.device == "cpu":
+            times = timing.interleaved([calls for _, calls in runnable])
+            for (row, _), time_us in zip(runnable, times, strict=True):
+                row["time_us"] = time_us
+        else:
+            for row, calls in runnable:
+                row["time_us"], row["timing"] = timing.on_gpu(calls)
+        for row, _ in runnable:
+            row["efficiency"] = row["floor_us"] / row["time_us"]
         return rows
 
-    def _make_experts(self) -> ExpertWeights:
-        draw = torch.Generator(self._machine.device).manual_seed(0)
+    def _make_experts(self, seed: int) -> ExpertWeights:
+        draw = torch.Generator(self._machine.device).manual_seed(seed)
 
         def weights(rows: int, columns: int) -> PackedTensor:
             plain = torch.randn(self._local, rows, columns, generator=draw, device=self._machine.device).mul_(
@@ -218,13 +235,16 @@ class LayerBench:
             wishes=Wishes(runner=name),
             compute_dtype=dtype,
         )
-        runner = RUNNERS.get(chosen.decode.runner)(self._spec, chosen, torch.device(self._machine.device))
-        runner.prepare(self._experts)
+        name = chosen.decode.runner
 
-        def forward(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            return runner(TokensBatch(hidden=Hidden(data=x_TH), topk_ids=ids_TK, topk_weights=weights_TK))
+        def forward(experts: ExpertWeights) -> Forward:
+            runner = RUNNERS.get(name)(self._spec, chosen, torch.device(self._machine.device))
+            runner.prepare(experts)
+            return lambda x_TH, ids_TK, weights_TK: runner(
+                TokensBatch(hidden=Hidden(data=x_TH), topk_ids=ids_TK, topk_weights=weights_TK)
+            )
 
-        return Contender(runner=chosen.decode.runner, dtype=dtype, forward=forward)
+        return Contender(runner=name, dtype=dtype, forwards=tuple(map(forward, self._sets)))
 
     def _peers(self, dtype: str) -> list[Contender]:
         """transformers' expert implementations on the decoded weights."""
@@ -239,21 +259,29 @@ class LayerBench:
             num_experts=shape.experts,
             num_experts_per_tok=shape.top_k,
         )
-        with torch.device("meta"):
-            experts = Qwen3MoeExperts(config)
-        for name, weight in (("gate_up_proj", self._experts.w13), ("down_proj", self._experts.w2)):
-            setattr(experts, name, torch.nn.Parameter(weight.decode(kind), requires_grad=False))
         per_token = shape.top_k * 3 * shape.hidden * shape.intermediate * kind.itemsize
 
+        def module(weights: ExpertWeights) -> Any:
+            with torch.device("meta"):
+                experts = Qwen3MoeExperts(config)
+            for name, weight in (("gate_up_proj", weights.w13), ("down_proj", weights.w2)):
+                setattr(experts, name, torch.nn.Parameter(weight.decode(kind), requires_grad=False))
+            return experts
+
+        modules = [module(weights) for weights in self._sets]
+
         def peer(implementation: str) -> Contender:
-            def forward(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-                config._experts_implementation = implementation
-                return experts(x_TH, ids_TK.long(), weights_TK.to(x_TH.dtype))
+            def forward(experts: Any) -> Forward:
+                def run(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+                    config._experts_implementation = implementation
+                    return experts(x_TH, ids_TK.long(), weights_TK.to(x_TH.dtype))
+
+                return run
 
             return Contender(
                 runner=f"transformers {implementation}",
                 dtype=dtype,
-                forward=forward,
+                forwards=tuple(map(forward, modules)),
                 gathered_bytes=per_token if implementation == "batched_mm" else 0,
                 peer=True,
             )
@@ -285,60 +313,8 @@ class LayerBench:
         return statistics.fmean(floors)
 
 
-def interleaved(
-    runnable: Sequence[tuple[Forward, list[tuple[Tensor, Tensor, Tensor]]]], device: str
-) -> list[float]:
-    """The median time of each, in us, called in turn so that whatever disturbs one disturbs all.
-
-    Whoever has had SECONDS, and MIN_CALLS, drops out.
-    """
-
-    def timed(forward: Forward, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
-        start = time.perf_counter()
-        forward(*inputs)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for forward, sets in runnable:
-        timed(forward, sets[0])
-    times: list[list[float]] = [[] for _ in runnable]
-    for i in range(MAX_CALLS):
-        for (forward, sets), mine in zip(runnable, times, strict=True):
-            if len(mine) < MIN_CALLS or sum(mine) < SECONDS:
-                mine.append(timed(forward, sets[i % len(sets)]))
-    return [1e6 * statistics.median(mine) for mine in times]
-
-
 def relative_error(y: Tensor, reference: Tensor) -> float:
     return float((y.float() - reference).norm() / reference.norm())
-
-
-def measure_ceilings(device: str) -> dict[str, float]:
-    """What this device reaches at best: copying (read + write), and a large matrix product."""
-    dtype, label, size = (torch.float32, "fp32", 1024) if device == "cpu" else (torch.bfloat16, "bf16", 8192)
-    source = torch.empty(2**28 // 4 if device == "cpu" else 2**30, dtype=torch.float32, device=device).fill_(
-        1
-    )
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    copy_s = best_seconds(lambda: target.copy_(source), device)
-    gemm_s = best_seconds(lambda: a @ b, device)
-    return {
-        "copy_GBps": 2 * source.nbytes / copy_s / 1e9,
-        f"{label}_TFLOPs": 2 * size**3 / gemm_s / 1e12,
-    }
-
-
-def best_seconds(work: Callable[[], Any], device: str) -> float:
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def show(content: dict[str, Any]) -> None:

@@ -1,0 +1,100 @@
+"""How long a call takes, and what the device reaches at best.
+
+CPU: calls of all contenders in turn, so that whatever disturbs one disturbs all. CUDA: replays of a graph of
+calls, between events, so that launching costs nothing; a contender that waits for the host cannot be
+captured and is timed call by call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SECONDS = 2.0  # per point and contender, about
+MIN_CALLS, MAX_CALLS = 5, 200
+REPLAYS = 15
+
+Call = Callable[[], Any]
+
+
+def interleaved(contenders: Sequence[Sequence[Call]]) -> list[float]:
+    """The median time of a call of each, in us; each is a list of like calls, taken in turn.
+
+    Whoever has had SECONDS, and MIN_CALLS, drops out.
+    """
+    for calls in contenders:
+        calls[0]()
+    times: list[list[float]] = [[] for _ in contenders]
+    for i in range(MAX_CALLS):
+        for calls, mine in zip(contenders, times, strict=True):
+            if len(mine) < MIN_CALLS or sum(mine) < SECONDS:
+                mine.append(_seconds(calls[i % len(calls)]))
+    return [1e6 * statistics.median(mine) for mine in times]
+
+
+def on_gpu(calls: Sequence[Call]) -> tuple[float, str]:
+    """The median time of a call in us, and how it was taken: "graph" or "eager"."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError:  # it waits for the host
+        torch.cuda.synchronize()
+        return _in_turn(calls), "eager"
+    graph.replay()
+    return _replays(graph, len(calls)), "graph"
+
+
+def _in_turn(calls: Sequence[Call]) -> float:
+    def synchronised(call: Call) -> Call:
+        def run() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        return run
+
+    return interleaved([[synchronised(call) for call in calls]])[0]
+
+
+def _replays(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def measure_ceilings(device: str) -> dict[str, float]:
+    """Copying (read + write, GB/s), and a large product of random matrices (TFLOP/s)."""
+    dtype, label, size = (torch.float32, "fp32", 1024) if device == "cpu" else (torch.bfloat16, "bf16", 8192)
+    count = 2**26 if device == "cpu" else 2**30
+    source = torch.ones(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    if device == "cpu":
+        copy_us, gemm_us = (min(_seconds(work) for _ in range(10)) * 1e6 for work in
+                            (lambda: target.copy_(source), lambda: a @ b))  # fmt: skip
+    else:
+        (copy_us, _), (gemm_us, _) = on_gpu([lambda: target.copy_(source)]), on_gpu([lambda: a @ b] * 5)
+    return {
+        "copy_GBps": 2 * source.nbytes / copy_us / 1e3,
+        f"{label}_TFLOPs": 2 * size**3 / gemm_us / 1e6,
+    }
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
