@@ -62,7 +62,7 @@ def test_a_failed_point_is_a_row(monkeypatch):
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(moe.LayerBench, "_peers", lambda self, dtype: [
-        moe.Contender(runner="broken", dtype=dtype, forward=fail, peer=True)
+        moe.Contender(runner="broken", dtype=dtype, forwards=(fail,), peer=True)
     ])  # fmt: skip
     content = moe.run(shapes=["tiny"], formats=["bf16"], tokens=[1], device="cpu")
     failed = [row for row in content["rows"] if "error_message" in row]
