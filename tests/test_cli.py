@@ -257,6 +257,12 @@ def test_lines_in_lines_out(run, tiny_folder, expected, tmp_path):
     assert written == rows
 
 
+def test_a_file_asked_for_gets_lines_even_for_one_prompt(run, tiny_folder, expected, tmp_path):
+    assert generate(run, tiny_folder, "One two", "--output", tmp_path / "out.jsonl") == ""
+    row = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))
+    assert (row["prompt"], row["text"]) == ("One two", expected["One two"])
+
+
 def test_options_reach_the_sampler(run, tiny_folder, expected):
     text = expected["One two"]
     stop = text[2]

@@ -173,6 +173,7 @@ def test_refusals_of_the_server_are_shown(base_url):
         (["demo", "--request-rate", "0"], "--request-rate 0.0: must be positive"),
         (["demo", "--request-rate", "nan"], "--request-rate nan: must be positive"),
         (["demo", "--output", "/proc/x/serve.json"], "--output /proc/x/serve.json: cannot be written"),
+        (["demo", "--output", "/tmp"], "--output /tmp: cannot be written (Is a directory)"),
         (["--base-url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
     ],
 )

@@ -22,7 +22,7 @@ from turnout.evals.tasks import is_correct, load_task
 SAMPLES: list[Sample] = [
     "The quick brown fox jumps over the lazy dog.",
     [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}],
-    "x" * 600,  # longer than the context
+    "".join(chr(33 + i * i % 89) for i in range(600)),  # longer than the context
 ]
 
 
