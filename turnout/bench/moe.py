@@ -29,7 +29,7 @@ from torch import Tensor
 
 from turnout import formats as weight_formats
 from turnout.bench import timing
-from turnout.bench.results import check_output, cpu_name, result, save
+from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
@@ -134,7 +134,8 @@ def run(
                     point = {"shape": shape, "format": format, "tokens": count, "routing": routing}
                     rows += [point | row for row in bench.measure(count, contenders, ceilings)]
     name = cpu_name() if machine.device == "cpu" else machine.name
-    content = result("moe", rows, device=name, ceilings=ceilings, command=command)
+    driver = gpu_driver() if machine.device == "cuda" else ""
+    content = result("moe", rows, device=name, driver=driver, ceilings=ceilings, command=command)
     show(content)
     if output is not None:
         save(content, output)

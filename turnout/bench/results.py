@@ -62,6 +62,15 @@ def default_path(content: dict[str, Any], folder: Path = Path("benchmarks/result
     return folder / f"{content['benchmark']}-{device}-{content['date']}.json"
 
 
+def gpu_driver() -> str:
+    """The NVIDIA driver's version, "" where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
+
+
 def cpu_name() -> str:
     """The processor's model name and core count, as the operating system tells it."""
     info = Path("/proc/cpuinfo")
