@@ -1,6 +1,7 @@
 # Everything runs from .venv in this checkout; the targets make it when it is missing.
 PYTHON ?= python3
 VENV := .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -24,7 +25,7 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m turnout.evals.demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch
 	$(PYTHON) -m pytest -m 'gpu or multigpu'
