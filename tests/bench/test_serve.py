@@ -126,12 +126,11 @@ def test_times_are_those_of_the_stream(first, scripted):
     scripted.first = first
     url = f"http://127.0.0.1:{scripted.server_port}/v1"
     row = measure(ServeBench(num_prompts=2, max_concurrency=1, ignore_eos=False, input_len=4), url)
-    assert row["median_ttft_ms"] == pytest.approx(200, abs=90)
-    assert row["median_itl_ms"] == pytest.approx(100, abs=60)
-    assert row["median_e2el_ms"] == pytest.approx(500, abs=150)
-    assert row["median_tpot_ms"] == pytest.approx(
-        (row["median_e2el_ms"] - row["median_ttft_ms"]) / 2, rel=0.2
-    )
+    ttft, itl, e2el = (row[f"median_{name}_ms"] for name in ("ttft", "itl", "e2el"))
+    assert 190 <= ttft < 1000  # a sleep may last longer than asked for, not less
+    assert 90 <= itl < 500
+    assert 490 <= e2el < 2000
+    assert row["median_tpot_ms"] == pytest.approx((e2el - ttft) / 2)
     assert row["duration_s"] >= 1.0  # one after the other
     assert row["output_tokens"] == 6
     for body in scripted.bodies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ class Stub(BaseHTTPRequestHandler):
             server.bodies.append((body, dict(self.headers)))
             server.busy += 1
             server.most = max(server.most, server.busy)
-        server.gate.wait(0.05)
+        time.sleep(0.1)
         with server.lock:
             server.busy -= 1
         if server.status != 200:
@@ -57,7 +58,7 @@ class StubServer(ThreadingHTTPServer):
     def __init__(self, *, status: int = 200, models: bool = True, reply: str | None = None):
         super().__init__(("127.0.0.1", 0), Stub)
         self.status, self.models, self.reply = status, models, reply
-        self.lock, self.gate = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         self.bodies: list[tuple[dict, dict]] = []
         self.busy = self.most = 0
 
