@@ -133,7 +133,7 @@ def variant(base=Variant, *, concatenated=True, norm=False, **fields) -> nn.Modu
         is_transposed=fields.get("transposed", False),
         has_bias=fields.get("bias", False),
         is_concatenated=concatenated,
-        has_post_expert_norm=norm,
+        **({"has_post_expert_norm": True} if norm else {}),  # older releases do not know it
     )
     config = AutoConfig.for_model("qwen3_moe")
     module = decorate(type("Decorated", (base,), {}))(config, **fields)
