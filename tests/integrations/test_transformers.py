@@ -254,19 +254,19 @@ def test_training_fails_aloud():
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("make", "words"),
     [
-        (variant(act=nn.GELU()), "an activation that Turnout does not compute"),
-        (variant(Interleaved, concatenated=True), "an activation that Turnout does not compute"),
-        (variant(gate=False, act=nn.ReLU()), "an activation that Turnout does not compute"),
-        (variant(norm=True), "norms each expert's output"),
-        (variant().double(), "Turnout takes unquantised weights here"),
+        (lambda: variant(act=nn.GELU()), "an activation that Turnout does not compute"),
+        (lambda: variant(Interleaved, concatenated=True), "an activation that Turnout does not compute"),
+        (lambda: variant(gate=False, act=nn.ReLU()), "an activation that Turnout does not compute"),
+        (lambda: variant(norm=True), "norms each expert's output"),
+        (lambda: variant().double(), "Turnout takes unquantised weights here"),
     ],
     ids=["gelu", "misnamed-layout", "relu", "post-norm", "float64"],
 )
-def test_what_turnout_does_not_compute_is_refused(module, words):
+def test_what_turnout_does_not_compute_is_refused(make, words):
     with pytest.raises(UserError, match=f"Decorated.*{words}.*eager"):
-        run(module, "turnout", *routed())
+        run(make(), "turnout", *routed())
 
 
 def test_hidden_states_in_a_type_it_does_not_compute_in():
