@@ -136,7 +136,7 @@ def _prepare(module: Any, x_TH: Tensor, top_k: int, max_tokens: int) -> Experts:
 
 def _weights(module: Any) -> ExpertWeights:
     """The module's parameters in canonical form; views of them where they have it already."""
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         raise UserError(
             f"{type(module).__name__} norms each expert's output, which Turnout does not; {REMEDY}"
         )
