@@ -1,17 +1,18 @@
-"""Runners that claim to be safe in CUDA graphs: a replay with new inputs is what running eagerly gives."""
+"""Backends that claim to be safe in CUDA graphs: a replay with new inputs is what running eagerly gives."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.moe.matrix import Case, cases
+from tests.moe.matrix import LOCAL, Case, cases
 from turnout.registry import RUNNERS
 
 
 def on_gpu(param) -> bool:
     (case,) = param.values
-    return case.device == "cuda" and RUNNERS.get(case.runner).capability.graph_safe
+    parts = RUNNERS.get(case.runner), LOCAL[case.dispatcher]
+    return case.device == "cuda" and all(part.capability.graph_safe for part in parts)
 
 
 @pytest.mark.gpu
