@@ -19,7 +19,7 @@ def generator():
 
 
 def test_the_committed_documentation_is_current(generator):
-    assert generator.main(["--check"]) == 0, "run: python tools/generate_docs.py"
+    assert generator.main(["--check"]) == 0, "run: python -m tools.generate_docs"
 
 
 def test_what_is_out_of_date_is_noticed_and_mended(generator, tmp_path, capsys):

@@ -1,8 +1,8 @@
 """Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
-the support table between its markers in README.md.
+between their markers the support table of README.md and the results in docs/performance.md.
 
-    python tools/generate_docs.py            write what is out of date
-    python tools/generate_docs.py --check    exit with 1 if anything is (a test runs this)
+    python -m tools.generate_docs            write what is out of date
+    python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tools.performance import tables
 from turnout.formats import FORMAT_INFO
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
@@ -20,7 +21,7 @@ from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- generated: support -->", "<!-- end generated -->"
+BEGIN, END = "<!-- generated: {} -->", "<!-- end generated -->"
 NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; edit that instead. -->"
 
 # Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
@@ -51,19 +52,31 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if not check:
             path.write_text(text)
     if check and stale:
-        sys.stderr.write("run: python tools/generate_docs.py\n")
+        sys.stderr.write("run: python -m tools.generate_docs\n")
     return int(check and bool(stale))
 
 
 def wanted(root: Path) -> dict[Path, str]:
-    """What each generated file should hold. A README without markers is left alone."""
+    """What each generated file should hold. A page without markers is left alone."""
     files = {root / "docs" / "backends.md": backends(), root / "docs" / "formats.md": formats()}
-    readme = root / "README.md"
-    text = readme.read_text() if readme.is_file() else ""
-    if BEGIN in text and END in text:
-        before, _, rest = text.partition(BEGIN)
-        files[readme] = f"{before}{BEGIN}\n{support()}\n{END}{rest.partition(END)[2]}"
+    blocks = {
+        root / "README.md": {"support": support()},
+        root / "docs" / "performance.md": tables(root / "benchmarks" / "results"),
+    }
+    for page, bodies in blocks.items():
+        if page.is_file():
+            files[page] = _filled(page.read_text(), bodies)
     return files
+
+
+def _filled(text: str, bodies: dict[str, str]) -> str:
+    """`text` with each body between the markers of its name, where it has them."""
+    for name, body in bodies.items():
+        begin = BEGIN.format(name)
+        if begin in text and END in text.partition(begin)[2]:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
+    return text
 
 
 def runners() -> list[RunnerCapability]:

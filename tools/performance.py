@@ -1,0 +1,119 @@
+"""The tables of docs/performance.md, from the newest results under benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Marker name -> Markdown, for every result that is there."""
+    found = {}
+    for name, benchmark, device, table in (
+        ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
+        ("moe-cpu", "moe", "amd", layer_on_cpu),
+        ("serve-cpu", "serve", "amd", serving),
+    ):
+        files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
+        if files:
+            content = json.loads(files[-1].read_text())
+            found[name] = f"{provenance(content, files[-1])}\n\n{table(content)}"
+    return found
+
+
+def provenance(content: dict[str, Any], file: Path) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    driver = f", driver {content['driver']}" if content["driver"] else ""
+    return (
+        f"{content['device']}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
+        f"`benchmarks/results/{file.name}`."
+    )
+
+
+def layer_on_gpu(content: dict[str, Any]) -> str:
+    """us (efficiency) by shape and tokens, one table per format."""
+    parts = []
+    for format in dict.fromkeys(row["format"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["format"] == format]
+        cells = {(row["shape"], row["tokens"]): row for row in rows}
+        efficiency = [row["efficiency"] for row in rows if "efficiency" in row]
+        mean = math.exp(sum(map(math.log, efficiency)) / len(efficiency))
+        lines = [
+            [shape, *(_cell(cells.get((shape, tokens))) for tokens in TOKENS)]
+            for shape in dict.fromkeys(row["shape"] for row in rows)
+        ]
+        error = max(row["error"] for row in rows if "error" in row)
+        parts.append(
+            f"**{format}** (geometric mean of the efficiency {mean:.2f}; largest error {error:.1e})\n\n"
+            + _table(["shape", *(f"T={tokens}" for tokens in TOKENS)], lines)
+        )
+    return "\n\n".join(parts)
+
+
+def layer_on_cpu(content: dict[str, Any]) -> str:
+    """Our faster compute type beside the fastest peer of any."""
+    lines = []
+    for format, tokens in dict.fromkeys((row["format"], row["tokens"]) for row in content["rows"]):
+        rows = [
+            row
+            for row in content["rows"]
+            if (row["format"], row["tokens"]) == (format, tokens) and "time_us" in row
+        ]
+        ours = min((row for row in rows if not row["peer"]), key=lambda row: row["time_us"])
+        peer = min((row for row in rows if row["peer"]), key=lambda row: row["time_us"])
+        lines.append(
+            [
+                format,
+                str(tokens),
+                f"{ours['time_us'] / 1e3:.2f} ({ours['compute_dtype']})",
+                f"{peer['time_us'] / 1e3:.2f} ({peer['runner'].removeprefix('transformers ')}, "
+                f"{peer['compute_dtype']})",
+                f"{peer['time_us'] / ours['time_us']:.2f}",
+            ]
+        )
+    return _table(["weights", "tokens", "Turnout, ms", "transformers' fastest, ms", "ratio"], lines)
+
+
+def serving(content: dict[str, Any]) -> str:
+    """Output tokens per second at each concurrency beside transformers' best at the same batch."""
+    rows = [row for row in content["rows"] if "output_throughput" in row]
+    peers: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if row["system"] != "turnout":
+            best = peers.get(row["batch"])
+            if best is None or row["output_throughput"] > best["output_throughput"]:
+                peers[row["batch"]] = row
+    lines = []
+    for row in rows:
+        if row["system"] != "turnout":
+            continue
+        peer = peers.get(row["concurrency"])
+        lines.append(
+            [
+                str(row["concurrency"]),
+                f"{row['output_throughput']:.0f}",
+                f"{row['median_ttft_ms']:.0f}",
+                f"{row['median_tpot_ms']:.1f}",
+                f"{row['pss_mb']:.0f}",
+                f"{peer['output_throughput']:.0f} ({peer['experts']}, {peer['dtype']})" if peer else "",
+                f"{row['output_throughput'] / peer['output_throughput']:.2f}" if peer else "",
+            ]
+        )
+    head = ["concurrency", "output tokens/s", "TTFT, ms", "TPOT, ms", "server memory, MB"]
+    return _table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None or "time_us" not in row:
+        return "-"
+    return f"{row['time_us']:.0f} ({row['efficiency']:.2f})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
