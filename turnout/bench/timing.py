@@ -1,6 +1,7 @@
 """How long a call takes, and what the device reaches at best.
 
-CPU: calls of all contenders in turn, so that whatever disturbs one disturbs all. CUDA: replays of a graph of
+CPU: contenders in turn, a few calls each, so that whatever disturbs one disturbs all; the first of a turn
+does not count, since it finds the caches full of somebody else's data. CUDA: replays of a graph of
 calls, between events, so that launching costs nothing; a contender that waits for the host cannot be
 captured and is timed call by call.
 """
@@ -15,24 +16,27 @@ from typing import Any
 import torch
 
 SECONDS = 2.0  # per point and contender, about
-MIN_CALLS, MAX_CALLS = 5, 200
+MIN_CALLS, MAX_CALLS = 6, 200
+TURN = 3  # calls that count
 REPLAYS = 15
 
 Call = Callable[[], Any]
 
 
 def interleaved(contenders: Sequence[Sequence[Call]]) -> list[float]:
-    """The median time of a call of each, in us; each is a list of like calls, taken in turn.
+    """The median time of a call of each, in us; each is a list of like calls, taken one after another.
 
     Whoever has had SECONDS, and MIN_CALLS, drops out.
     """
-    for calls in contenders:
-        calls[0]()
     times: list[list[float]] = [[] for _ in contenders]
-    for i in range(MAX_CALLS):
-        for calls, mine in zip(contenders, times, strict=True):
-            if len(mine) < MIN_CALLS or sum(mine) < SECONDS:
-                mine.append(_seconds(calls[i % len(calls)]))
+    spent = [0.0] * len(contenders)
+    for turn in range(MAX_CALLS // TURN):
+        for place, calls in enumerate(contenders):
+            if len(times[place]) < MIN_CALLS or spent[place] < SECONDS:
+                first = turn * (TURN + 1)
+                taken = [_seconds(calls[i % len(calls)]) for i in range(first, first + TURN + 1)]
+                times[place] += taken[1:]
+                spent[place] += sum(taken)
     return [1e6 * statistics.median(mine) for mine in times]
 
 
