@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.compressors import NVFP4PackedCompressor
 from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
