@@ -90,11 +90,12 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return run.stdout.strip()
+    """The commit of the code that ran; "-dirty" if the package differs from it, "" outside a checkout."""
+    package = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=package, check=False)
+        return run.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
