@@ -1,6 +1,7 @@
 """The generated documentation is what the code declares now, and being out of date is noticed."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_the_committed_documentation_is_current(generator):
 def test_what_is_out_of_date_is_noticed_and_mended(generator, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{generator.BEGIN}\nold\n{generator.END}\n\nthe rest\n")
+    readme.write_text(f"# Title\n\n{generator.BEGIN.format('support')}\nold\n{generator.END}\n\nthe rest\n")
     assert generator.main(["--check"], root=tmp_path) == 1
     assert "old" in readme.read_text()
     assert generator.main([], root=tmp_path) == 0
@@ -45,3 +46,24 @@ def test_tables_are_rectangular(generator):
         for block in text.split("\n\n"):
             if block.startswith("|"):
                 assert len({line.count(" | ") for line in block.splitlines()}) == 1
+
+
+def test_results_are_shown_as_they_were_measured(generator, tmp_path):
+    """A ratio is the best peer's time over our best; efficiency and times come from the rows."""
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "performance.md"
+    page.write_text(f"{generator.BEGIN.format('moe-cpu')}\nold\n{generator.END}\n")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    row = {"shape": "s", "format": "nvfp4", "tokens": 4, "compute_dtype": "float32", "error": 0.0}
+    rows = [
+        row | {"runner": "torch", "peer": False, "time_us": 2000.0},
+        row | {"runner": "transformers a", "peer": True, "time_us": 9000.0},
+        row | {"runner": "transformers b", "peer": True, "time_us": 5000.0},
+        row | {"runner": "transformers c", "peer": True, "error_message": "failed"},
+    ]
+    head = {"device": "AMD", "driver": "", "versions": {"torch": "1"}, "date": "d", "commit": "abc"}
+    (results / "moe-amd-d.json").write_text(json.dumps(head | {"rows": rows}))
+    assert generator.main([], root=tmp_path) == 0
+    assert "| nvfp4 | 4 | 2.00 (float32) | 5.00 (b, float32) | 2.50 |" in page.read_text()
+    assert "commit `abc`" in page.read_text()
