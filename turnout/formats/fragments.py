@@ -83,7 +83,9 @@ def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
     codes_ENK = _unfold_codes(fragments.codes.view(torch.uint8)).view(E, n * BLOCK, k * BLOCK)
     scale_ENG = _unfold_scales(fragments.scales.view(torch.uint8), fragments.format)
     values = (codes_ENK.to(torch.int32) & 8) << 12 | (codes_ENK.to(torch.int32) & 7) << 6
-    value_ENK = values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63  # in two steps: see `alpha`
+    value_ENK = (
+        values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63
+    )  # 2^126 in two steps: it overflows beside a scale
     scale_ENK = scale_ENG.repeat_interleave(GROUP[fragments.format], dim=2)
     weight_ENK = value_ENK * (scale_ENK * 2.0**-63) * fragments.alpha[:, None, None]
     if paired:
@@ -121,9 +123,8 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
         alpha = torch.exp2((top - 127).float())
     group = GROUP[weights.format]
     code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
-    code_NK, byte_NG = (
-        _padded(t, BLOCK if t is code_NK else BLOCK // group, paired) for t in (code_NK, byte_NG)
-    )
+    code_NK = _padded(code_NK, BLOCK, paired)
+    byte_NG = _padded(byte_NG, BLOCK // group, paired)
     return (
         _fold_codes(code_NK).view(torch.int32),
         _fold_scales(byte_NG, BLOCK // group).view(torch.int32),

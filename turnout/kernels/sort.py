@@ -25,6 +25,28 @@ def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, PDL: tl.c
 
 
 @triton.jit
+def write_tiles(tiles_ptr, e, start, rows, tile_tokens, program, programs):
+    """The table of tiles of `tile_tokens` rows, for experts e whose `rows` begin at `start`.
+
+    int32: how many tiles, then (expert, first row, end row, -) of each, at 4, 8, ...; the programs share the
+    tiles of each expert.
+    """
+    tiles = (rows + tile_tokens - 1) // tile_tokens
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    if program == 0:
+        tl.store(tiles_ptr, tl.sum(tiles, 0))
+    t = program
+    most = tl.max(tiles, 0)
+    while t < most:
+        entry = tiles_ptr + 4 + 4 * (first_tile + t)
+        row = start + t * tile_tokens
+        tl.store(entry, e, mask=t < tiles)
+        tl.store(entry + 1, row, mask=t < tiles)
+        tl.store(entry + 2, tl.minimum(row + tile_tokens, start + rows), mask=t < tiles)
+        t += programs
+
+
+@triton.jit
 def place_pairs(
     ids_ptr, counts_ptr, order_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
     BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
@@ -34,7 +56,7 @@ def place_pairs(
     counts int32 [2, EP]: pairs per expert, then how many have been placed; zero beforehand. COUNT: one
     program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs` clears them.
     order int32 [P]: pair ids, expert by expert; pairs of other ranks and padding are left out.
-    tiles int32 [4 + 4 * tiles]: how many, then (expert, first row, end row, -) of each, at 4, 8, ...
+    tiles int32 [4 + 4 * tiles]: see `write_tiles`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -52,19 +74,7 @@ def place_pairs(
     place = tl.atomic_add(counts_ptr + EP + expert, 1, mask=held, sem="relaxed")
     start = tl.cumsum(pairs, 0) - pairs
     tl.store(order_ptr + tl.gather(start, expert, 0) + place, i, mask=held)
-    tiles = (pairs + tile_tokens - 1) // tile_tokens
-    first_tile = tl.cumsum(tiles, 0) - tiles
-    if program == 0:
-        tl.store(tiles_ptr, tl.sum(tiles, 0))
-    t = program
-    most = tl.max(tiles, 0)
-    while t < most:  # the programs share the tiles of each expert
-        entry = tiles_ptr + 4 + 4 * (first_tile + t)
-        row = start + t * tile_tokens
-        tl.store(entry, e, mask=t < tiles)
-        tl.store(entry + 1, row, mask=t < tiles)
-        tl.store(entry + 2, tl.minimum(row + tile_tokens, start + pairs), mask=t < tiles)
-        t += programs
+    write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs)
     if COUNT:
         tl.debug_barrier()
         tl.store(counts_ptr + EP + e, tl.zeros([EP], tl.int32))
@@ -75,18 +85,7 @@ def tile_slabs(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr
     """The table of tiles for slabs [E, capacity], of which the first counts[e] rows are in use."""
     e = tl.arange(0, EP)
     rows = tl.minimum(tl.load(counts_ptr + e, mask=e < E, other=0), capacity)
-    tiles = (rows + tile_tokens - 1) // tile_tokens
-    first_tile = tl.cumsum(tiles, 0) - tiles
-    tl.store(tiles_ptr, tl.sum(tiles, 0))
-    t = 0
-    most = tl.max(tiles, 0)
-    while t < most:
-        entry = tiles_ptr + 4 + 4 * (first_tile + t)
-        row = e * capacity + t * tile_tokens
-        tl.store(entry, e, mask=t < tiles)
-        tl.store(entry + 1, row, mask=t < tiles)
-        tl.store(entry + 2, tl.minimum(row + tile_tokens, e * capacity + rows), mask=t < tiles)
-        t += 1
+    write_tiles(tiles_ptr, e, e * capacity, rows, tile_tokens, 0, 1)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ C slab capacity.
 from __future__ import annotations
 
 import math
-from functools import cache
+from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -120,7 +121,8 @@ class Matrix:
         return pair_rows(out.unsqueeze(-1)).squeeze(-1)
 
 
-class Workspace(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
     """Buffers for P pairs. Layers run one after another, so those of equal sizes share one."""
 
     h_PI: Tensor
@@ -130,17 +132,28 @@ class Workspace(NamedTuple):
     tiles: Tensor
 
 
-@cache
+# Kept as long as a layer holds it.
+_WORKSPACES: WeakValueDictionary[tuple[object, ...], Workspace] = WeakValueDictionary()
+
+
 def workspace(device: torch.device, pairs: int, hidden: int, inner: int, experts: int) -> Workspace:
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    key = (device, pairs, hidden, inner, experts)
+    found = _WORKSPACES.get(key)
+    if found is None:
+        found = _WORKSPACES[key] = _allocate(*key)
+    return found
+
+
+def _allocate(device: torch.device, pairs: int, hidden: int, inner: int, experts: int) -> Workspace:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     return Workspace(
-        h_PI=empty(pairs, inner, dtype=torch.bfloat16),
-        y_PH=empty(pairs, hidden, dtype=torch.bfloat16),
-        order_P=empty(pairs, dtype=torch.int32),
-        counts=empty(2 * _power_of_two(experts + 1), dtype=torch.int32),
-        tiles=empty(4 + 4 * (experts + pairs // MIN_TOKENS + 1), dtype=torch.int32),
+        h_PI=zeros(pairs, inner, dtype=torch.bfloat16),
+        y_PH=zeros(pairs, hidden, dtype=torch.bfloat16),
+        order_P=zeros(pairs, dtype=torch.int32),
+        counts=zeros(2 * _power_of_two(experts + 1), dtype=torch.int32),
+        tiles=zeros(4 + 4 * (experts + pairs // MIN_TOKENS + 1), dtype=torch.int32),
     )
 
 
