@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tools.performance import tables
+from tools.performance import table, tables
 from turnout.formats import FORMAT_INFO
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
@@ -105,7 +105,7 @@ def backends() -> str:
             f"{_code(n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES)}; dispatchers "
             f"{_code(n for n in KNOWN_DISPATCHERS if n not in DISPATCHER_CAPABILITIES)}.",
             "## Hardware that `turnout plan --hardware` knows",
-            _table(
+            table(
                 ("name", "compute capability", "memory", "FP4 tensor cores"),
                 [
                     (
@@ -180,10 +180,10 @@ def formats() -> str:
             "Every format is read from its publishers' checkpoints as they are, and written by "
             "`turnout quantize MODEL OUT --format NAME`. Weights are kept packed and decoded at each use, or "
             "decoded once at load, whichever the plan finds right (`--moe-weight-storage`).",
-            _table((*head, "to multiply in it, hardware needs"), rows),
+            table((*head, "to multiply in it, hardware needs"), rows),
             "A value is its code times its scale, and for NVFP4 times a float32 scale of the whole matrix.",
             "## Checkpoints that are read",
-            _table(
+            table(
                 ("format", "published by or as", "runners"),
                 [
                     (f"`{f}`", WRITERS[f], _code(r.name for r in runners() if f in r.weight_formats))
@@ -198,7 +198,7 @@ def formats() -> str:
 
 
 def support() -> str:
-    return _table(
+    return table(
         ("", "in this version"),
         [
             ("architectures", _code(ARCHITECTURES)),
@@ -215,12 +215,7 @@ def _columns(backends: Sequence[dict[str, str]]) -> str:
     first = "property"
     names = [backend[""] for backend in backends]
     keys = [key for key in backends[0] if key]
-    return _table((first, *names), [(key, *(backend[key] for backend in backends)) for key in keys])
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table((first, *names), [(key, *(backend[key] for backend in backends)) for key in keys])
 
 
 def _list(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 def tables(folder: Path) -> dict[str, str]:
     """Marker name -> Markdown, for every result that is there."""
     found = {}
-    for name, benchmark, device, table in (
+    for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
@@ -22,7 +22,7 @@ def tables(folder: Path) -> dict[str, str]:
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
             content = json.loads(files[-1].read_text())
-            found[name] = f"{provenance(content, files[-1])}\n\n{table(content)}"
+            found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
     return found
 
 
@@ -50,7 +50,7 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
         error = max(row["error"] for row in rows if "error" in row)
         parts.append(
             f"**{format}** (geometric mean of the efficiency {mean:.2f}; largest error {error:.1e})\n\n"
-            + _table(["shape", *(f"T={tokens}" for tokens in TOKENS)], lines)
+            + table(["shape", *(f"T={tokens}" for tokens in TOKENS)], lines)
         )
     return "\n\n".join(parts)
 
@@ -76,7 +76,7 @@ def layer_on_cpu(content: dict[str, Any]) -> str:
                 f"{peer['time_us'] / ours['time_us']:.2f}",
             ]
         )
-    return _table(["weights", "tokens", "Turnout, ms", "transformers' fastest, ms", "ratio"], lines)
+    return table(["weights", "tokens", "Turnout, ms", "transformers' fastest, ms", "ratio"], lines)
 
 
 def serving(content: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def serving(content: dict[str, Any]) -> str:
             ]
         )
     head = ["concurrency", "output tokens/s", "TTFT, ms", "TPOT, ms", "server memory, MB"]
-    return _table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
+    return table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -114,6 +114,6 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['time_us']:.0f} ({row['efficiency']:.2f})"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

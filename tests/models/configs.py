@@ -8,46 +8,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.engine import planned
 from tests.tiny import QWEN2_MOE, QWEN3_MOE
 
 BASES = {"qwen2": QWEN2_MOE, "qwen3": QWEN3_MOE}
 
 # Qwen/Qwen3-30B-A3B, and the fields that Qwen3-Coder-30B-A3B adds to it.
-QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
+QWEN3_30B = planned.QWEN3_30B | {
     "attention_dropout": 0.0,
     "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
     "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
     "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
     "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
     "rope_scaling": None,
-    "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
     "use_cache": True,
     "use_sliding_window": False,
-    "vocab_size": 151936,
 }
 QWEN3_CODER = QWEN3_30B | {
     "qkv_bias": False,
