@@ -7,14 +7,16 @@ first operand may take from registers, are decoded once for all tokens of a tile
 
 * Weights lie in fragment order (fragments.py). cp.async brings them to shared memory STAGES - 2 steps ahead;
   every thread reads back 16 bytes, which are its own operand fragments: no shuffles, no second pass.
-* Decoding block k + 1 overlaps with the products of block k: `wait(1)` after issuing k + 1 frees the
+* Decoding block k + 1 may overlap with the products of block k: `wait(1)` after issuing k + 1 frees the
   registers of k. Waiting for 0 before issuing looks equivalent, but ptxas then moves the wait above the
-  decoding and serialises the two (measured: 1.3x slower at 4096 tokens). Two blocks at least per turn of
-  the loop, or the next fragments would be decoded into registers that a product still reads.
+  decoding and serialises the two. Both measured the same (454 us at 4096 tokens), as if a warp were held
+  while its products run. Two blocks at least per turn of the loop, or the next fragments would be decoded
+  into registers that a product still reads: wrong results, seen as NaN.
 * The 2^126 that decoding owes, and NVFP4's global scale, are one float per expert, applied at the end.
 * GEMM1's rows come as 8 of gate and 8 of up, so a thread holds both and the activation costs no exchange.
 
-Measured on an H200 (us, GEMM1 of Qwen3-30B-A3B in MXFP4 at 64, 256 and 4096 tokens): 69, 84, 454. Rejected:
+Measured on an H200 (us, GEMM1 of Qwen3-30B-A3B in MXFP4 at 64, 256 and 4096 tokens): 69, 84, 454; all in
+benchmarks/results/expert-gemm-nvidia-h200-2026-11-21.json. Rejected:
 
 * Weights straight from memory to registers, without shared memory: fewer instructions, but too few loads in
   flight, 75 at 64 tokens.

@@ -6,8 +6,8 @@ and the sum over a token's pairs. Each is launched before its predecessor has en
 launch), so that their beginnings overlap.
 
 A token's result does not depend, in any bit, on the tokens it shares the batch with as long as the batch
-stays within one entry of the table of tiles; between entries the order of summation within the tensor
-cores is the same, so in practice neither. The same batch gives the same bits.
+stays within one entry of the table of tiles; between entries nothing is promised. The same batch gives
+the same bits.
 
 Legend: T tokens, k top-k, P = T k pairs, H hidden, I intermediate, N outputs of GEMM1, E local experts,
 C slab capacity.
