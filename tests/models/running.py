@@ -16,6 +16,7 @@ from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.parallel.groups import Groups
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
 
@@ -41,7 +42,9 @@ def load(
 ) -> Model:
     checkpoint = open_checkpoint(folder)
     moe_plan = plan_for(checkpoint.config, str(dtype).removeprefix("torch."), device, **wishes)
-    return load_model(checkpoint, moe_plan, topology=topology, device=device, dtype=dtype, progress=progress)
+    return load_model(
+        checkpoint, moe_plan, groups=Groups(topology=topology), device=device, dtype=dtype, progress=progress
+    )
 
 
 class PlainAttention:

@@ -97,6 +97,7 @@ def make_plan(
     first: int = 0,
     count: int | None = None,
     reduce: str = "none",
+    shared_expert: str = "whole",
 ) -> MoEPlan:
     phases = {
         phase: PhasePlan(
@@ -117,6 +118,7 @@ def make_plan(
         compute_dtype=compute_dtype,
         first_expert=first,
         num_local_experts=spec.num_experts if count is None else count,
+        shared_expert=shared_expert,
         weight_bytes=0,
         workspace_bytes=0,
         dispatch_bytes=0,

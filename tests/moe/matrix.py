@@ -22,12 +22,13 @@ from turnout.moe.capability import pair_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
+from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS, RUNNERS
 
 LOCAL = {name: DISPATCHERS.get(name) for name in DISPATCHERS} | {"slabs": SlabDispatch}
-# The others exchange tokens and are tested between processes.
-LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange == "none"}
+# The others send tokens even to themselves, and are tested between processes.
+LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange != "all_to_all"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +73,12 @@ class Case:
         device = torch.device(self.device)
         runner = RUNNERS.get(self.runner)(self.spec, plan, device)
         runner.prepare(experts)
-        dispatcher = LOCAL[self.dispatcher](self.spec, plan, "decode", Topology(), device)
+        dispatcher = LOCAL[self.dispatcher](self.spec, plan, "decode", ALONE, device)
 
         def run(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            batch, state = dispatcher.dispatch(*(t.to(device) for t in (x_TH, ids_TK, weights_TK)))
+            batch, state = dispatcher.dispatch(
+                *(t.to(device) for t in (x_TH, ids_TK, weights_TK)), (len(x_TH),)
+            )
             return dispatcher.combine(runner(batch), state)
 
         return run

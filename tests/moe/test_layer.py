@@ -19,6 +19,7 @@ from turnout.moe import MoELayer, plan
 from turnout.moe.budget import Budget
 from turnout.moe.spec import MoESpec, Routing
 from turnout.parallel import hardware
+from turnout.parallel.groups import Groups
 from turnout.parallel.topology import Topology
 
 H, I, E, K = 64, 48, 8, 2
@@ -118,7 +119,12 @@ def make_layer(spec: MoESpec, experts: ExpertWeights, *, topology: Topology = To
     router = torch.randn(spec.num_experts, spec.hidden_size, generator=torch.Generator().manual_seed(9))
     span = {"first": experts.first_expert, "count": experts.num_local_experts}
     return MoELayer(
-        spec, make_plan(spec, **span), router_weight=router, experts=experts, topology=topology, **fields
+        spec,
+        make_plan(spec, **span),
+        router_weight=router,
+        experts=experts,
+        groups=Groups(topology=topology),
+        **fields,
     )
 
 

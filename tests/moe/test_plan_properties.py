@@ -165,7 +165,10 @@ def check_holds_together(made, spec, question):
         assert phase.wire_format in oak.wire_formats & ash.wire_formats
         assert {hardware.device} <= oak.devices & ash.devices
         assert ash.exchange != "none" or topology.dp_size == 1
-        assert (phase.reduce == "layer") == (ash.exchange == "none" and topology.tp_size > 1)
+        assert (phase.reduce == "layer") == (
+            topology.tp_size > 1
+            and (ash.exchange == "none" or (ash.exchange == "gather" and topology.dp_size == 1))
+        )
         assert phase.max_tokens >= budget.phase_tokens(name)
     experts = made.weight_bytes * question["num_layers"]
     assert experts + made.workspace_bytes + made.dispatch_bytes <= hardware.memory_bytes

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.moe.bounds import relative_error
 from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
 from turnout.moe import MoELayer
+from turnout.parallel.groups import connect, disconnect
 from turnout.parallel.topology import Topology
 
 WORLD = 2
@@ -26,20 +26,20 @@ def inputs():
 
 def rank_main(rank: int, store: str, results) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     spec, router, batches = inputs()
     topology = Topology(tp_size=WORLD, ep_size=WORLD, rank=rank)
+    groups = connect(topology, init_method=f"file://{store}", device=torch.device("cpu"))
     held = topology.expert_range(spec.num_experts)
     layer = MoELayer(
         spec,
-        make_plan(spec, first=held.start, count=len(held), reduce="layer"),
+        make_plan(spec, first=held.start, count=len(held), reduce="layer", shared_expert="sharded"),
         router_weight=router,
         experts=expert_slice(make_experts(spec), held.start, len(held)),
         shared_expert=(lambda x: x / WORLD),  # a shard of the identity
-        topology=topology,
+        groups=groups,
     )
     results.put((rank, [layer(x).numpy() for x in batches]))
-    dist.destroy_process_group()
+    disconnect()
 
 
 def test_every_rank_gets_the_whole_sum(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -33,6 +34,8 @@ class Counting:
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.steps = 0
+        self.lockstep = Lockstep()
+        self.agreed: Agreement | None = None
 
     def add(self, request: AddRequest) -> None:
         if request.prompt_ids == [13]:
@@ -43,10 +46,10 @@ class Counting:
         for id in ids:
             self.left.pop(id, None)
 
-    def has_work(self) -> bool:
-        return bool(self.left)
-
     def step(self) -> list[RequestOutput]:
+        self.agreed = self.lockstep.agree(len(self.left), "decode" if self.left else "")
+        if not self.agreed.phase:
+            return []
         time.sleep(0.002)
         self.steps += 1
         self.left = {id: left - 1 for id, left in self.left.items()}
@@ -73,7 +76,9 @@ class Server:
         receiving = context.socket(zmq.PULL)
         receiving.connect(f"ipc://{folder}/commands")
         self.events: list[tuple[float, Event]] = []
-        self.thread = threading.Thread(target=run, args=(self.core, receiving, self.record))
+        self.thread = threading.Thread(
+            target=run, args=(self.core, self.core.lockstep, receiving, self.record)
+        )
         self.thread.start()
 
     def record(self, event: Event) -> None:

@@ -119,6 +119,8 @@ class PagedAttention:
             else:
                 k_HLD, v_HLD = cache_HS2D.index_select(1, chunk.slots_L).unbind(2)
             parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL))
+        if not parts:  # nothing but company for other ranks
+            return q_NHD
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _place(self, request: Request) -> None:

@@ -84,20 +84,20 @@ class Blueprint:
         }
 
 
-def resolve(config: Config, hardware: Hardware | None = None, execute: bool = True) -> Blueprint:
+def resolve(config: Config, hardware: Hardware | None = None, *, rank: int | None = None) -> Blueprint:
     """Decide everything for `config` on `hardware` (default: this machine's).
 
-    `execute` False also accepts what can be planned but not served by this version (several ranks).
+    `rank` of all: by default the first one of this host.
     Raises PlanRefused with every reason, UserError for a model that cannot be found or described.
     """
     folder = locate(config.model)
     fields = read_config(folder)
     description = describe(fields)
     hardware = hardware or detect(config.device)
-    topology = _topology(config)
+    topology = _topology(config, rank)
     dtype = _compute_dtype(config, hardware)
     found = [
-        *_not_served(config, execute),
+        *_not_served(config),
         *_contradictions(config, description, hardware),
         *_attention_refusals(description, topology),
     ]
@@ -134,14 +134,14 @@ def resolve(config: Config, hardware: Hardware | None = None, execute: bool = Tr
     )
 
 
-def _topology(config: Config) -> Topology:
+def _topology(config: Config, rank: int | None) -> Topology:
     return Topology(
         tp_size=config.tp_size,
         dp_size=config.dp_size,
         ep_size=config.ep_size,
         enable_dp_attention=config.enable_dp_attention,
         nnodes=config.nnodes,
-        rank=config.node_rank * (config.tp_size // config.nnodes),
+        rank=config.node_rank * (config.tp_size // config.nnodes) if rank is None else rank,
     )
 
 
@@ -175,28 +175,18 @@ def _wishes(config: Config) -> Wishes:
     )
 
 
-def _not_served(config: Config, execute: bool) -> list[Refusal]:
+def _not_served(config: Config) -> list[Refusal]:
     """What this version does not do."""
-    found = []
-    if config.speculative_algorithm != "none":
-        found.append(
-            Refusal(
-                who="engine",
-                asked=f"--speculative-algorithm {config.speculative_algorithm}",
-                limit="this version does not decode speculatively",
-                remedy="use --speculative-algorithm none",
-            )
+    if config.speculative_algorithm == "none":
+        return []
+    return [
+        Refusal(
+            who="engine",
+            asked=f"--speculative-algorithm {config.speculative_algorithm}",
+            limit="this version does not decode speculatively",
+            remedy="use --speculative-algorithm none",
         )
-    if execute and (config.tp_size > 1 or config.nnodes > 1):
-        found.append(
-            Refusal(
-                who="engine",
-                asked=f"--tp-size {config.tp_size} --nnodes {config.nnodes}",
-                limit="this version serves on one rank",
-                remedy="use --tp-size 1 --nnodes 1; `turnout plan` shows what more ranks would run",
-            )
-        )
-    return found
+    ]
 
 
 def _contradictions(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:

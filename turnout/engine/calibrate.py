@@ -41,6 +41,7 @@ from turnout.models.interface import ProgressFn
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.reference import activate
 from turnout.moe.spec import Activation
+from turnout.parallel.groups import ALONE
 
 Sample = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
 
@@ -76,7 +77,7 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
     loaded = load_model(
         open_checkpoint(blueprint.folder),
         blueprint.plan,
-        topology=blueprint.topology,
+        groups=ALONE,
         device=device,
         dtype=getattr(torch, blueprint.compute_dtype),
         progress=progress,

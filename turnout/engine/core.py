@@ -1,6 +1,9 @@
 """The engine of one rank: requests in, tokens out, one forward per step.
 
-    add / abort -> schedule -> forward -> score prompts -> sample -> finish
+    add / abort -> schedule -> agree -> forward -> score prompts -> sample -> finish
+
+Every rank of a model steps together (lockstep.py): one without work takes part with no tokens. A single
+rank without work does nothing.
 
 What one request asks for never changes what another gets: invalid requests are refused when added,
 a request whose logits are not finite ends alone with an error, and rows of a step share nothing but
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,16 +25,18 @@ from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
+from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
 from turnout.engine.sampler import Sampled, Sampler, token_logprobs
 from turnout.engine.scheduler import Chunk, Scheduler
 from turnout.engine.threads import default_threads
-from turnout.engine.ties import settled_logits
+from turnout.engine.ties import accompany, settled_logits
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.parallel.groups import ALONE, Groups
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
 SCORED_ROWS = 128
@@ -40,13 +46,22 @@ class EngineCore:
     """Continuous batching over one model. Not thread-safe: one caller adds, aborts and steps."""
 
     def __init__(
-        self, blueprint: Blueprint, *, model: Model | None = None, progress: ProgressFn | None = None
+        self,
+        blueprint: Blueprint,
+        *,
+        model: Model | None = None,
+        groups: Groups = ALONE,
+        lockstep: Lockstep | None = None,
+        progress: ProgressFn | None = None,
     ):
         """Loads the weights that `blueprint` names, unless `model` brings them.
+
+        groups and lockstep: how this rank meets the others; by default there are none.
 
         Raises UserError (CheckpointError) for weights that are missing or wrong.
         """
         self.blueprint = blueprint
+        self._groups, self._lockstep = groups, lockstep or Lockstep()
         self._device = torch.device(blueprint.hardware.device)
         self._threads = _use_threads(blueprint.config.num_threads)
         self._model = model or self._load(progress)
@@ -69,14 +84,15 @@ class EngineCore:
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
         )
-        settles = blueprint.compute_dtype == "float32"
+        self._settles = blueprint.compute_dtype == "float32"
         self._sampler = Sampler(
-            shape.vocab_size, config.max_running_requests, self._device, report_close=settles
+            shape.vocab_size, config.max_running_requests, self._device, report_close=self._settles
         )
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
-        self._steps = 0
+        self._steps = self._idle_steps = 0
+        self._agreed: Agreement | None = None
         self._count_experts_at = 0.0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
@@ -101,17 +117,27 @@ class EngineCore:
             if request is not None:
                 self._aborted.append(self._finish(request, RequestOutput(id=id), "abort"))
 
+    @property
+    def agreed(self) -> Agreement | None:
+        """What the ranks settled before the last step."""
+        return self._agreed
+
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One forward over whatever the scheduler chose; the new tokens of each request it advanced."""
+        """One forward over whatever the scheduler chose; the new tokens of each request it advanced.
+
+        Collective among the ranks of a model, with work or without.
+        """
         outputs, self._aborted = self._aborted, []
         chunks = self._scheduler.schedule()
-        if not chunks:
-            return outputs
         chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens first, else in order
-        hidden_NH = self._forward(chunks)
+        agreed = self._agree(chunks)
+        if not agreed.phase:
+            return outputs
+        hidden_NH = self._forward(chunks, agreed)
         self._scheduler.computed(chunks)
         self._steps += 1
+        self._idle_steps += not chunks
         self._score_prompts(chunks, hidden_NH)
         return outputs + self._advance(chunks, hidden_NH)
 
@@ -122,9 +148,16 @@ class EngineCore:
         if now >= self._count_experts_at:
             self._count_experts_at = now + 1.0
             expert_tokens = self._model.expert_counts()
+        topology = self._lockstep.topology
+        if not self._lockstep.leads:  # its group's requests are counted once, by the rank that leads
+            return EngineStats(
+                rank=topology.rank, pid=os.getpid(), steps=self._steps, idle_steps=self._idle_steps
+            )
         return EngineStats(
+            rank=topology.rank,
             pid=os.getpid(),
             steps=self._steps,
+            idle_steps=self._idle_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             pages_total=self._pool.num_pages,
@@ -172,13 +205,20 @@ class EngineCore:
         return load_model(
             open_checkpoint(blueprint.folder),
             blueprint.plan,
-            topology=blueprint.topology,
+            groups=self._groups,
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
             progress=progress,
         )
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
+        phase = ""
+        if chunks:
+            phase = "prefill" if any(chunk.length > 1 for chunk in chunks) else "decode"
+        self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
+        return self._agreed
+
+    def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
         """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
         num_single = sum(chunk.length == 1 for chunk in chunks)
         self._attention.begin(chunks[:num_single], chunks[num_single:])
@@ -187,10 +227,15 @@ class EngineCore:
         for chunk in chunks:
             tokens += chunk.request.tokens[chunk.start : chunk.end]
             places += range(chunk.start, chunk.end)
-        ids_N, positions_N = to_device([torch.tensor(tokens), torch.tensor(places)], self._device)
-        phase = "decode" if num_single == len(chunks) else "prefill"
+        ids_N, positions_N = to_device([_integers(tokens), _integers(places)], self._device)
         return self._model.forward(
-            Step(input_ids=ids_N, positions=positions_N, attention=self._attention, phase=phase)
+            Step(
+                input_ids=ids_N,
+                positions=positions_N,
+                attention=self._attention,
+                phase=agreed.phase,
+                tokens=agreed.tokens,
+            )
         )
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
@@ -223,17 +268,35 @@ class EngineCore:
             else:
                 rows.append(first_row + chunk.length - 1)
                 requests.append(chunk.request)
-        if not requests:
-            return outputs
-        hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
-        sampled = self._sampler(self._model.logits(hidden_SH), requests)
-        for i, request in enumerate(requests):
-            if sampled.close[i]:
-                alone = self._sampler(settled_logits(self._model, request.tokens, self._device), [request])
-                outputs.append(self._append(request, alone, 0))
-            else:
-                outputs.append(self._append(request, sampled, i))
-        return outputs
+        close: list[Request] = []
+        if requests:
+            hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
+            sampled = self._sampler(self._model.logits(hidden_SH), requests)
+            self._lockstep.sampled(sampled.token_ids)
+            for i, request in enumerate(requests):
+                if sampled.close[i]:
+                    close.append(request)
+                else:
+                    outputs.append(self._append(request, sampled, i))
+        return outputs + self._settle(close) if self._settles else outputs
+
+    def _settle(self, close: Sequence[Request]) -> list[RequestOutput]:
+        """Settle the close calls of all ranks, one after the other, each with all ranks' experts."""
+        outputs: list[RequestOutput] = []
+        pending = deque(close)
+        topology = self._lockstep.topology
+        while True:
+            rank, length = self._lockstep.next_to_settle(len(pending[0].tokens) if pending else 0)
+            if not length:
+                return outputs
+            place = rank, topology.dp_size
+            if rank != topology.dp_rank:
+                accompany(self._model, length, self._device, place)
+                continue
+            request = pending.popleft()
+            alone = self._sampler(settled_logits(self._model, request.tokens, self._device, place), [request])
+            self._lockstep.sampled(alone.token_ids)
+            outputs.append(self._append(request, alone, 0))
 
     def _append(self, request: Request, sampled: Sampled, i: int) -> RequestOutput:
         """Give `request` the i-th sampled token; finish it if that was its last."""
@@ -277,6 +340,10 @@ def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
     for chunk in chunks:
         yield chunk, row
         row += chunk.length
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _use_threads(wanted: int) -> int:

@@ -25,12 +25,12 @@ def explain(
 ) -> int:
     """Print the plan for `config`; returns the exit code, 2 if nothing can run.
 
-    `hardware` names a preset ("h200"); None is this machine. Several ranks are planned, though this
-    version serves on one. Raises UserError for a model that cannot be found or described.
+    `hardware` names a preset ("h200"); None is this machine. Raises UserError for a model that cannot be
+    found or described.
     """
     console = console or Console()
     try:
-        blueprint = resolve(config, named(hardware) if hardware else None, execute=False)
+        blueprint = resolve(config, named(hardware) if hardware else None)
     except PlanRefused as error:
         if as_json:
             refusals = [dataclasses.asdict(r) for r in error.refusals]

@@ -124,6 +124,10 @@ class LLM:
         return self._run(ids, _for_each(sampling, len(ids)), progress)
 
     def _start(self, config: Config) -> None:
+        if config.tp_size > 1:
+            raise UserError(
+                f"--tp-size {config.tp_size}: this version generates on one rank; use --tp-size 1"
+            )
         blueprint = resolve(config)
         self.tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=config.trust_remote_code)
         with _bar(config.load_progress and sys.stderr.isatty()) as bar:

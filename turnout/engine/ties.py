@@ -54,14 +54,44 @@ class WholeAttention:
         return attend_chunk(q_NHD, k_HLD, v_HLD, mask_NL.masked_fill_(later_NL, float("-inf")))
 
 
-def settled_logits(model: Model, tokens: Sequence[int], device: torch.device) -> Tensor:
-    """float32 logits [1, V] after `tokens`, which alone decide them."""
+class NoAttention:
+    """An `interface.Attention` over no sequence."""
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        return q_NHD
+
+
+def settled_logits(
+    model: Model, tokens: Sequence[int], device: torch.device, place: tuple[int, int] = (0, 1)
+) -> Tensor:
+    """float32 logits [1, V] after `tokens`, which alone decide them.
+
+    place: (DP rank, DP size) of this rank; the others `accompany` it.
+    """
     ids_L = torch.tensor(tokens, device=device)
     positions_L = torch.arange(len(tokens), device=device)
     attention = WholeAttention(model.shape.num_layers)
     for start in range(0, len(tokens), BLOCK):
         block = slice(start, start + BLOCK)
+        ids_N = ids_L[block]
         hidden_NH = model.forward(
-            Step(input_ids=ids_L[block], positions=positions_L[block], attention=attention, phase="prefill")
+            Step(
+                input_ids=ids_N,
+                positions=positions_L[block],
+                attention=attention,
+                tokens=_brought(len(ids_N), *place),
+            )
         )
     return model.logits(hidden_NH[-1:])
+
+
+def accompany(model: Model, length: int, device: torch.device, place: tuple[int, int]) -> None:
+    """Take part without tokens while the DP rank of `place` settles a sequence of `length`."""
+    none_N = torch.empty(0, dtype=torch.int64, device=device)
+    for start in range(0, length, BLOCK):
+        tokens = _brought(min(BLOCK, length - start), *place)
+        model.forward(Step(input_ids=none_N, positions=none_N, attention=NoAttention(), tokens=tokens))
+
+
+def _brought(count: int, dp_rank: int, dp_size: int) -> tuple[int, ...]:
+    return tuple(count if rank == dp_rank else 0 for rank in range(dp_size))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config
+from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -51,10 +53,11 @@ FLUSH_MS = 2000  # to deliver the last message
 class Core(Protocol):
     """What the loop needs of the engine core."""
 
+    @property
+    def agreed(self) -> Agreement | None: ...
     def add(self, request: AddRequest) -> None: ...
     def abort(self, ids: list[str]) -> None: ...
     def step(self) -> list[RequestOutput]: ...
-    def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -71,7 +74,8 @@ def main() -> int:
         events.send(encoder.encode(event))
 
     try:
-        run(load(start["config"], send), commands, send)
+        lockstep = Lockstep()
+        run(load(start["config"], lockstep, send), lockstep, commands, send)
         return 0
     except UserError as error:
         send(Failed(str(error), user_error=True))
@@ -84,22 +88,34 @@ def main() -> int:
         context.destroy(linger=FLUSH_MS)
 
 
-def run(core: Core, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
-    """Obey, step, report, until told to shut down. Sleeps on the socket while there is nothing to do."""
-    reported = 0.0
+def run(core: Core, lockstep: Lockstep, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
+    """Obey, step, report, until all ranks were told to shut down.
+
+    Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
+    waits for joins it. Ranks that share requests obey a command when all of them have it.
+    """
+    pending: deque[Command] = deque()
+    obeyed, reported = 0, 0.0
     while True:
-        refused: list[RequestOutput] = []
-        idle = not core.has_work()
-        told = commands.poll(int(STATS_INTERVAL * 1000) if idle else 0)
+        resting = core.agreed is None or (not core.agreed.phase and not pending)
+        told = commands.poll(int(STATS_INTERVAL * 1000) if resting else 0)
         while commands.poll(0):
-            command = command_decoder.decode(commands.recv())
-            if isinstance(command, Shutdown):
-                return
-            refused += obey(core, command)
-        outputs = refused + core.step() if core.has_work() else refused
+            pending.append(command_decoder.decode(commands.recv()))
+            lockstep.received += 1
+            lockstep.leaving |= isinstance(pending[-1], Shutdown)
+        granted = lockstep.received
+        if lockstep.topology.attention_tp > 1:
+            granted = core.agreed.commands if core.agreed else 0
+        outputs: list[RequestOutput] = []
+        while obeyed < granted:
+            outputs += obey(core, pending.popleft())
+            obeyed += 1
+        outputs += core.step()
+        if core.agreed and core.agreed.leaving:
+            return
         now = time.monotonic()
         if outputs or told or now - reported >= STATS_INTERVAL:
-            send(Outputs(outputs=outputs, stats=core.stats()))
+            send(Outputs(outputs=outputs if lockstep.leads else [], stats=core.stats()))
             reported = now
 
 
@@ -115,16 +131,18 @@ def obey(core: Core, command: Command) -> list[RequestOutput]:
     return []
 
 
-def load(values: dict[str, Any], send: Callable[[Event], None]) -> Core:
+def load(values: dict[str, Any], lockstep: Lockstep, send: Callable[[Event], None]) -> Core:
     """Plan, say so, load the weights and announce that requests may come. Raises UserError."""
     from turnout.engine.blueprint import resolve
     from turnout.engine.core import EngineCore
 
     config = Config(**values)
+    if config.tp_size > 1:
+        raise UserError(f"--tp-size {config.tp_size}: this version serves on one rank; use --tp-size 1")
     blueprint = resolve(config)
     print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
     with loading_bar(shown=config.load_progress) as progress:
-        core = EngineCore(blueprint, progress=progress)
+        core = EngineCore(blueprint, lockstep=lockstep, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))

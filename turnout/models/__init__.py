@@ -1,7 +1,7 @@
 """Model architectures: described from `config.json`, loaded with a plan for their MoE layers.
 
 description = describe(config)                        # no torch, no weights
-model = load_model(checkpoint, plan, topology=..., device=..., dtype=...)
+model = load_model(checkpoint, plan, groups=..., device=..., dtype=...)
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from turnout.models.fields import ConfigFields
 from turnout.models.interface import Model, ModelDescription, ProgressFn
 from turnout.models.spec import DecoderSpec
 from turnout.moe.plan import MoEPlan
-from turnout.parallel.topology import Topology
 from turnout.registry import ARCHITECTURES
 
 if TYPE_CHECKING:  # describing a model must not cost the import of torch
@@ -24,6 +23,7 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
 
     from turnout.checkpoint import Checkpoint
     from turnout.moe.runners import Experts
+    from turnout.parallel.groups import Groups
 
 __all__ = ["describe", "load_model"]
 
@@ -45,7 +45,7 @@ def load_model(
     checkpoint: Checkpoint,
     plan: MoEPlan,
     *,
-    topology: Topology,
+    groups: Groups,
     device: torch.device | str,
     dtype: torch.dtype,
     progress: ProgressFn | None = None,
@@ -62,15 +62,15 @@ def load_model(
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights
 
-    if topology.attention_tp > 1:
+    if groups.topology.attention_tp > 1:
         raise UserError(
-            f"attention over {topology.attention_tp} ranks is not implemented; "
+            f"attention over {groups.topology.attention_tp} ranks is not implemented; "
             "use --enable-dp-attention with --dp-size equal to --tp-size"
         )
     spec = _read_spec(checkpoint.config)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)
-    model = Decoder(spec, weights, plan, topology, progress or _silent, make_runner)
+    model = Decoder(spec, weights, plan, groups, progress or _silent, make_runner)
     _refuse_unread(checkpoint, spec)
     return model
 

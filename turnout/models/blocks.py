@@ -10,6 +10,7 @@ I intermediate size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -117,8 +118,8 @@ class GatedMLP:
     def __init__(self, gate_up: Tensor, down: Tensor):
         self._gate_up, self._down = gate_up, down
 
-    def __call__(self, x_NH: Tensor, phase: str = "prefill") -> Tensor:
-        """`phase` is for MoE layers, which are called alike."""
+    def __call__(self, x_NH: Tensor, phase: str = "prefill", tokens: Sequence[int] | None = None) -> Tensor:
+        """`phase` and `tokens` are for MoE layers, which are called alike."""
         gate_NI, up_NI = F.linear(x_NH, self._gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate_NI) * up_NI, self._down)
 

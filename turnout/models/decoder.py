@@ -14,7 +14,7 @@ Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.checkpoint import ExpertShape
-from turnout.models.blocks import Attention, GatedSharedExpert, Norm, RotaryEmbedding
+from turnout.models.blocks import Attention, GatedMLP, GatedSharedExpert, Norm, RotaryEmbedding
 from turnout.models.interface import ProgressFn, Step
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Experts
-from turnout.parallel.topology import Topology
+from turnout.parallel.groups import Groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class DecoderLayer:
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: Callable[[Tensor, str], Tensor]  # (x_NH, phase) -> [N, H]
+    mlp: Callable[[Tensor, str, Sequence[int] | None], Tensor]  # (x_NH, phase, tokens) -> [N, H]
 
     def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
         x_NH = x_NH + self.attention(self.attention_norm(x_NH), rotary, step.attention)
-        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase)
+        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase, step.tokens)
 
 
 class Decoder:
@@ -54,13 +54,13 @@ class Decoder:
         spec: DecoderSpec,
         weights: Weights,
         plan: MoEPlan,
-        topology: Topology,
+        groups: Groups,
         progress: ProgressFn,
         make_runner: Callable[[int], Experts] | None = None,
     ):
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         self.shape = shape = spec.shape
-        self._spec, self._weights, self._plan, self._topology = spec, weights, plan, topology
+        self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._make_runner = make_runner
         self._embedding_VH = weights.linear("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._head_VH = self._embedding_VH
@@ -127,7 +127,7 @@ class Decoder:
         weight_GD = torch.stack([q_D] * self.shape.num_heads + [k_D] * self.shape.num_kv_heads)
         return Norm(weight_GD, self._spec.norm_eps)
 
-    def _read_dense(self, prefix: str) -> Callable[[Tensor, str], Tensor]:
+    def _read_dense(self, prefix: str) -> GatedMLP:
         return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
 
     def _read_moe(self, i: int, prefix: str) -> MoELayer:
@@ -146,7 +146,7 @@ class Decoder:
             router_weight=weights.linear(f"{prefix}.gate", spec.num_experts, spec.hidden_size),
             experts=experts,
             shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
-            topology=self._topology,
+            groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
         )
 

@@ -26,12 +26,16 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward. `phase` is "prefill" if any sequence brings more than its decode tokens."""
+    """One forward. `phase` is "prefill" if any sequence of any rank brings more than its decode tokens.
+
+    tokens: how many each data-parallel rank brings; None where this one is alone.
+    """
 
     input_ids: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
     attention: Attention
     phase: str = "prefill"
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

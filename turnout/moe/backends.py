@@ -44,9 +44,9 @@ DISPATCHER_CAPABILITIES = {
     for declared in (
         DispatcherCapability(
             name="none",
-            summary="every rank computes its own experts for the tokens it holds; moves nothing",
+            summary="every rank sees all tokens and computes its experts'; data-parallel groups gather",
             layout="tokens",
-            exchange="none",
+            exchange="gather",
         ),
     )
 }

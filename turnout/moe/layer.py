@@ -8,11 +8,10 @@ Legend: T tokens of this rank, H hidden, E experts, k top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +21,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import route
 from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
-from turnout.parallel.topology import Topology
+from turnout.parallel.groups import ALONE, Groups
 from turnout.registry import DISPATCHERS, RUNNERS
 
 
@@ -42,12 +41,12 @@ class MoELayer:
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         shared_expert: Callable[[Tensor], Tensor] | None = None,
-        topology: Topology = Topology(),
+        groups: Groups = ALONE,
         runner: Experts | None = None,
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
         which is the layer's. experts: those of the plan's range, this rank's shard of each.
-        shared_expert maps [T, H] to [T, H]; TP-sharded where the layer reduces, else unsharded.
+        shared_expert maps [T, H] to [T, H]: this rank's share of the sum if the plan has it "sharded".
         runner: one without weights, to run the experts instead of the plan's.
 
         The caller's `experts` may be dropped afterwards: the runner keeps what it needs.
@@ -55,34 +54,40 @@ class MoELayer:
         self._spec, self._plan = spec, plan
         self._router_weight, self._router_bias = router_weight, router_bias
         self._correction_bias = correction_bias
-        self._shared_expert = shared_expert
-        self._first_shard = topology.expert_tp_rank == 0
+        self._shared_expert, self._groups = shared_expert, groups
         device = router_weight.device
         self._runner: Experts = runner or RUNNERS.get(plan.prefill.runner)(spec, plan, device)
         self._runner.prepare(self._checked(experts))
+        self._input_scale = _input_scale(experts, device)
         self._dispatchers: dict[str, Dispatcher] = {
-            phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(spec, plan, phase, topology, device)
+            phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
+                spec, plan, phase, groups, device, self._input_scale
+            )
             for phase in ("prefill", "decode")
         }
         self.expert_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
 
-    def __call__(self, x_TH: Tensor, phase: str = "prefill") -> Tensor:
+    def __call__(self, x_TH: Tensor, phase: str = "prefill", tokens: Sequence[int] | None = None) -> Tensor:
+        """tokens: how many each data-parallel rank brings; needed where there are several."""
         logits_TE = F.linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = route(logits_TE, self._spec.routing, self._spec.top_k, self._correction_bias)
         chosen = ids_TK.flatten().long()
         self.expert_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # unlike bincount, no host wait
         dispatcher = self._dispatchers[phase]
-        batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK)
+        batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),))
         out_TH = dispatcher.combine(self._runner(batch), state)
-        if self._shared_expert is not None:
-            out_TH = out_TH + self._shared_expert(x_TH)
+        shared = self._shared_expert
+        if shared is not None and self._plan.shared_expert == "sharded":
+            out_TH, shared = out_TH + shared(x_TH), None
         if self._plan.phase(phase).reduce == "layer":
-            dist.all_reduce(out_TH)
-        return out_TH
+            out_TH = self._groups.world.all_reduce(out_TH)
+        return out_TH if shared is None else out_TH + shared(x_TH)
 
     def update(self, experts: ExpertWeights) -> None:
         """Replace the experts' weights in place; shapes and format stay."""
         self._runner.update(self._checked(experts))
+        if self._input_scale is not None and experts.input_scales is not None:
+            self._input_scale.copy_(experts.input_scales.w13.max())
 
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
@@ -95,4 +100,11 @@ class MoELayer:
                 f"for {plan.first_expert} + {plan.num_local_experts}"
             )
         # A down-projection bias counts once, however many ranks share an expert.
-        return experts if self._first_shard else replace(experts, b2=None)
+        first_shard = self._groups.topology.expert_tp_rank == 0
+        return experts if first_shard else replace(experts, b2=None)
+
+
+def _input_scale(experts: ExpertWeights, device: torch.device) -> Tensor | None:
+    """float32 scalar: what the layer's input is quantised with before routing, hence one for all experts."""
+    scales = experts.input_scales
+    return None if scales is None else scales.w13.max().to(device, torch.float32)

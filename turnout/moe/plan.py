@@ -80,6 +80,9 @@ class MoEPlan:
     weight_bytes: int  # of one layer on this rank, as stored for use
     workspace_bytes: int
     dispatch_bytes: int
+    # A shared expert's weights: "sharded" over all ranks, part of the sum that the layer owes in both phases,
+    # or "whole", on the tokens of this rank.
+    shared_expert: str = "whole"
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
@@ -190,7 +193,9 @@ def _hint(
 
 def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
     dispatcher = best.dispatcher(phase)
-    layer_owes = dispatcher.exchange == "none" and case.topology.tp_size > 1
+    # Where tokens are replicated, whatever is gathered from others is what this rank holds already.
+    moves = dispatcher.exchange == "all_to_all" or case.topology.dp_size > 1
+    layer_owes = not moves and case.topology.tp_size > 1
     return PhasePlan(
         phase=phase,
         runner=best.runner.name,

@@ -7,6 +7,7 @@ no other dispatcher. What `combine` needs beyond the runner's output travels in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capability import DispatcherCapability
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.parallel.topology import Topology
+from turnout.parallel.groups import Groups
 
 
 class Dispatcher(Protocol):
@@ -25,13 +26,25 @@ class Dispatcher(Protocol):
     capability: ClassVar[DispatcherCapability]
 
     def __init__(
-        self, spec: MoESpec, plan: MoEPlan, phase: str, topology: Topology, device: torch.device
-    ) -> None: ...
+        self,
+        spec: MoESpec,
+        plan: MoEPlan,
+        phase: str,
+        groups: Groups,
+        device: torch.device,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """input_scale: float32 scalar on the device, `amax / (6 * 448)` of the layer's input over all
+        experts, for plans that quantise to NVFP4 before the wire; its value may change in place."""
+        ...
 
     def dispatch(
-        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
     ) -> tuple[TokensBatch | ExpertsBatch, Any]:
-        """This rank's tokens to the batch its runner sees, and the state for `combine`."""
+        """This rank's tokens to the batch its runner sees, and the state for `combine`.
+
+        tokens: how many each data-parallel rank brings, T being this one's.
+        """
         ...
 
     def combine(self, out: Tensor, state: Any) -> Tensor:

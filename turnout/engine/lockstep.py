@@ -1,0 +1,99 @@
+"""What the ranks of one model settle together before each forward, from the records they exchange.
+
+A forward is collective, so every rank runs it if any has work, and all of them must see it alike: its phase
+is the busiest one's, and everyone knows how many tokens each data-parallel rank brings. Ranks that share
+requests (attention TP) also obey the same commands at the same step, and are checked to sample the same
+tokens. A single rank agrees with itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnout.parallel.exchange import Alone, StepExchange, StepRecord
+from turnout.parallel.topology import Topology
+
+PHASES = ("", "decode", "prefill")  # by their code in a record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """phase: "prefill", "decode", or "" if no rank has work.
+
+    tokens:   how many each data-parallel rank brings
+    commands: how many of the commands received so far every rank of this data-parallel group has
+    leaving:  whether all stop here, since one was told to
+    """
+
+    phase: str
+    tokens: tuple[int, ...]
+    commands: int
+    leaving: bool
+
+
+class Lockstep:
+    """One rank's side of the agreement.
+
+    received: commands that came so far; leaving: whether one told this rank to stop. Set by whoever receives.
+    """
+
+    def __init__(self, topology: Topology = Topology(), exchange: StepExchange | None = None):
+        self.topology = topology
+        self.received = 0
+        self.leaving = False
+        self._exchange = exchange or Alone()
+        self._digest = 0
+        stride = topology.attention_tp
+        self._group = slice(topology.dp_rank * stride, (topology.dp_rank + 1) * stride)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its data-parallel group."""
+        return self.topology.attention_tp_rank == 0
+
+    def agree(self, tokens: int, phase: str) -> Agreement:
+        """This rank would bring `tokens` to a forward of `phase` ("": none). Collective.
+
+        Raises RuntimeError if ranks that share requests have sampled different tokens.
+        """
+        records = self._exchange(
+            StepRecord(
+                tokens=tokens,
+                phase=PHASES.index(phase),
+                received=self.received,
+                digest=self._digest,
+                leaving=self.leaving,
+            )
+        )
+        self._check_digests(records)
+        return Agreement(
+            phase=PHASES[max(record.phase for record in records)],
+            tokens=tuple(record.tokens for record in records[:: self.topology.attention_tp]),
+            commands=min(record.received for record in records[self._group]),
+            leaving=any(record.leaving for record in records),
+        )
+
+    def sampled(self, token_ids: Sequence[int]) -> None:
+        """Note what the requests of this rank's group got."""
+        if self.topology.attention_tp > 1:
+            self._digest = zlib.crc32(array("q", token_ids).tobytes(), self._digest)
+
+    def next_to_settle(self, length: int) -> tuple[int, int]:
+        """This rank would settle a sequence of `length` tokens (0: none): (DP rank whose turn it is, its
+        length), length 0 when nobody has one left. Collective."""
+        records = self._exchange(StepRecord(settle=length))
+        lengths = [record.settle for record in records[:: self.topology.attention_tp]]
+        return next(((rank, n) for rank, n in enumerate(lengths) if n), (0, 0))
+
+    def _check_digests(self, records: Sequence[StepRecord]) -> None:
+        for first in range(0, len(records), self.topology.attention_tp):
+            digests = [record.digest for record in records[first : first + self.topology.attention_tp]]
+            if len(set(digests)) > 1:
+                other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+                raise RuntimeError(
+                    f"ranks {first} and {first + other} share requests but sampled different tokens: their "
+                    "logits differ"
+                )

@@ -1,0 +1,178 @@
+"""Process groups: the collectives of the ranks that a topology names, and how ranks find each other.
+
+A `Group` moves rows, dimension 0 of a tensor. Every call is collective: all its ranks make it, in the same
+order, with rows or without. A group of one rank does nothing and needs no process group, so that a layer
+runs alone without torch.distributed.
+
+All results are the same bits on every rank of the group that gets them: sums are made in the order of
+ranks, or once and then sent.
+
+Legend: R rows of this rank, n ranks of the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from turnout.parallel.topology import Topology
+
+JOIN_SECONDS = 600  # for all ranks to arrive when a group is made
+GATHERED_SUM_BYTES = 1 << 16  # on CPUs: below, one exchange costs less than the two of a scattered sum
+
+
+class Group:
+    """Ranks that call each other; this class is the group of one.
+
+    ranks: their global ranks, ascending. rank: the place of this one. calls: collectives begun so far, by
+    which a watchdog tells the rank that others wait for.
+    """
+
+    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0):
+        self.ranks, self.rank = tuple(ranks), rank
+        self.calls = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks of `x`, which may be overwritten; the same shape on all ranks."""
+        return x
+
+    def all_gather(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        """[sum(counts), ...]: everyone's rows in the order of ranks; rank i brings counts[i]."""
+        return x_R
+
+    def reduce_scatter(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [sum(counts), ...] on every rank -> [counts[rank], ...], this rank's rows summed over ranks."""
+        return x_R
+
+    def all_to_all(self, x_R: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """The next send[i] rows go to rank i, receive[i] come from it: [sum(receive), ...]."""
+        return x_R
+
+
+class ProcessGroup(Group):
+    """Ranks that talk through torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, handle: dist.ProcessGroup):
+        super().__init__(ranks, rank)
+        self._handle = handle
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            self.calls += 1
+            dist.all_reduce(x, group=self._handle)
+            return x
+        # gloo's own takes twice as long at any size, and its order of summation depends on the size.
+        rows = x.reshape(-1)
+        if x.nbytes <= GATHERED_SUM_BYTES:
+            whole = [rows.numel()] * self.size
+            return self.all_gather(rows, whole).view(self.size, *x.shape).sum(0)
+        shares = [len(part) for part in rows.tensor_split(self.size)]
+        return self.all_gather(self.reduce_scatter(rows, shares), shares).view(x.shape)
+
+    def all_gather(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        if x_R.device.type != "cpu" and len(set(counts)) == 1:
+            self.calls += 1
+            out = x_R.new_empty(sum(counts), *x_R.shape[1:])
+            dist.all_gather_into_tensor(out, x_R.contiguous(), group=self._handle)
+            return out
+        copies = x_R.expand(self.size, *x_R.shape).reshape(-1, *x_R.shape[1:])
+        return self.all_to_all(copies, [len(x_R)] * self.size, counts)
+
+    def reduce_scatter(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        own = counts[self.rank]
+        if x_R.device.type != "cpu" and len(set(counts)) == 1:
+            self.calls += 1
+            out = x_R.new_empty(own, *x_R.shape[1:])
+            dist.reduce_scatter_tensor(out, x_R.contiguous(), group=self._handle)
+            return out
+        parts = self.all_to_all(x_R, counts, [own] * self.size)
+        return parts.view(self.size, own, *x_R.shape[1:]).sum(0)
+
+    def all_to_all(self, x_R: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        self.calls += 1
+        out = x_R.new_empty(sum(receive), *x_R.shape[1:])
+        dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=self._handle)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups that this rank belongs to.
+
+    world:         all ranks
+    attention_tp:  those that share this DP group's requests
+    data_parallel: one of each DP group, with the same attention-TP rank; its rank is the DP rank
+    """
+
+    topology: Topology = field(default_factory=Topology)
+    world: Group = field(default_factory=Group)
+    attention_tp: Group = field(default_factory=Group)
+    data_parallel: Group = field(default_factory=Group)
+
+    @property
+    def calls(self) -> int:
+        """Collectives begun on any of them."""
+        return self.world.calls + self.attention_tp.calls + self.data_parallel.calls
+
+
+ALONE = Groups()
+
+
+def connect(
+    topology: Topology, *, init_method: str, device: torch.device, timeout: float = JOIN_SECONDS
+) -> Groups:
+    """Meet the other ranks and make the groups; collective. Nothing to meet for a single rank.
+
+    init_method: where, as torch.distributed has it: "file:///path" for one host, "tcp://host:port" of rank
+    0 for several, "env://" under torchrun. CUDA ranks talk over NCCL and, for host values, gloo.
+    """
+    if topology.tp_size == 1:
+        return Groups(topology=topology)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=topology.rank,
+        world_size=topology.tp_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=None if device.type == "cpu" else device,
+    )
+    attention, stride = topology.attention_tp_groups(), topology.attention_tp
+    parallel = [list(range(first, topology.tp_size, stride)) for first in range(stride)]
+    return Groups(
+        topology=topology,
+        world=_own_group([list(range(topology.tp_size))], topology.rank),
+        attention_tp=_own_group(attention, topology.rank),
+        data_parallel=_own_group(parallel, topology.rank),
+    )
+
+
+def disconnect() -> None:
+    """Leave the groups made by `connect`, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_group(partition: Sequence[Sequence[int]], rank: int) -> Group:
+    """The member of `partition` that holds `rank`; every rank makes every group, as torch demands."""
+    own = next(ranks for ranks in partition if rank in ranks)
+    handles = {tuple(ranks): dist.new_group(list(ranks)) for ranks in partition if len(ranks) > 1}
+    if len(own) == 1:
+        return Group(own)
+    return ProcessGroup(own, own.index(rank), handles[tuple(own)])
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """`total` rows split over `parts` ranks as evenly as can be, the first ones taking what is left over."""
+    bounds = [-(-total * i // parts) for i in range(parts + 1)]
+    return [end - start for start, end in itertools.pairwise(bounds)]
