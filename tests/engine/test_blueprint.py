@@ -125,7 +125,7 @@ def test_everything_wrong_is_said_at_once(model):
     config = model(
         tp_size=8,
         dp_size=8,
-        enable_dp_attention=True,
+        ep_size=3,
         quantization="fp8",
         context_length=10**6,
         speculative_algorithm="ngram",
@@ -134,8 +134,8 @@ def test_everything_wrong_is_said_at_once(model):
         device="cuda",
     )
     assert set(refusals(config)) == {
-        "--tp-size 8 --nnodes 1",
         "--dp-size 8",
+        "--ep-size 3 with --tp-size 8",
         "--quantization fp8",
         "--context-length 1000000",
         "--speculative-algorithm ngram",
