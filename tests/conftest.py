@@ -1,4 +1,4 @@
-"""One real server on a tiny random model for the whole session, started as a user starts it."""
+"""Kept for the whole session: a real server on a tiny random model, started as a user starts it; ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import Pools
 from tests.serving import tiny_config
 from tests.tiny import write_model
 from turnout.server.launch import ServerProcess
@@ -27,3 +28,13 @@ def base_url(tiny_folder: Path) -> Iterator[str]:
         yield server.wait_ready()
     finally:
         assert server.stop() == 0, server.last_lines()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """Pools of processes by number of ranks, started when first used."""
+    pools = Pools()
+    try:
+        yield pools
+    finally:
+        pools.close()
