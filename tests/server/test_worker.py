@@ -15,11 +15,13 @@ from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import (
     Abort,
     AddRequest,
+    Command,
     EngineStats,
     Event,
     Outputs,
     RequestOutput,
     Shutdown,
+    Wake,
     encoder,
     event_decoder,
 )
@@ -71,10 +73,14 @@ class Server:
     def __init__(self, folder: Path):
         self.core = Counting()
         context = zmq.Context.instance()
-        self.commands = context.socket(zmq.PUSH)
+        self.commands = context.socket(zmq.ROUTER)
+        self.commands.router_mandatory = True  # fail rather than drop
         self.commands.bind(f"ipc://{folder}/commands")
-        receiving = context.socket(zmq.PULL)
+        receiving = context.socket(zmq.DEALER)
+        receiving.identity = b"rank"
         receiving.connect(f"ipc://{folder}/commands")
+        receiving.send(b"here")
+        self.commands.recv_multipart()
         self.events: list[tuple[float, Event]] = []
         self.thread = threading.Thread(
             target=run, args=(self.core, self.core.lockstep, receiving, self.record)
@@ -84,9 +90,9 @@ class Server:
     def record(self, event: Event) -> None:
         self.events.append((time.monotonic(), event_decoder.decode(encoder.encode(event))))
 
-    def send(self, *commands: AddRequest | Abort | Shutdown) -> None:
+    def send(self, *commands: Command) -> None:
         for command in commands:
-            self.commands.send(encoder.encode(command))
+            self.commands.send_multipart([b"rank", encoder.encode(command)])
 
     def add(self, id: str, tokens: int, prompt: int = 1) -> None:
         self.send(AddRequest(id=id, prompt_ids=[prompt], sampling=SamplingParams(max_tokens=tokens)))
@@ -147,3 +153,15 @@ def test_an_idle_loop_reports_about_once_a_second(server: Server):
     times = [at for at, _ in server.events]
     assert len(times) >= 2
     assert all(0.9 < later - earlier < 2 for earlier, later in pairwise(times))  # a busy machine is late
+
+
+def test_waking_a_resting_rank_asks_for_nothing(server: Server):
+    while not server.events:  # the first step of all
+        time.sleep(0.005)
+    told = len(server.events)
+    server.send(Wake())
+    deadline = time.monotonic() + 0.5
+    while len(server.events) == told and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert len(server.events) > told, "still resting"
+    assert server.core.lockstep.received == 0

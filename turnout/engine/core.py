@@ -63,7 +63,7 @@ class EngineCore:
         self.blueprint = blueprint
         self._groups, self._lockstep = groups, lockstep or Lockstep()
         self._device = torch.device(blueprint.hardware.device)
-        self._threads = _use_threads(blueprint.config.num_threads)
+        self._threads = _use_threads(blueprint.config.num_threads, blueprint.topology.ranks_per_node)
         self._model = model or self._load(progress)
         config, shape = blueprint.config, self._model.shape
         self._pool = PagePool(blueprint.num_pages, reuse=not config.disable_prefix_cache)
@@ -74,6 +74,7 @@ class EngineCore:
             chunk_tokens=config.chunked_prefill_size,
             prefill_tokens=config.max_prefill_tokens,
             max_context=blueprint.max_context,
+            tokens_per_request=blueprint.budget.tokens_per_request,
         )
         self._attention = PagedAttention(
             shape,
@@ -97,6 +98,7 @@ class EngineCore:
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
         self._generation_tokens = 0
+        self._drafted = self._accepted = 0
 
     def has_work(self) -> bool:
         return bool(self._requests or self._aborted)
@@ -167,6 +169,8 @@ class EngineCore:
             cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=self._scheduler.preemptions,
+            spec_draft_tokens=self._drafted,
+            spec_accepted_tokens=self._accepted,
             expert_tokens=expert_tokens,
         )
 
@@ -214,7 +218,7 @@ class EngineCore:
     def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
         phase = ""
         if chunks:
-            phase = "prefill" if any(chunk.length > 1 for chunk in chunks) else "decode"
+            phase = "decode" if all(chunk.decodes for chunk in chunks) else "prefill"
         self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
         return self._agreed
 
@@ -225,7 +229,7 @@ class EngineCore:
         tokens: list[int] = []
         places: list[int] = []
         for chunk in chunks:
-            tokens += chunk.request.tokens[chunk.start : chunk.end]
+            tokens += chunk.tokens
             places += range(chunk.start, chunk.end)
         ids_N, positions_N = to_device([_integers(tokens), _integers(places)], self._device)
         return self._model.forward(
@@ -346,9 +350,9 @@ def _integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def _use_threads(wanted: int) -> int:
+def _use_threads(wanted: int, ranks: int) -> int:
     """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
-    threads = wanted or min(torch.get_num_threads(), default_threads())
+    threads = wanted or min(torch.get_num_threads(), default_threads(ranks))
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads

@@ -1,6 +1,7 @@
-"""What crosses the wire between the server process and the engine process. Torch-free.
+"""What crosses the wire between the server process and the engine processes, one per rank. Torch-free.
 
-msgspec structs, msgpack-encoded, over two ZeroMQ sockets: commands go down, events come up.
+msgspec structs, msgpack-encoded, over two ZeroMQ sockets: commands go down to the rank that is named, a
+DEALER of the server's ROUTER; events come up through PUSH and PULL.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     ids: list[str]
 
 
+class Wake(msgspec.Struct, tag=True, frozen=True):
+    """Step now: another rank has work. Asks for nothing, so ranks that share requests need not all get it."""
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Abort whatever still runs and leave the loop."""
 
@@ -41,7 +46,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one request after a step. The last one has a `finish_reason`.
+    """New tokens of one request after a step, several where drafts were accepted. The last one has a `finish_reason`.
 
     finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error".
     A request with max_tokens 0 gets one output without tokens (and its prompt log-probabilities).
@@ -76,12 +81,15 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    spec_draft_tokens: int = 0  # proposed by speculative decoding
+    spec_accepted_tokens: int = 0  # those of them that became output
     expert_tokens: list[list[int]] | None = None  # [layer][expert], cumulative
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine has loaded its weights and can serve."""
+    """`rank` has loaded its weights and can serve."""
 
+    rank: int = 0
     info: dict[str, Any]  # resolved configuration, plan, memory, model shape
     max_context: int  # the longest prompt + output in tokens
     vocab_size: int  # token ids lie in [0, vocab_size)
@@ -99,7 +107,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error: bool = False
 
 
-Command = AddRequest | Abort | Shutdown
+Command = AddRequest | Abort | Wake | Shutdown
 Event = Ready | Outputs | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,5 @@
-"""How many CPU threads to compute with: the physical cores this process may really use, but for one.
+"""How many CPU threads to compute with: the physical cores this process may really use, but for one, shared
+among the ranks of this host.
 
 The one is for the server, its clients and whatever else runs. Threads meet at a barrier after every
 operation, so all wait for the one whose core another process took. Measured on 2 cores (demo model, tokens
@@ -16,8 +17,9 @@ CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_threads() -> int:
-    return max(1, usable_cores() - 1)
+def default_threads(ranks: int = 1) -> int:
+    """For each of `ranks` processes on this host: their share of the cores."""
+    return max(1, (usable_cores() - 1) // ranks)
 
 
 def usable_cores(*, cpus: Path = CPUS, cgroup: Path = CGROUP) -> int:

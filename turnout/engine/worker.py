@@ -1,8 +1,8 @@
-"""The engine process: `python -m turnout.engine.worker`, started by the server.
+"""The engine process of one rank: `python -m turnout.engine.worker`, started by the server.
 
-Standard input brings one line of JSON, {"folder": ..., "config": {...}}, and then stays open; its end
-means that the server is gone. Signals are the server's business: a terminal or a service manager sends
-them to the whole group, and the server decides how to stop.
+Standard input brings one line of JSON, a `Start`, and then stays open; its end means that the server is
+gone. Signals are the server's business: a terminal or a service manager sends them to the whole group, and
+the server decides how to stop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import zmq
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -37,6 +39,7 @@ from turnout.engine.messages import (
     Ready,
     RequestOutput,
     Shutdown,
+    Wake,
     command_decoder,
     encoder,
 )
@@ -61,28 +64,50 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank is told first.
+
+    folder:      for files that the ranks of this host share: new for every start of the engine, since what
+                 an earlier one left would be taken for ours; we remove it if the server dies
+    config:      fields of `Config`
+    rank:        of all
+    init_method: where ranks meet, see `parallel.groups.connect`
+    commands:    address of the server's ROUTER, to which this rank is the DEALER named `identity`
+    events:      address of the server's PULL
+    """
+
+    folder: str
+    config: dict[str, Any]
+    rank: int
+    init_method: str
+    commands: str
+    events: str
+    identity: str
+
+
 def main() -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    start = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_leave_with_server, args=(start["folder"],), daemon=True).start()
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_leave_with_server, args=(start.folder,), daemon=True).start()
     context = zmq.Context()
-    commands = _connect(context, zmq.PULL, start["folder"], "commands")
-    events = _connect(context, zmq.PUSH, start["folder"], "events")
+    commands = _connect(context, zmq.DEALER, start.commands, start.identity)
+    events = _connect(context, zmq.PUSH, start.events)
 
     def send(event: Event) -> None:
         events.send(encoder.encode(event))
 
+    who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        lockstep = Lockstep()
-        run(load(start["config"], lockstep, send), lockstep, commands, send)
+        core, lockstep = load(start, send)
+        run(core, lockstep, commands, send)
         return 0
     except UserError as error:
-        send(Failed(str(error), user_error=True))
+        send(Failed(f"{who}{error}", user_error=True))
         return 2
     except Exception as error:
         traceback.print_exc()
-        send(Failed(f"the engine failed: {type(error).__name__}: {error}"))
+        send(Failed(f"{who}the engine failed: {type(error).__name__}: {error}"))
         return 1
     finally:
         context.destroy(linger=FLUSH_MS)
@@ -100,9 +125,12 @@ def run(core: Core, lockstep: Lockstep, commands: zmq.Socket, send: Callable[[Ev
         resting = core.agreed is None or (not core.agreed.phase and not pending)
         told = commands.poll(int(STATS_INTERVAL * 1000) if resting else 0)
         while commands.poll(0):
-            pending.append(command_decoder.decode(commands.recv()))
+            command = command_decoder.decode(commands.recv())
+            if isinstance(command, Wake):
+                continue
+            pending.append(command)
             lockstep.received += 1
-            lockstep.leaving |= isinstance(pending[-1], Shutdown)
+            lockstep.leaving |= isinstance(command, Shutdown)
         granted = lockstep.received
         if lockstep.topology.attention_tp > 1:
             granted = core.agreed.commands if core.agreed else 0
@@ -131,23 +159,28 @@ def obey(core: Core, command: Command) -> list[RequestOutput]:
     return []
 
 
-def load(values: dict[str, Any], lockstep: Lockstep, send: Callable[[Event], None]) -> Core:
-    """Plan, say so, load the weights and announce that requests may come. Raises UserError."""
+def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
+    """Plan, say so, meet the other ranks, load the weights and announce that requests may come.
+
+    Raises UserError.
+    """
     from turnout.engine.blueprint import resolve
     from turnout.engine.core import EngineCore
+    from turnout.engine.meeting import meet
 
-    config = Config(**values)
-    if config.tp_size > 1:
-        raise UserError(f"--tp-size {config.tp_size}: this version serves on one rank; use --tp-size 1")
-    blueprint = resolve(config)
-    print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
-    with loading_bar(shown=config.load_progress) as progress:
-        core = EngineCore(blueprint, lockstep=lockstep, progress=progress)
+    config = Config(**start.config)
+    blueprint = resolve(config, rank=start.rank)
+    speaks = start.rank == 0
+    if speaks:
+        print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
+    groups, lockstep = meet(blueprint, init_method=start.init_method, folder=Path(start.folder))
+    with loading_bar(shown=speaks and config.load_progress) as progress:
+        core = EngineCore(blueprint, groups=groups, lockstep=lockstep, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
-    send(Ready(info=info, max_context=blueprint.max_context, vocab_size=vocab_size))
-    return core
+    send(Ready(rank=start.rank, info=info, max_context=blueprint.max_context, vocab_size=vocab_size))
+    return core, lockstep
 
 
 def summary(blueprint: Blueprint) -> list[str]:
@@ -197,10 +230,12 @@ def _leave_with_server(folder: str) -> None:
     os._exit(1)
 
 
-def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
+def _connect(context: zmq.Context, kind: int, address: str, identity: str = "") -> zmq.Socket:
     socket = context.socket(kind)
     socket.set_hwm(0)
-    socket.connect(f"ipc://{folder}/{name}")
+    if identity:
+        socket.identity = identity.encode()
+    socket.connect(address)
     return socket
 
 

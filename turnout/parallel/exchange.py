@@ -45,6 +45,11 @@ class StepRecord:
     digest: int = 0
     leaving: int = 0
 
+    @classmethod
+    def of(cls, values: Sequence[int]) -> StepRecord:
+        """The record of which `values` are the fields, in order."""
+        return cls(**dict(zip(cls.__dataclass_fields__, values, strict=True)))
+
 
 FIELDS = struct.Struct("<6q")
 NUMBER = struct.Struct("<q")
@@ -94,16 +99,9 @@ class SharedExchange:
             if NUMBER.unpack_from(self._memory, at)[0] == self._number:
                 payload = self._memory[at:end]
                 if CHECK.unpack_from(self._memory, end)[0] == zlib.crc32(payload):
-                    return _record(FIELDS.unpack_from(payload, NUMBER.size))
+                    return StepRecord.of(FIELDS.unpack_from(payload, NUMBER.size))
             looks += 1
             if looks > YIELDS:
                 time.sleep(NAP)
             elif looks > SPINS:
                 os.sched_yield()
-
-
-def _record(values: Sequence[int]) -> StepRecord:
-    tokens, phase, settle, received, digest, leaving = values
-    return StepRecord(
-        tokens=tokens, phase=phase, settle=settle, received=received, digest=digest, leaving=leaving
-    )

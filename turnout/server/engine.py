@@ -15,7 +15,6 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from turnout.engine.messages import (
     event_decoder,
 )
 
+RANK = b"0"  # the name by which our ROUTER knows the engine's DEALER
 LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
 STOP_SECONDS = 5.0
 
@@ -140,23 +140,34 @@ class Engine:
         self._context.destroy(linger=0)
 
     def _socket(self, name: str) -> zmq.Socket:
-        socket = self._context.socket(zmq.PUSH if name == "commands" else zmq.PULL)
+        socket = self._context.socket(zmq.ROUTER if name == "commands" else zmq.PULL)
         socket.set_hwm(0)
-        socket.bind(f"ipc://{self._folder / name}")
+        socket.bind(self._address(name))
         return socket
 
     def _send(self, command: Command) -> None:
-        with suppress(zmq.Again):  # nobody listens: the engine is gone, as `run` is about to find
-            self._commands.send(encoder.encode(command), zmq.NOBLOCK)
+        # A ROUTER drops what nobody is there to get: the engine is gone, as `run` is about to find.
+        self._commands.send_multipart([RANK, encoder.encode(command)])
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "turnout.engine.worker", stdin=PIPE, stdout=sys.stderr.fileno()
         )
-        values = {f.name: getattr(self.config, f.name) for f in fields(Config)}
+        start = {
+            "folder": str(self._folder),
+            "config": {f.name: getattr(self.config, f.name) for f in fields(Config)},
+            "rank": 0,
+            "init_method": f"file://{self._folder / 'join'}",
+            "commands": self._address("commands"),
+            "events": self._address("events"),
+            "identity": RANK.decode(),
+        }
         assert process.stdin is not None
-        process.stdin.write(json.dumps({"folder": str(self._folder), "config": values}).encode() + b"\n")
+        process.stdin.write(json.dumps(start).encode() + b"\n")
         return process
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._folder / name}"
 
     async def _cause(self, ended: asyncio.Task[int]) -> EngineFailed:
         """What the engine said before it went, or how it went."""
