@@ -35,7 +35,7 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
 def adjusted(logits: Tensor, requests: list[Request]) -> Tensor:
     """What the sampler chooses from, before temperature."""
     logits = logits.clone()
-    Sampler(V, 16, CPU)._adjust(logits, requests)
+    Sampler(V, 16, CPU)._adjust(logits, requests, [r.num_output for r in requests])
     return logits
 
 
@@ -87,11 +87,11 @@ def test_counts_follow_a_row_that_changes_hands() -> None:
     for output in ((4,), (4, 4), (4, 4, 5)):
         first.tokens[first.num_prompt :] = output
         logits = zeros.clone()
-        sampler._adjust(logits, [first])
+        sampler._adjust(logits, [first], [first.num_output])
         assert logits[0].tolist() == [-float(output.count(token)) for token in range(V)]
     second = start(2, output=(8,), frequency_penalty=1.0)
     logits = zeros.clone()
-    sampler._adjust(logits, [second])
+    sampler._adjust(logits, [second], [second.num_output])
     assert logits[0].nonzero().flatten().tolist() == [8]
 
 
@@ -102,7 +102,7 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(8)
-    requests = [start(i, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p) for i in range(8)]
+    params = [SamplingParams(temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p)] * 8
     kept = logits / 1.3
     ids = torch.zeros(8, 1, dtype=torch.int64)
     if top_k:
@@ -114,9 +114,8 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     allowed = kept.isfinite()
     drawn = torch.zeros(8, V, dtype=torch.bool)
     for place in range(150):
-        for request in requests:
-            request.tokens = [0] * (3 + place)
-        for i, token in enumerate(_draw(logits.clone(), requests, ordered=bool(top_k or top_p < 1))):
+        uniforms = [uniform(seed, place) for seed in range(8)]
+        for i, token in enumerate(_draw(logits.clone(), params, uniforms, ordered=bool(top_k or top_p < 1))):
             drawn[i, token] = True
     assert not (drawn & ~allowed).any()
     likely = torch.softmax(kept, -1) > 0.08
@@ -127,8 +126,8 @@ def test_frequencies_follow_the_distribution() -> None:
     logits = random_logits(1, seed=3)
     expected = torch.softmax(logits[0] / 0.7, -1).double()
     n = 4000
-    requests = [start(seed, temperature=0.7) for seed in range(n)]
-    tokens = _draw(logits.expand(n, V), requests, ordered=False)
+    params = [SamplingParams(temperature=0.7)] * n
+    tokens = _draw(logits.expand(n, V), params, [uniform(seed, 0) for seed in range(n)], ordered=False)
     seen = torch.bincount(torch.tensor(tokens), minlength=V).double()
     error = (seen - n * expected).abs() / (n * expected * (1 - expected)).sqrt().clamp(min=1)
     assert error.max() < 4.5

@@ -263,65 +263,93 @@ class EngineCore:
 
     def _advance(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> list[RequestOutput]:
         """Sample for every request whose last known token was computed; finish those that are done."""
-        outputs, rows, requests = [], [], []
+        outputs: list[RequestOutput] = []
+        rows: list[int] = []
+        sampling: list[Chunk] = []
         for chunk, first_row in _with_rows(chunks):
             if not chunk.samples:
                 continue
             if chunk.request.sampling.max_tokens == 0:
                 outputs.append(self._finish(chunk.request, self._first_output(chunk.request), "length"))
-            else:
-                rows.append(first_row + chunk.length - 1)
-                requests.append(chunk.request)
-        close: list[Request] = []
-        if requests:
+                continue
+            sampling.append(chunk)
+            rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
+        close: list[tuple[Request, RequestOutput]] = []
+        if sampling:
             hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
-            sampled = self._sampler(self._model.logits(hidden_SH), requests)
+            drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
+            requests = [chunk.request for chunk in sampling for _ in range(len(chunk.drafts) + 1)]
+            sampled = self._sampler(self._model.logits(hidden_SH), requests, drafted)
             self._lockstep.sampled(sampled.token_ids)
-            for i, request in enumerate(requests):
-                if sampled.close[i]:
-                    close.append(request)
+            row = 0
+            for chunk in sampling:
+                output, settled = self._accept(chunk, sampled, row)
+                if settled:
+                    outputs.append(self._conclude(chunk.request, output))
                 else:
-                    outputs.append(self._append(request, sampled, i))
+                    close.append((chunk.request, output))
+                row += len(chunk.drafts) + 1
         return outputs + self._settle(close) if self._settles else outputs
 
-    def _settle(self, close: Sequence[Request]) -> list[RequestOutput]:
+    def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
+        """Give a request what was sampled from `row` on, one token more than its drafts foretold.
+
+        Returns (its output, False if the last token is missing: a close call, to be settled).
+        """
+        request = chunk.request
+        output = self._first_output(request) if request.num_output == 0 else RequestOutput(id=request.id)
+        self._drafted += len(chunk.drafts)
+        for i, draft in enumerate((*chunk.drafts, None)):
+            if sampled.close[row + i]:
+                return output, False
+            self._append(request, output, sampled, row + i)
+            if output.finish_reason or request.tokens[-1] != draft:
+                break
+            self._accepted += 1
+        return output, True
+
+    def _settle(self, close: Sequence[tuple[Request, RequestOutput]]) -> list[RequestOutput]:
         """Settle the close calls of all ranks, one after the other, each with all ranks' experts."""
         outputs: list[RequestOutput] = []
         pending = deque(close)
         topology = self._lockstep.topology
         while True:
-            rank, length = self._lockstep.next_to_settle(len(pending[0].tokens) if pending else 0)
+            rank, length = self._lockstep.next_to_settle(len(pending[0][0].tokens) if pending else 0)
             if not length:
                 return outputs
             place = rank, topology.dp_size
             if rank != topology.dp_rank:
                 accompany(self._model, length, self._device, place)
                 continue
-            request = pending.popleft()
+            request, output = pending.popleft()
             alone = self._sampler(settled_logits(self._model, request.tokens, self._device, place), [request])
             self._lockstep.sampled(alone.token_ids)
-            outputs.append(self._append(request, alone, 0))
+            self._append(request, output, alone, 0)
+            outputs.append(self._conclude(request, output))
 
-    def _append(self, request: Request, sampled: Sampled, i: int) -> RequestOutput:
-        """Give `request` the i-th sampled token; finish it if that was its last."""
-        output = RequestOutput(id=request.id)
-        if request.num_output == 0:
-            output = self._first_output(request)
-        if not sampled.valid[i]:
+    def _append(self, request: Request, output: RequestOutput, sampled: Sampled, row: int) -> None:
+        """Give `request` the token of one row; a `finish_reason` says that it was the last."""
+        if not sampled.valid[row]:
             output.error = "the model's logits are not finite for this request"
-            return self._finish(request, output, "error")
-        token, logprobs = sampled.token_ids[i], sampled.logprobs[i]
+            output.finish_reason = "error"
+            return
+        token, logprobs = sampled.token_ids[row], sampled.logprobs[row]
         request.tokens.append(token)
         self._generation_tokens += 1
-        output.token_ids = [token]
+        output.token_ids = [*output.token_ids, token]
         if logprobs is not None:
-            output.logprobs = [logprobs]
+            output.logprobs = [*(output.logprobs or []), logprobs]
         if token in request.stop_ids:
             output.stop_token = token
-            return self._finish(request, output, "stop")
-        if request.num_output >= request.sampling.max_tokens:
-            return self._finish(request, output, "length")
-        return output
+            output.finish_reason = "stop"
+        elif request.num_output >= request.sampling.max_tokens:
+            output.finish_reason = "length"
+
+    def _conclude(self, request: Request, output: RequestOutput) -> RequestOutput:
+        """The step is over for `request`, and perhaps more than that."""
+        if output.token_ids:
+            self._scheduler.extended(request)
+        return self._finish(request, output, output.finish_reason) if output.finish_reason else output
 
     def _first_output(self, request: Request) -> RequestOutput:
         self._prompt_tokens += request.num_prompt

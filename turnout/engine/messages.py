@@ -46,7 +46,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one request after a step, several where drafts were accepted. The last one has a `finish_reason`.
+    """New tokens of one request after a step, several if drafts held. The last one has a `finish_reason`.
 
     finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error".
     A request with max_tokens 0 gets one output without tokens (and its prompt log-probabilities).

@@ -8,6 +8,7 @@ from itertools import islice
 from turnout.engine.messages import AddRequest, TokenLogprobs
 from turnout.engine.pages import ROOT, Digest, chain
 from turnout.engine.sampling import SamplingParams
+from turnout.engine.speculative import NgramIndex
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +31,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
 
     @classmethod
     def start(cls, message: AddRequest, *, seed: int, eos_token_ids: tuple[int, ...]) -> Request:
@@ -64,6 +66,14 @@ class Request:
     def scores_missing(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    @property
+    def most_drafts(self) -> int:
+        """How many draft tokens could be of use: the step that accepts them all samples one more.
+
+        None under penalties, which depend on all tokens before: every row would need counts of its own.
+        """
+        return 0 if self.penalised else self.sampling.max_tokens - self.num_output - 1
 
     @property
     def reusable(self) -> int:

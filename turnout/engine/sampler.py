@@ -7,7 +7,8 @@ A draw turns one uniform number into a token through the cumulative distribution
 digest of (seed, position), not the next one of a generator: a request draws the same tokens whatever
 else is in the batch, and after a preemption.
 
-Legend: S rows, one per request, V vocabulary, R rows of the page table, one per running request.
+Legend: S rows, one per request or several where it brings draft tokens, V vocabulary, R rows of the page
+table, one per running request.
 """
 
 from __future__ import annotations
@@ -51,21 +52,31 @@ class Sampler:
         self._report_close = report_close
         self._counts = TokenCounts(vocab_size, max_running, device)
 
-    def __call__(self, logits_SV: Tensor, requests: Sequence[Request]) -> Sampled:
-        """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten."""
+    def __call__(
+        self, logits_SV: Tensor, requests: Sequence[Request], drafted: Sequence[int] | None = None
+    ) -> Sampled:
+        """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten.
+
+        drafted: how many draft tokens of its request each row has before it (default: none), where the same
+        request may stand several times. Penalties do not see drafts.
+        """
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
             return Sampled(*self._greedy(logits_SV), logprobs)
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
         scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
-        self._adjust(logits_SV, requests)
+        ahead = drafted or [0] * len(requests)
+        num_outputs = [r.num_output + more for r, more in zip(requests, ahead, strict=True)]
+        self._adjust(logits_SV, requests, num_outputs)
         token_ids, valid, close = self._greedy(logits_SV.clone() if self._report_close else logits_SV)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
             drawn = [i for i in random if _needs_order(requests[i].sampling) is ordered]
             if drawn:
-                chosen = _draw(logits_SV[drawn], [requests[i] for i in drawn], ordered=ordered)
+                params = [requests[i].sampling for i in drawn]
+                uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in drawn]
+                chosen = _draw(logits_SV[drawn], params, uniforms, ordered=ordered)
                 for i, token in zip(drawn, chosen, strict=True):
                     token_ids[i], close[i] = token, False
         if scores_SV is not None:
@@ -89,8 +100,8 @@ class Sampler:
         valid = [bool(flag) for flag in flags[0]]
         return ids, valid, [bool(flag) for flag in flags[1]] if self._report_close else [False] * len(ids)
 
-    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request]) -> None:
-        """Bias, minimum length and penalties, in place."""
+    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
+        """Bias, minimum length and penalties, in place; num_outputs: of generated tokens before each row."""
         biased = [
             (i, token, bias) for i, r in enumerate(requests) for token, bias in r.sampling.logit_bias.items()
         ]
@@ -101,7 +112,7 @@ class Sampler:
         too_early = [
             (i, token)
             for i, r in enumerate(requests)
-            if r.num_output < r.sampling.min_tokens
+            if num_outputs[i] < r.sampling.min_tokens
             for token in r.stop_ids
         ]
         if too_early:
@@ -190,9 +201,13 @@ def _needs_order(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1
 
 
-def _draw(logits_SV: Tensor, requests: Sequence[Request], *, ordered: bool) -> list[int]:
-    """A random token per row, by temperature, min-p and, when `ordered`, top-k and top-p."""
-    params = [request.sampling for request in requests]
+def _draw(
+    logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], *, ordered: bool
+) -> list[int]:
+    """A random token per row, by temperature, min-p and, when `ordered`, top-k and top-p.
+
+    uniforms: numbers in [0, 1), which decide.
+    """
     device = logits_SV.device
     # As float32 a temperature may vanish; and 0 / 0 is NaN.
     temperature = _column([max(p.temperature, _TINY) for p in params], device)
@@ -208,8 +223,7 @@ def _draw(logits_SV: Tensor, requests: Sequence[Request], *, ordered: bool) -> l
         floor_S1 = probs_SV.amax(-1, keepdim=True) * _column([p.min_p for p in params], device)
         probs_SV = probs_SV.masked_fill(probs_SV < floor_S1, 0)
     cumulative_SV = probs_SV.double().cumsum(-1)
-    drawn = [uniform(r.seed, r.num_output) for r in requests]
-    target_S1 = torch.tensor(drawn, dtype=torch.float64, device=device)[:, None] * cumulative_SV[:, -1:]
+    target_S1 = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative_SV[:, -1:]
     # The first place beyond the target: never one of probability 0, whose sum equals the one before.
     place_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True).clamp_(max=probs_SV.shape[1] - 1)
     chosen_S1 = place_S1 if order_SV is None else order_SV.gather(1, place_S1)

@@ -3,7 +3,8 @@
 One rule for all requests: whatever tokens lack keys and values are computed next. A decoding request
 lacks one, a new or preempted one lacks many and gets them in chunks, beside the others' decoding.
 
-  * Decoding goes first; prefill shares what is left of the step's token budget, oldest first.
+  * Decoding goes first; prefill shares what is left of the step's token budget, oldest first; drafts of
+    decoding requests (speculative.py) get what is then left of tokens and pages, and displace nobody.
   * A request is admitted, in order of arrival, when pages for all its known tokens are there, so that
     only decoding can run out of pages.
   * Out of pages, the latest arrival loses its pages and is computed again later. The oldest is never
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
@@ -24,24 +25,42 @@ from turnout.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of a request, to be computed in this step."""
+    """Tokens [start, end) of a request, to be computed in this step; the last ones may be drafts."""
 
     request: Request
     start: int
     end: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         return self.end - self.start
 
     @property
+    def known_end(self) -> int:
+        """Where the request's own tokens end and drafts begin."""
+        return self.end - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens[self.start : self.known_end], *self.drafts]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all but drafts is one token."""
+        return self.known_end - self.start == 1
+
+    @property
     def samples(self) -> bool:
-        """Whether the last row of this chunk predicts a token that is not known yet."""
-        return self.end == len(self.request.tokens)
+        """Whether this chunk predicts tokens that are not known yet: by its last row and those of drafts."""
+        return self.known_end == len(self.request.tokens)
 
 
 class Scheduler:
-    """Queues and pages. `schedule` -> forward -> `computed` (and tokens appended by the caller)."""
+    """Queues and pages. `schedule` -> forward -> `computed` -> tokens appended by the caller -> `extended`.
+
+    tokens_per_request: what a decoding request may bring to a step, its drafts included.
+    """
 
     def __init__(
         self,
@@ -52,6 +71,7 @@ class Scheduler:
         chunk_tokens: int,
         prefill_tokens: int,
         max_context: int,
+        tokens_per_request: int = 1,
     ):
         self.pool = pool
         self.page_size = page_size
@@ -59,6 +79,7 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.prefill_tokens = prefill_tokens
         self.max_context = max_context
+        self.tokens_per_request = tokens_per_request
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
@@ -66,8 +87,8 @@ class Scheduler:
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens one step may hold: each running request has room for at least one."""
-        return max(self.prefill_tokens, self.max_running)
+        """The most tokens one step may hold: all running requests have room to decode."""
+        return max(self.prefill_tokens, self.max_running * self.tokens_per_request)
 
     def refuse(self, num_prompt: int, max_tokens: int) -> str | None:
         """Why a request of these sizes can never run, or None if it can."""
@@ -105,19 +126,55 @@ class Scheduler:
         chunks, budget, preempted = self._continue_running(budget)
         if not preempted:
             chunks += self._admit(budget)
-        return chunks
+        return self._with_drafts(chunks) if self.tokens_per_request > 1 else chunks
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
-        """Record that the forward of `chunks` is done; pages that it filled become reusable."""
+        """Record that the forward of `chunks` is done; pages that it filled become reusable.
+
+        Drafts do not count before the request is `extended` by them.
+        """
         for chunk in chunks:
-            request = chunk.request
-            request.computed = chunk.end
-            full = chunk.end // self.page_size
-            if self.pool.reuse and full > request.published:
-                digests = request.prefix_digests(full, self.page_size)
-                for page in range(request.published, full):
-                    self.pool.publish(request.pages[page], digests[page])
-                request.published = full
+            self._computed(chunk.request, chunk.known_end)
+
+    def extended(self, request: Request) -> None:
+        """Record that `request` got its tokens of this step, all but the last of which were drafts.
+
+        Keys and values of accepted drafts are there already; pages that only rejected ones needed are freed.
+        """
+        self._computed(request, len(request.tokens) - 1)
+        surplus = self._pages_for(request.computed)
+        self.pool.release(request.pages[surplus:])
+        del request.pages[surplus:]
+        request.placed = min(request.placed, surplus)
+
+    def _computed(self, request: Request, end: int) -> None:
+        request.computed = end
+        full = end // self.page_size
+        if self.pool.reuse and full > request.published:
+            digests = request.prefix_digests(full, self.page_size)
+            for page in range(request.published, full):
+                self.pool.publish(request.pages[page], digests[page])
+            request.published = full
+
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
+        """`chunks`, those of decoding requests extended by drafts as long as there is room."""
+        room = self.step_tokens - sum(chunk.length for chunk in chunks)
+        extended = []
+        for chunk in chunks:
+            drafts = self._drafts(chunk, min(room, self.tokens_per_request - 1))
+            room -= len(drafts)
+            extended.append(replace(chunk, end=chunk.end + len(drafts), drafts=drafts) if drafts else chunk)
+        return extended
+
+    def _drafts(self, chunk: Chunk, room: int) -> tuple[int, ...]:
+        request = chunk.request
+        count = min(room, request.most_drafts)
+        if count <= 0 or not (chunk.decodes and chunk.samples):
+            return ()
+        drafts = request.ngrams.draft(request.tokens, count)
+        if not self._grow(request, chunk.end + len(drafts)):
+            drafts = drafts[: len(request.pages) * self.page_size - chunk.end]
+        return tuple(drafts)
 
     def _continue_running(self, budget: int) -> tuple[list[Chunk], int, bool]:
         """Chunks of running requests, the prefill budget left, and whether anyone was preempted."""
