@@ -1,33 +1,12 @@
-"""How far a runner may be from the float32 reference: ||y - ref|| / ||ref|| over a whole batch.
-
-| GEMMs multiply with | compute dtype | bound | why |
-|---|---|---|---|
-| plain numbers | float32 | 1e-5 | only the order of summation differs |
-| plain numbers | bfloat16, float16 | 1e-2 | weights, inputs and outputs are rounded to 8 or 11 bits |
-| NVFP4 activations | float32 | 1e-2 | a last bit may carry an activation over a rounding boundary |
-| NVFP4 activations | bfloat16, float16 | 1e-1 | the same, for every value that rounding carries over one |
-
-The weight format does not enter: the reference multiplies with the decoded weights as well.
-"""
+"""Asserting that a runner keeps what is promised of its accuracy (turnout/moe/accuracy.py)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-BOUNDS = {
-    ("bf16", "float32"): 1e-5,
-    ("bf16", "bfloat16"): 1e-2,
-    ("bf16", "float16"): 1e-2,
-    ("nvfp4", "float32"): 1e-2,
-    ("nvfp4", "bfloat16"): 1e-1,
-    ("nvfp4", "float16"): 1e-1,
-}
+from turnout.moe.accuracy import BOUNDS, relative_error
 
-
-def relative_error(y: Tensor, ref: Tensor) -> float:
-    """0 for two empty or two zero tensors; NaN or Inf anywhere makes it NaN or Inf, which no bound admits."""
-    difference, norm = (y.double() - ref.double()).norm().item(), ref.double().norm().item()
-    return difference / norm if norm else difference
+__all__ = ["BOUNDS", "assert_close", "relative_error"]
 
 
 def assert_close(y: Tensor, ref: Tensor, *, activation_format: str, compute_dtype: str) -> None:

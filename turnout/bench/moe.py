@@ -33,6 +33,7 @@ from turnout.bench.results import check_output, cpu_name, gpu_driver, result, sa
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.moe.accuracy import relative_error
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget, matrix_bytes
 from turnout.moe.plan import Wishes, plan
@@ -312,10 +313,6 @@ class LayerBench:
             flops_us = len(local) * 6 * shape.hidden * shape.intermediate / ceilings[gemm] / 1e6
             floors.append(max(bytes_us, flops_us))
         return statistics.fmean(floors)
-
-
-def relative_error(y: Tensor, reference: Tensor) -> float:
-    return float((y.float() - reference).norm() / reference.norm())
 
 
 def show(content: dict[str, Any]) -> None:
