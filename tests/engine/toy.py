@@ -139,7 +139,12 @@ def blueprint(config: Config, shape: ModelShape, *, num_pages: int, max_context:
         topology=Topology(),
         hardware=Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=2**30),
         compute_dtype="float32",
-        budget=Budget(tokens_per_request=1, local=1, decode=1, gathered=1, capacity=1),
+        budget=Budget.from_limits(
+            chunked_prefill_size=config.chunked_prefill_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_running_requests=config.max_running_requests,
+            draft_tokens=config.speculative_num_draft_tokens if config.speculative_algorithm != "none" else 0,
+        ),
         plan=MoEPlan(
             prefill=phase,
             decode=phase,
