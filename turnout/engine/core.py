@@ -37,6 +37,7 @@ from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.health import Progress, Unwatched
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
 SCORED_ROWS = 128
@@ -52,16 +53,19 @@ class EngineCore:
         model: Model | None = None,
         groups: Groups = ALONE,
         lockstep: Lockstep | None = None,
+        watch: Progress | None = None,
         progress: ProgressFn | None = None,
     ):
         """Loads the weights that `blueprint` names, unless `model` brings them.
 
-        groups and lockstep: how this rank meets the others; by default there are none.
+        groups and lockstep: how this rank meets the others; by default there are none. watch: where to say
+        how far a step is. progress: of loading.
 
         Raises UserError (CheckpointError) for weights that are missing or wrong.
         """
         self.blueprint = blueprint
         self._groups, self._lockstep = groups, lockstep or Lockstep()
+        self._watch = watch or Unwatched()
         self._device = torch.device(blueprint.hardware.device)
         self._threads = _use_threads(blueprint.config.num_threads, blueprint.topology.ranks_per_node)
         self._model = model or self._load(progress)
@@ -99,6 +103,7 @@ class EngineCore:
         self._cached_prompt_tokens = 0
         self._generation_tokens = 0
         self._drafted = self._accepted = 0
+        self._watch.note(self._steps, "resting")
 
     def has_work(self) -> bool:
         return bool(self._requests or self._aborted)
@@ -135,7 +140,9 @@ class EngineCore:
         chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens first, else in order
         agreed = self._agree(chunks)
         if not agreed.phase:
+            self._watch.note(self._steps, "resting")
             return outputs
+        self._watch.note(self._steps, agreed.phase)
         hidden_NH = self._forward(chunks, agreed)
         self._scheduler.computed(chunks)
         self._steps += 1
@@ -219,6 +226,7 @@ class EngineCore:
         phase = ""
         if chunks:
             phase = "decode" if all(chunk.decodes for chunk in chunks) else "prefill"
+        self._watch.note(self._steps, "agreeing")
         self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
         return self._agreed
 
@@ -311,6 +319,7 @@ class EngineCore:
     def _settle(self, close: Sequence[tuple[Request, RequestOutput]]) -> list[RequestOutput]:
         """Settle the close calls of all ranks, one after the other, each with all ranks' experts."""
         outputs: list[RequestOutput] = []
+        self._watch.note(self._steps, "settling")
         pending = deque(close)
         topology = self._lockstep.topology
         while True:

@@ -44,6 +44,7 @@ from turnout.engine.messages import (
     encoder,
 )
 from turnout.errors import UserError
+from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
     from turnout.engine.blueprint import Blueprint
@@ -170,12 +171,15 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
 
     config = Config(**start.config)
     blueprint = resolve(config, rank=start.rank)
+    topology, folder = blueprint.topology, Path(start.folder)
+    watch = Pulse(Board(folder / "board", topology.ranks_per_node), start.rank % topology.ranks_per_node)
     speaks = start.rank == 0
     if speaks:
         print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
-    groups, lockstep = meet(blueprint, init_method=start.init_method, folder=Path(start.folder))
+    groups, lockstep = meet(blueprint, init_method=start.init_method, folder=folder)
+    watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as progress:
-        core = EngineCore(blueprint, groups=groups, lockstep=lockstep, progress=progress)
+        core = EngineCore(blueprint, groups=groups, lockstep=lockstep, watch=watch, progress=progress)
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
