@@ -96,8 +96,14 @@ class Config:
     disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
     cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
-    speculative_algorithm: str = flag("none", "draft tokens from", choices=("none", "ngram"))
-    speculative_num_draft_tokens: int = flag(4, "draft tokens per step", minimum=1)
+    speculative_algorithm: str = flag(
+        "none",
+        "draft tokens from; ngram: what followed the request's last words before",
+        choices=("none", "ngram"),
+    )
+    speculative_num_draft_tokens: int = flag(
+        4, "tokens verified per request and step: the newest one and the drafts after it", minimum=2
+    )
     num_threads: int = flag(
         0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
     )

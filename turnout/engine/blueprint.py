@@ -97,7 +97,6 @@ def resolve(config: Config, hardware: Hardware | None = None, *, rank: int | Non
     topology = _topology(config, rank)
     dtype = _compute_dtype(config, hardware)
     found = [
-        *_not_served(config),
         *_contradictions(config, description, hardware),
         *_attention_refusals(description, topology),
     ]
@@ -117,7 +116,7 @@ def resolve(config: Config, hardware: Hardware | None = None, *, rank: int | Non
         raise PlanRefused(error.headline, [*found, *error.refusals]) from None
     if found:
         raise PlanRefused("the configuration cannot run", found)
-    memory, num_pages, max_context = _memory(config, description, topology, hardware, dtype, moe)
+    memory, num_pages, max_context = _memory(config, description, topology, hardware, dtype, budget, moe)
     return Blueprint(
         config=config,
         folder=folder,
@@ -173,20 +172,6 @@ def _wishes(config: Config) -> Wishes:
         activation_format=config.moe_activation_dtype,
         weight_storage=config.moe_weight_storage,
     )
-
-
-def _not_served(config: Config) -> list[Refusal]:
-    """What this version does not do."""
-    if config.speculative_algorithm == "none":
-        return []
-    return [
-        Refusal(
-            who="engine",
-            asked=f"--speculative-algorithm {config.speculative_algorithm}",
-            limit="this version does not decode speculatively",
-            remedy="use --speculative-algorithm none",
-        )
-    ]
 
 
 def _contradictions(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
@@ -259,6 +244,7 @@ def _memory(
     topology: Topology,
     hardware: Hardware,
     dtype: str,
+    budget: Budget,
     moe: MoEPlan,
 ) -> tuple[MemoryTable, int, int]:
     """(bytes per rank, KV pages, longest context). Raises PlanRefused if they do not fit."""
@@ -270,7 +256,7 @@ def _memory(
         kv=0,
         workspace=moe.workspace_bytes,
         dispatch=moe.dispatch_bytes,
-        logits=logits_bytes(config.max_running_requests, shape.vocab_size),
+        logits=logits_bytes(config.max_running_requests * budget.tokens_per_request, shape.vocab_size),
         available=int(hardware.memory_bytes * config.mem_fraction_static),
     )
     page_bytes = config.page_size * kv_bytes_per_token(
