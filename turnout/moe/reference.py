@@ -31,22 +31,23 @@ def experts_reference(
     routing, so its scale is the maximum over all experts of the layer, and the second takes the maximum
     over those held here; `scale_per_expert` gives every expert its own, as per-expert batches do.
     """
-    w13, w2 = experts.w13.decode(), experts.w2.decode()
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for local in range(experts.num_local_experts):
         expert = experts.first_expert + local
         token_M, slot_M = (topk_ids_TK == expert).nonzero(as_tuple=True)
+        if not len(token_M):
+            continue
         x_MH = x_TH[token_M].float()
         if activation_format == "nvfp4":
             s1, s2 = _input_scales(experts, expert if scale_per_expert else None)
             x_MH = nvfp4.fake_quantize(x_MH, s1)
-        h_M = x_MH @ w13[local].T
+        h_M = x_MH @ experts.w13[local].decode().T
         if experts.b13 is not None:
             h_M = h_M + experts.b13[local]
         a_MI = activate(h_M, activation)
         if activation_format == "nvfp4":
             a_MI = nvfp4.fake_quantize(a_MI, s2)
-        y_MH = a_MI @ w2[local].T
+        y_MH = a_MI @ experts.w2[local].decode().T
         if experts.b2 is not None:
             y_MH = y_MH + experts.b2[local]
         out_TH.index_add_(0, token_M, y_MH * topk_weights_TK[token_M, slot_M, None])

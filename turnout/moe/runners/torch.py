@@ -68,7 +68,7 @@ class TorchRunner:
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation
-        self._first, self._count = plan.first_expert, plan.num_local_experts
+        self._first, self._count, self._top_k = plan.first_expert, plan.num_local_experts, spec.top_k
         self._quantize = plan.activation_format == "nvfp4"
         self._decoded = plan.weight_storage == "decoded"
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
@@ -114,6 +114,11 @@ class TorchRunner:
         return resolved.s1.to(self._device), resolved.s2.to(self._device)
 
     # Batches
+
+    def same_bits(self, tokens: int) -> range:
+        gathered = isinstance(self._w13, Panels) and isinstance(self._w2, Panels)
+        most = GATHER_PAIRS_PER_EXPERT * self._count // self._top_k if gathered else 0
+        return range(most + 1 if tokens <= most else 0)
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         out = self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)

@@ -189,6 +189,10 @@ class TritonRunner:
             Matrix(experts.w2, experts.b2, False, self._device),
         )
 
+    def same_bits(self, tokens: int) -> range:
+        same = [T for T in range(self._max_tokens + 1) if self._tiling(T) == self._tiling(tokens)]
+        return range(same[0], same[-1] + 1)  # batches that grow go through the table once
+
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         return self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
 
@@ -202,8 +206,7 @@ class TritonRunner:
             return out_TH
         if self._max_tokens < T:
             raise ValueError(f"{T} tokens, but the plan bounds them by {self._max_tokens}")
-        sort = P > SORT_PAIRS
-        tiles = tiling(self._w13.format, P / self._spec.num_experts if sort else 1)
+        sort, tiles = P > SORT_PAIRS, self._tiling(T)
         if sort:
             self._sort(ids_TK, P, tiles.tokens)
         bound = min(self._count, P) + P // tiles.tokens if sort else P
@@ -213,6 +216,10 @@ class TritonRunner:
         self._gemm(self._w2, h_PI, y_PH, table, weights_TK, bound, k, tiles, first=False, direct=not sort)
         self._sum(ids_TK, out_TH, k, clear=P > COUNT_PAIRS)
         return out_TH
+
+    def _tiling(self, tokens: int) -> Tiling:
+        pairs = tokens * self._spec.top_k
+        return tiling(self._spec.format, pairs / self._spec.num_experts if pairs > SORT_PAIRS else 1)
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.sort import tile_slabs
