@@ -32,9 +32,16 @@ WRITERS = {
     "mxfp4": "GPT-OSS's layout: `quant_method: mxfp4`",
 }
 EXCHANGES = {
-    "none": "nothing moves; ranks that hold parts of the experts sum afterwards",
-    "gather": "all data-parallel ranks' tokens; already summed",
-    "all_to_all": "tokens routed to a rank's experts; already summed",
+    "gather": "tokens of all data-parallel groups; nothing of a single one, whose ranks hold the same",
+    "all_to_all": "tokens to the ranks that hold their experts",
+}
+SUMS = {
+    "gather": "the combine; for a single group the layer, by one all-reduce",
+    "all_to_all": "the combine",
+}
+ROWS = {
+    "gather": "dp x the step's bound",
+    "all_to_all": "dp x `--max-dispatch-tokens-per-rank` in prefill, dp x the step's bound in decode",
 }
 
 
@@ -149,7 +156,10 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
         "": f"`{d.name}`",
         "what it is": d.summary,
         "layout": d.layout,
-        "exchange": EXCHANGES[d.exchange],
+        "moves": EXCHANGES[d.exchange],
+        "sums over ranks": SUMS[d.exchange],
+        "tokens a rank may receive": ROWS[d.exchange]
+        + (", for every local expert" * (d.layout == "experts")),
         "tokens travel in": _list(d.wire_formats),
         "devices": _list(d.devices),
         "several hosts": _yes(d.multi_host),

@@ -1,5 +1,7 @@
 """Backends that exist only in tests, so that the planner is seen to join them by what they declare."""
 
+from dataclasses import replace
+
 from turnout.moe.budget import Budget
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.spec import MoESpec
@@ -24,6 +26,11 @@ NVFP4 = MoESpec(
 BUDGET = Budget.from_limits(chunked_prefill_size=512, max_prefill_tokens=2048, max_running_requests=64)
 
 
+def budget(topology, of=BUDGET):
+    """The bounds `of` a rank among the data-parallel groups of `topology`."""
+    return replace(of, dp_size=topology.dp_size)
+
+
 def runner(name="oak", **fields):
     """A runner that does everything, in the tokens layout, but for what `fields` say."""
     defaults = {
@@ -36,5 +43,5 @@ def runner(name="oak", **fields):
 
 
 def dispatcher(name="ash", **fields):
-    """A dispatcher that moves nothing, in the tokens layout, but for what `fields` say."""
+    """A dispatcher that gathers, in the tokens layout, but for what `fields` say."""
     return DispatcherCapability(name=name, **({"summary": "", "layout": "tokens"} | fields))

@@ -1,5 +1,9 @@
 """Byte formulas against tensors that are really made, and token bounds against their definitions."""
 
+import random
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +13,8 @@ from turnout.formats import FORMAT_INFO, encode
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.spec import Activation, MoESpec
+from turnout.parallel.groups import shares
+from turnout.parallel.topology import Topology
 
 SPEC = MoESpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 
@@ -71,12 +77,11 @@ def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
     spec = MoESpec(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8)
     rows = 32 * 8192
     rest = {"rows": rows, "spec": spec, "num_local_experts": 8, "wire_format": "fp8"}
-    tokens = sizes.dispatch_bytes("all_to_all", "tokens", **rest)
+    tokens = sizes.dispatch_bytes("tokens", **rest)
     assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
     assert 5e9 < tokens < 6e9
-    slabs = sizes.dispatch_bytes("all_to_all", "experts", **rest)
+    slabs = sizes.dispatch_bytes("experts", **rest)
     assert slabs == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
-    assert sizes.dispatch_bytes("none", "tokens", **rest) == 0
 
 
 def test_bounds_follow_from_limits():
@@ -91,7 +96,11 @@ def test_bounds_follow_from_limits():
         dp_size=8,
     )
     assert (crowded.tokens_per_request, crowded.decode, crowded.local) == (4, 1024, 1024)
-    assert crowded.gathered == 8192
+    assert crowded.gathered == crowded.received == 8192
+    settling = Budget.from_limits(
+        chunked_prefill_size=16, max_prefill_tokens=16, max_running_requests=8, settled_tokens=64
+    )
+    assert (settling.local, settling.decode, settling.capacity) == (64, 8, 64)
 
 
 @given(
@@ -124,14 +133,52 @@ def test_capacity_is_enough_or_refused_with_a_value_that_is(chunk, prefill, runn
 
 
 def test_rows_seen_by_exchange():
-    budget = Budget.from_limits(
-        chunked_prefill_size=8, max_prefill_tokens=8, max_running_requests=4, dp_size=2
-    )
+    limits = {"chunked_prefill_size": 8, "max_prefill_tokens": 8, "max_running_requests": 4, "dp_size": 2}
+    needed = Budget.from_limits(**limits)
+    asked = Budget.from_limits(**limits, max_dispatch_tokens_per_rank=20)
     seen = {
-        exchange: sizes.rows_seen(exchange, 8, dp_size=2, ep_size=4, budget=budget)
-        for exchange in ("none", "gather", "all_to_all")
+        (exchange, phase): (sizes.rows_seen(exchange, phase, needed), sizes.rows_seen(exchange, phase, asked))
+        for exchange in ("gather", "all_to_all")
+        for phase in ("prefill", "decode")
     }
-    assert seen == {"none": 8, "gather": 16, "all_to_all": 32}
+    assert seen == {
+        ("gather", "prefill"): (16, 16),
+        ("gather", "decode"): (8, 8),
+        ("all_to_all", "prefill"): (16, 40),
+        ("all_to_all", "decode"): (8, 8),
+    }
+    assert (asked.gathered, asked.received) == (16, 40)
+
+
+def test_a_gather_moves_tokens_between_groups_only():
+    assert not sizes.moves("gather", dp_size=1)
+    assert sizes.moves("gather", dp_size=2)
+    assert sizes.moves("all_to_all", dp_size=1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_no_receiver_of_an_all_to_all_gets_more_rows_than_planned(tp):
+    """Every rank sends its share of its group's tokens to each rank with a part of an expert they chose.
+
+    Routed at random, and all to one expert: then the bound is met.
+    """
+    draw = random.Random(tp)
+    divisors = [d for d in (1, 2, 4, 8) if tp % d == 0]
+    for dp, ep, skewed in product(divisors, divisors, (False, True)):
+        T = 13
+        budget = Budget.from_limits(
+            chunked_prefill_size=T, max_prefill_tokens=T, max_running_requests=4, dp_size=dp
+        )
+        received = [0] * tp
+        for rank in range(tp):
+            topology = Topology(tp_size=tp, dp_size=dp, ep_size=ep, enable_dp_attention=dp > 1, rank=rank)
+            for _ in range(shares(T, topology.attention_tp)[topology.attention_tp_rank]):
+                chosen = {0, 1} if skewed else set(draw.sample(range(16), 2))
+                for other in range(tp):
+                    received[other] += bool(chosen & set(replace(topology, rank=other).expert_range(16)))
+        most = sizes.rows_seen("all_to_all", "prefill", budget)
+        assert max(received) <= most
+        assert not skewed or max(received) == most
 
 
 def test_kv_bytes_are_those_of_the_cache():

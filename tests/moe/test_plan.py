@@ -14,6 +14,7 @@ from tests.moe.made_up import (
     NVFP4,
     SPEC,
     TOKENS,
+    budget,
     dispatcher,
     runner,
 )
@@ -26,7 +27,13 @@ from turnout.parallel.topology import Topology
 
 
 def make(spec=SPEC, *, runners=None, dispatchers=None, **given):
-    defaults = {"topology": Topology(), "budget": BUDGET, "hardware": CPU, "compute_dtype": "float32"}
+    topology = given.get("topology", Topology())
+    defaults = {
+        "topology": topology,
+        "budget": budget(topology),
+        "hardware": CPU,
+        "compute_dtype": "float32",
+    }
     return plan(
         spec,
         runners=[runner()] if runners is None else runners,
@@ -210,7 +217,7 @@ def test_every_reason_is_given_at_once():
         dispatchers=[dispatcher(devices=frozenset({"cuda"}), max_ep=1, multi_host=False)],
         topology=Topology(tp_size=4, dp_size=2, ep_size=2, nnodes=2, enable_dp_attention=True),
         wishes=Wishes(dispatch_format="fp8", activation_format="nvfp4", weight_storage="decoded"),
-        budget=replace(BUDGET, capacity=5),
+        budget=replace(BUDGET, capacity=5, dp_size=2),
     )
     asked = {(r.who, r.asked) for r in error.refusals}
     oak, ash, pair = "runner oak", "dispatcher ash", "runner oak with dispatcher ash"
@@ -219,7 +226,6 @@ def test_every_reason_is_given_at_once():
         (ash, "device cpu"),
         (ash, "--nnodes 2"),
         (ash, "--ep-size 2"),
-        (ash, "--dp-size 2"),
         (oak, "device cpu"),
         (oak, "mxfp4 expert weights"),
         (oak, "activation swiglu"),
@@ -274,14 +280,43 @@ def test_an_explicit_choice_is_never_replaced():
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def test_ranks_that_hold_parts_leave_the_sum_to_the_layer():
+def test_a_gather_within_one_group_moves_nothing_and_leaves_the_sum_to_the_layer():
     for topology in (Topology(tp_size=4), Topology(tp_size=4, ep_size=4), Topology(tp_size=4, ep_size=2)):
-        assert make(topology=topology).decode.reduce == "layer"
-    gathering = [dispatcher(exchange="gather")]
-    topology = Topology(tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True)
-    made = make(topology=topology, dispatchers=gathering)
-    assert (made.decode.reduce, made.prefill.max_tokens) == ("none", 4 * 2048)
-    assert made.dispatch_bytes == 4 * 2048 * (2 * 4 * 1024 + 8 * 8)
+        made = make(topology=topology)
+        assert (made.decode.reduce, made.shared_expert, made.dispatch_bytes) == ("layer", "sharded", 0)
+        assert (made.prefill.max_tokens, made.decode.max_tokens) == (2048, 64)
+        assert any("the layer sums over ranks" in reason for reason in made.reasons)
+    alone = make()
+    assert (alone.decode.reduce, alone.shared_expert, alone.dispatch_bytes) == ("none", "whole", 0)
+
+
+def test_a_gather_over_groups_counts_everyones_tokens_and_has_summed():
+    topology = Topology(tp_size=4, dp_size=2, ep_size=4, enable_dp_attention=True)
+    made = make(topology=topology)
+    assert (made.decode.reduce, made.shared_expert) == ("none", "whole")
+    assert (made.prefill.max_tokens, made.decode.max_tokens) == (2 * 2048, 2 * 64)
+    assert made.dispatch_bytes == 2 * 2048 * (2 * 4 * 1024 + 8 * 8)
+
+
+def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
+    """It takes one kind of weights, and under an all-to-all nobody would sum its shards."""
+    prefill_only = [
+        dispatcher("ash", preference=1),
+        dispatcher("yew", exchange="all_to_all", preference=2, layout="experts"),
+    ]
+    both = runner(layouts=TOKENS | EXPERTS)
+    made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both])
+    assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("none", "none", "whole")
+    cramped = replace(CPU, memory_bytes=6 * GB // 10)  # slabs of 2048 tokens do not fit, of 64 they do
+    made = make(
+        topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both], hardware=cramped
+    )
+    assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("layer", "none", "whole")
+
+
+def test_a_budget_for_other_groups_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="dp_size 1"):
+        make(topology=Topology(tp_size=2, dp_size=2, enable_dp_attention=True), budget=BUDGET)
 
 
 def test_a_rank_holds_its_slice():
@@ -290,22 +325,26 @@ def test_a_rank_holds_its_slice():
     assert made.weight_bytes == 16 * 3 * 1024 * 256 * 4
 
 
-def test_data_parallel_ranks_need_a_dispatcher_that_moves_tokens():
-    topology = Topology(tp_size=2, dp_size=2, enable_dp_attention=True)
-    assert "--dp-size 1" in the_refusal(refused(topology=topology), "dispatcher ash").remedy
-
-
-def test_an_all_to_all_reaches_whole_experts():
+@pytest.mark.parametrize(("ep", "rows"), [(8, 2 * 2048), (2, 2 * 2048), (1, 2 * 2048)])
+def test_an_all_to_all_reaches_every_rank_that_holds_a_part(ep, rows):
     peers = [dispatcher(exchange="all_to_all")]
-    found = the_refusal(refused(topology=Topology(tp_size=8, ep_size=2), dispatchers=peers), "dispatcher ash")
-    assert "--ep-size 8" in found.remedy
-    made = make(topology=Topology(tp_size=8, ep_size=8), dispatchers=peers)
-    assert made.prefill.max_tokens == 8 * 2048
+    topology = Topology(tp_size=8, dp_size=2, ep_size=ep, enable_dp_attention=True)
+    made = make(topology=topology, dispatchers=peers)
+    assert (made.prefill.max_tokens, made.decode.max_tokens) == (rows, 2 * 64)
+    assert (made.prefill.reduce, made.shared_expert) == ("none", "whole")
+    assert made.dispatch_bytes == rows * (2 * 4 * 1024 + 8 * 8)
+
+
+def test_a_capacity_asked_for_is_what_buffers_are_made_for():
+    peers = [dispatcher(exchange="all_to_all")]
+    topology = Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True)
+    made = make(topology=topology, dispatchers=peers, budget=replace(BUDGET, capacity=5000, dp_size=8))
+    assert (made.prefill.max_tokens, made.decode.max_tokens) == (8 * 5000, 8 * 64)
 
 
 def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
     """A million gathered tokens take a workspace of 86 GB; slabs of 34 GB fit beside it for decoding only."""
-    budget = Budget.from_limits(
+    large = Budget.from_limits(
         chunked_prefill_size=2**17, max_prefill_tokens=2**17, max_running_requests=64, dp_size=8
     )
     slabs = dispatcher("yew", layout="experts", exchange="all_to_all", preference=2)
@@ -313,7 +352,7 @@ def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
     made = make(
         runners=[runner(layouts=TOKENS | EXPERTS)],
         dispatchers=[gathered, slabs],
-        budget=budget,
+        budget=large,
         hardware=replace(HOPPER, memory_bytes=100 * GB),
         compute_dtype="bfloat16",
         topology=Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True),
@@ -372,7 +411,17 @@ def test_a_spec_that_no_model_can_have():
 ANY_WIRE = frozenset({"bf16", "fp8", "nvfp4"})
 
 
-def wires(spec=SPEC, wish="auto", hardware=BLACKWELL, runner_wires=ANY_WIRE, dispatcher_wires=ANY_WIRE):
+APART = Topology(tp_size=2, dp_size=2, enable_dp_attention=True)
+
+
+def wires(
+    spec=SPEC,
+    wish="auto",
+    hardware=BLACKWELL,
+    runner_wires=ANY_WIRE,
+    dispatcher_wires=ANY_WIRE,
+    topology=APART,
+):
     return make(
         spec,
         runners=[runner(wire_formats=runner_wires, fp4_units=True)],
@@ -380,6 +429,7 @@ def wires(spec=SPEC, wish="auto", hardware=BLACKWELL, runner_wires=ANY_WIRE, dis
         hardware=hardware,
         compute_dtype="bfloat16",
         wishes=Wishes(dispatch_format=wish),
+        topology=topology,
     ).decode.wire_format
 
 
@@ -398,3 +448,30 @@ def test_a_wire_format_that_one_side_lacks_is_refused():
             wires(wish="fp8", **lacking)
     with pytest.raises(PlanRefused, match="divisible by 128"):
         wires(replace(SPEC, hidden_size=960), wish="fp8")
+
+
+def test_tokens_travel_in_nvfp4_only_with_calibrated_scales():
+    assert wires(NVFP4, wish="nvfp4", hardware=HOPPER) == "nvfp4"
+    for spec in (replace(NVFP4, quantized_activations=False), SPEC):
+        assert wires(spec) == "bf16"
+        with pytest.raises(PlanRefused, match=r"calibrated input scales.*--calibrate"):
+            wires(spec, wish="nvfp4")
+
+
+def test_tokens_that_stay_are_not_quantised():
+    alone = Topology(tp_size=2)
+    assert wires(NVFP4, topology=alone) == "bf16"
+    assert wires(NVFP4, wish="bf16", topology=alone) == "bf16"
+    for wish in ("fp8", "nvfp4"):
+        with pytest.raises(PlanRefused, match="no token travels") as error:
+            wires(NVFP4, wish=wish, topology=alone)
+        assert "--moe-dispatch-dtype auto" in error.value.refusals[0].remedy
+    peers = [dispatcher(), dispatcher("yew", exchange="all_to_all", wire_formats=ANY_WIRE)]
+    made = make(
+        topology=alone,
+        dispatchers=peers,
+        runners=[runner(wire_formats=ANY_WIRE)],
+        wishes=Wishes(dispatch_format="fp8"),
+    )
+    assert (made.decode.dispatcher, made.decode.wire_format) == ("yew", "fp8")
+    assert "decode tokens travel in fp8: asked for with --moe-dispatch-dtype" in made.reasons

@@ -6,6 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.moe import made_up
 from tests.moe.made_up import ALL_FORMATS, BLACKWELL, CPU, HOPPER, dispatcher, runner
 from turnout.errors import PlanRefused
 from turnout.moe import budget as sizes
@@ -49,7 +50,7 @@ DISPATCHERS = st.builds(
     dispatcher,
     st.sampled_from(["ash", "yew", "box"]),
     layout=st.sampled_from(["tokens", "experts"]),
-    exchange=st.sampled_from(["none", "gather", "all_to_all"]),
+    exchange=st.sampled_from(["gather", "all_to_all"]),
     wire_formats=WIRES,
     devices=DEVICES,
     multi_host=seldom(True, False),
@@ -94,7 +95,6 @@ BUDGETS = st.builds(
     chunked_prefill_size=st.sampled_from([16, 8192]),
     max_prefill_tokens=seldom(8192, 16, 2**20),
     max_running_requests=st.integers(1, 512),
-    dp_size=st.just(1),
     max_dispatch_tokens_per_rank=seldom(0, 64, 2**20),
 )
 HARDWARE = st.sampled_from([CPU, CPU, HOPPER, BLACKWELL, replace(CPU, memory_bytes=GB // 10)])
@@ -121,8 +121,9 @@ QUESTIONS = st.fixed_dictionaries(
 
 
 def answer(spec, question):
+    budget = made_up.budget(question["topology"], of=question["budget"])
     try:
-        return plan(spec, **question), None
+        return plan(spec, **(question | {"budget": budget})), None
     except PlanRefused as error:
         return None, error
 
@@ -164,12 +165,14 @@ def check_holds_together(made, spec, question):
         assert phase.layout in oak.layouts
         assert phase.wire_format in oak.wire_formats & ash.wire_formats
         assert {hardware.device} <= oak.devices & ash.devices
-        assert ash.exchange != "none" or topology.dp_size == 1
-        assert (phase.reduce == "layer") == (
-            topology.tp_size > 1
-            and (ash.exchange == "none" or (ash.exchange == "gather" and topology.dp_size == 1))
-        )
-        assert phase.max_tokens >= budget.phase_tokens(name)
+        stays = ash.exchange == "gather" and topology.dp_size == 1
+        assert (phase.reduce == "layer") == (stays and topology.tp_size > 1)
+        assert phase.wire_format == "bf16" or (not stays and phase.wire_format in ("fp8", "nvfp4"))
+        assert phase.wire_format != "nvfp4" or spec.quantized_activations
+        assert phase.max_tokens >= budget.phase_tokens(name) * topology.dp_size
+    assert made.shared_expert == (
+        "sharded" if made.prefill.reduce == made.decode.reduce == "layer" else "whole"
+    )
     experts = made.weight_bytes * question["num_layers"]
     assert experts + made.workspace_bytes + made.dispatch_bytes <= hardware.memory_bytes
     wishes = question["wishes"]

@@ -1,7 +1,7 @@
 """Every token bound and every buffer size of the MoE layers, each formula once.
 
 Legend: T tokens of a batch, E_loc experts held by a rank, k top-k, H hidden size, I a rank's shard of
-the expert intermediate size, ep expert-parallel ranks, C capacity: tokens one rank may send.
+the expert intermediate size, dp data-parallel groups, C capacity: tokens a rank may dispatch in one step.
 All sizes are bytes per rank. Bounds come from configuration, never from the first batch seen.
 """
 
@@ -23,18 +23,19 @@ WIRE_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16}
 class Budget:
     """Token bounds of one rank.
 
-    tokens_per_request: tokens one decoding request brings to a step: 1, or its draft tokens
+    tokens_per_request: tokens one decoding request brings to a step: 1, or as many as drafts are verified
+                        with, the newest one among them (--speculative-num-draft-tokens)
     local:    the most tokens of one step on this rank, decode and prompt tokens together
     decode:   the most tokens of a step without prompt tokens
-    gathered: the most tokens after an all-gather over the data-parallel ranks
-    capacity: the most tokens one rank may send in an all-to-all; a receiver may hold ep * capacity
+    capacity: the tokens of one step for which the buffers of an all-to-all are made, per rank
+    dp_size:  data-parallel groups, each with tokens of its own
     """
 
     tokens_per_request: int
     local: int
     decode: int
-    gathered: int
     capacity: int
+    dp_size: int = 1
 
     @classmethod
     def from_limits(
@@ -45,24 +46,35 @@ class Budget:
         max_running_requests: int,
         graph_max_batch: int = 0,
         draft_tokens: int = 0,
+        settled_tokens: int = 0,
         dp_size: int = 1,
         max_dispatch_tokens_per_rank: int = 0,
     ) -> Budget:
         """The bounds that follow from the limits a user sets.
 
-        `graph_max_batch` 0: no graphs. `draft_tokens` 0: no speculative decoding.
-        `max_dispatch_tokens_per_rank` 0: as much as is needed.
+        `graph_max_batch` 0: no graphs. `draft_tokens` 0: no speculative decoding. `settled_tokens`: of a
+        forward that settles a close call. `max_dispatch_tokens_per_rank` 0: as much as is needed.
         """
         tokens_per_request = draft_tokens or 1
         decode = max(max_running_requests, graph_max_batch) * tokens_per_request
-        local = max(chunked_prefill_size, max_prefill_tokens, decode)
+        local = max(chunked_prefill_size, max_prefill_tokens, settled_tokens, decode)
         return cls(
             tokens_per_request=tokens_per_request,
             local=local,
             decode=decode,
-            gathered=dp_size * local,
             capacity=max_dispatch_tokens_per_rank or local,
+            dp_size=dp_size,
         )
+
+    @property
+    def gathered(self) -> int:
+        """The most tokens after a gather over the data-parallel groups."""
+        return rows_seen("gather", "prefill", self)
+
+    @property
+    def received(self) -> int:
+        """The most tokens that the buffers of an all-to-all hold on one rank."""
+        return rows_seen("all_to_all", "prefill", self)
 
     def phase_tokens(self, phase: str) -> int:
         """The most tokens one rank brings to a step of `phase`."""
@@ -83,13 +95,25 @@ class Budget:
         ]
 
 
-def rows_seen(exchange: str, tokens: int, *, dp_size: int, ep_size: int, budget: Budget) -> int:
-    """The most tokens a runner sees when every rank brings `tokens`, by the dispatcher's exchange."""
-    if exchange == "none":
-        return tokens
-    if exchange == "gather":
-        return dp_size * tokens
-    return ep_size * min(tokens, budget.capacity)
+def moves(exchange: str, *, dp_size: int) -> bool:
+    """Whether tokens leave their rank. A gather has nothing to fetch where all ranks hold the same ones."""
+    return exchange == "all_to_all" or dp_size > 1
+
+
+def rows_seen(exchange: str, phase: str, budget: Budget) -> int:
+    """The most tokens a runner sees in a step of `phase` behind a dispatcher of that `exchange`.
+
+    gather: each of the dp groups brings T tokens, dp * T.
+    all_to_all: all ranks send. The attention-TP ranks of a group hold the same T tokens and each sends its
+    share of them, so a token is sent by one rank; a receiver gets it once, however many of its experts the
+    token chose. Hence at most dp * T, each group sending all it has to one receiver; buffers are made for
+    dp * C. With whole experts and attention on every rank (tp = dp = ep) that is ep * C. A decode step
+    brings fewer tokens, and a dispatcher that serves it alone has buffers for those.
+    """
+    tokens = budget.phase_tokens(phase)
+    if exchange == "all_to_all" and phase == "prefill":
+        tokens = budget.capacity
+    return budget.dp_size * tokens
 
 
 def matrix_bytes(weight_format: str, rows: int, columns: int, *, itemsize: int = 2) -> int:
@@ -130,7 +154,6 @@ def token_bytes(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> int
 
 
 def dispatch_bytes(
-    exchange: str,
     layout: str,
     *,
     rows: int,
@@ -139,13 +162,11 @@ def dispatch_bytes(
     wire_format: str,
     itemsize: int = 2,
 ) -> int:
-    """Buffers of one dispatcher for `rows` received tokens (`rows_seen`): ep * C for an all-to-all.
+    """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`), if it `moves` any.
 
     Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
     layout keeps a slab of that many rows for every local expert, since all may choose the same one.
     """
-    if exchange == "none":
-        return 0
     slabs = num_local_experts if layout == "experts" else 1
     per_row = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize) + itemsize * spec.hidden_size
     return rows * (slabs * per_row + 8 * spec.top_k)

@@ -78,13 +78,11 @@ class Case:
 
     def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
         """The most tokens a runner sees behind `dispatcher`."""
-        return sizes.rows_seen(
-            dispatcher.exchange,
-            self.budget.phase_tokens(phase),
-            dp_size=self.topology.dp_size,
-            ep_size=self.topology.ep_size,
-            budget=self.budget,
-        )
+        return sizes.rows_seen(dispatcher.exchange, phase, self.budget)
+
+    def moves(self, dispatcher: DispatcherCapability) -> bool:
+        """Whether tokens leave their rank through `dispatcher`."""
+        return sizes.moves(dispatcher.exchange, dp_size=self.topology.dp_size)
 
     def workspace(self, dispatcher: DispatcherCapability, phase: str, storage: str) -> int:
         """What a runner needs beside its weights behind `dispatcher`, in bytes."""
@@ -223,7 +221,9 @@ def _feeders(
     """The dispatchers that can feed this runner, each with its place in `dispatchers`."""
     feeders, refused = [], []
     for place, dispatcher in enumerate(dispatchers):
-        reasons = pair_refusals(runner, dispatcher, case.spec, case.wishes.dispatch_format)
+        reasons = pair_refusals(
+            runner, dispatcher, case.spec, case.wishes.dispatch_format, dp_size=case.topology.dp_size
+        )
         refused += reasons
         if not reasons:
             feeders.append((place, dispatcher))
@@ -247,7 +247,14 @@ def _join(
     )
     feeds = {"prefill": prefill, "decode": decode}
     wire = {
-        phase: wire_format(runner, feeds[phase], case.spec, case.wishes.dispatch_format, activation)
+        phase: wire_format(
+            runner,
+            feeds[phase],
+            case.spec,
+            case.wishes.dispatch_format,
+            activation,
+            dp_size=case.topology.dp_size,
+        )
         for phase in PHASES
     }
     return Candidate(
@@ -277,8 +284,9 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
     """One dispatcher's buffers serve both phases; two have their own."""
     needed: dict[str, int] = {}
     for phase, dispatcher in feeds.items():
+        if not case.moves(dispatcher):
+            continue
         size = sizes.dispatch_bytes(
-            dispatcher.exchange,
             dispatcher.layout,
             rows=case.rows(dispatcher, phase),
             spec=case.spec,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -114,15 +114,15 @@ class DispatcherCapability:
     """What a dispatcher emits and where it works.
 
     exchange says whose tokens the runner gets to see, and with that who owes the sum over ranks:
-    "none":       this rank's own; every rank must hold the same tokens, and the layer reduces
-    "gather":     those of all DP ranks; the combine has already summed
-    "all_to_all": those routed to this rank's experts, up to `capacity` from each; already summed
+    "gather":     those of all data-parallel groups, already summed by the combine. A single group's ranks
+                  hold the same tokens: then nothing moves, and the layer owes the sum
+    "all_to_all": those that chose an expert of which this rank holds a part; already summed
     """
 
     name: str
     summary: str
     layout: str
-    exchange: str = "none"
+    exchange: str = "gather"
     wire_formats: frozenset[str] = frozenset({"bf16"})
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
@@ -153,24 +153,6 @@ class DispatcherCapability:
                     asked=f"--ep-size {topology.ep_size}",
                     limit=f"connects at most {self.max_ep} expert-parallel ranks",
                     remedy=f"use --ep-size {_one_of(fitting)}, or {OTHER_DISPATCHER}",
-                )
-            )
-        if self.exchange == "none" and topology.dp_size > 1:
-            found.append(
-                Refusal(
-                    who=who,
-                    asked=f"--dp-size {topology.dp_size}",
-                    limit="moves no tokens, but data-parallel groups hold different ones",
-                    remedy=f"use --dp-size 1, or {OTHER_DISPATCHER}",
-                )
-            )
-        if self.exchange == "all_to_all" and topology.expert_tp > 1:
-            found.append(
-                Refusal(
-                    who=who,
-                    asked=f"--ep-size {topology.ep_size} with --tp-size {topology.tp_size}",
-                    limit="sends a token to ranks that hold whole experts",
-                    remedy=f"use --ep-size {topology.tp_size}, or {OTHER_DISPATCHER}",
                 )
             )
         return found
@@ -220,7 +202,12 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
 
 
 def pair_refusals(
-    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str
+    runner: RunnerCapability,
+    dispatcher: DispatcherCapability,
+    spec: MoESpec,
+    wish: str = "auto",
+    *,
+    dp_size: int = 1,
 ) -> list[Refusal]:
     """Why this runner cannot be fed by this dispatcher. `wish`: a wire format, or "auto"."""
     who = f"runner {runner.name} with dispatcher {dispatcher.name}"
@@ -234,11 +221,31 @@ def pair_refusals(
                 remedy=f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
             )
         )
-    if not _wire_formats(runner, dispatcher, spec, wish):
+    asked = f"--moe-dispatch-dtype {wish}"
+    if wish not in ("auto", "bf16") and not moves(dispatcher.exchange, dp_size=dp_size):
+        found.append(
+            Refusal(
+                who=f"dispatcher {dispatcher.name}",
+                asked=f"{asked} with --dp-size {dp_size}",
+                limit="no token travels, for every rank holds them all",
+                remedy=f"use --moe-dispatch-dtype auto, or {OTHER_DISPATCHER}",
+            )
+        )
+    elif wish == "nvfp4" and not spec.quantized_activations:
+        found.append(
+            Refusal(
+                who="wire",
+                asked=asked,
+                limit="tokens are quantised with the checkpoint's calibrated input scales, and it holds none",
+                remedy="use --moe-dispatch-dtype auto, or quantise from bf16 with "
+                "`turnout quantize MODEL OUT --format nvfp4 --calibrate`",
+            )
+        )
+    elif not _wire_formats(runner, dispatcher, spec, wish, dp_size):
         found.append(
             Refusal(
                 who=who,
-                asked=f"--moe-dispatch-dtype {wish} at hidden size {spec.hidden_size}",
+                asked=f"{asked} at hidden size {spec.hidden_size}",
                 limit=f"the dispatcher sends {_listed(dispatcher.wire_formats)}, the runner takes "
                 f"{_listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
                 f"{WIRE_GROUP['fp8']} and {WIRE_GROUP['nvfp4']}",
@@ -256,13 +263,15 @@ def wire_format(
     spec: MoESpec,
     wish: str,
     activation_format: str,
+    *,
+    dp_size: int = 1,
 ) -> str:
     """The format on the wire for a pair that has no refusals.
 
     The GEMMs' own format when both sides speak it: quantised before the wire instead of after it, the
     values are the same and the bytes fewer. Otherwise unquantised, which costs no accuracy.
     """
-    shared = _wire_formats(runner, dispatcher, spec, wish)
+    shared = _wire_formats(runner, dispatcher, spec, wish, dp_size)
     for choice in (activation_format, "bf16"):
         if choice in shared:
             return choice
@@ -270,9 +279,13 @@ def wire_format(
 
 
 def _wire_formats(
-    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str
+    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str, dp_size: int
 ) -> set[str]:
-    shared = runner.wire_formats & dispatcher.wire_formats
+    """Tokens that do not travel stay as they are; NVFP4 needs scales that calibration left."""
+    possible = {"bf16", "fp8", "nvfp4"} if moves(dispatcher.exchange, dp_size=dp_size) else {"bf16"}
+    if not spec.quantized_activations:
+        possible -= {"nvfp4"}
+    shared = runner.wire_formats & dispatcher.wire_formats & possible
     return {f for f in shared if spec.hidden_size % WIRE_GROUP[f] == 0 and wish in ("auto", f)}
 
 

@@ -107,8 +107,10 @@ def plan(
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
     `dispatchers` default to those of this version. Raises PlanRefused with everything that
-    stands in the way.
+    stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
+    if budget.dp_size != topology.dp_size:
+        raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
     case = Case(
         spec=spec,
         topology=topology,
@@ -123,9 +125,10 @@ def plan(
     known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
     candidates, refused = _allowed(case, known_runners, known_dispatchers)
     best = candidates[0]
+    prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
     return MoEPlan(
-        prefill=_phase_plan(case, best, "prefill"),
-        decode=_phase_plan(case, best, "decode"),
+        prefill=prefill,
+        decode=decode,
         activation_format=best.activation,
         weight_storage=best.storage,
         compute_dtype=compute_dtype,
@@ -134,6 +137,7 @@ def plan(
         weight_bytes=best.weight_bytes,
         workspace_bytes=best.workspace_bytes,
         dispatch_bytes=best.dispatch_bytes,
+        shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates),
     )
@@ -193,9 +197,7 @@ def _hint(
 
 def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
     dispatcher = best.dispatcher(phase)
-    # Where tokens are replicated, whatever is gathered from others is what this rank holds already.
-    moves = dispatcher.exchange == "all_to_all" or case.topology.dp_size > 1
-    layer_owes = not moves and case.topology.tp_size > 1
+    layer_owes = case.topology.tp_size > 1 and not case.moves(dispatcher)
     return PhasePlan(
         phase=phase,
         runner=best.runner.name,
@@ -220,10 +222,12 @@ def _reasons(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> tu
         others = {c.dispatcher(phase).name: c.dispatcher(phase).preference for c in same_runner}
         why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, others)
         lines.append(f"{phase} dispatcher {chosen.name}: {why}")
+        if case.moves(chosen):
+            lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
     lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
     lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
     if any(_phase_plan(case, best, phase).reduce == "layer" for phase in PHASES):
-        lines.append("the layer sums over ranks: the dispatcher moves no tokens and leaves partial sums")
+        lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
     return tuple(lines)
 
 
@@ -235,6 +239,16 @@ def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
         return "the only one that can run this"
     ranked = ", ".join(f"{name} ({preferences[name]})" for name in others)
     return f"preference {preferences[chosen]}, before {ranked}"
+
+
+def _why_wire(case: Case, best: Candidate, phase: str) -> str:
+    if case.wishes.dispatch_format != "auto":
+        return "asked for with --moe-dispatch-dtype"
+    if best.wire[phase] == "bf16":
+        return f"unquantised ({case.compute_dtype}), which costs no accuracy"
+    if best.wire[phase] == best.activation:
+        return "what the GEMMs multiply with; quantised before the wire, the values are the same"
+    return "all that dispatcher and runner share"
 
 
 def _why_activation(case: Case, best: Candidate) -> str:
