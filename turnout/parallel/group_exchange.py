@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import torch
 
 from turnout.parallel.exchange import StepRecord
@@ -17,6 +15,6 @@ class GroupExchange:
         self._world = world
 
     def __call__(self, record: StepRecord) -> list[StepRecord]:
-        own_1F = torch.tensor([astuple(record)], dtype=torch.int64)
+        own_1F = torch.tensor([record], dtype=torch.int64)
         all_RF = self._world.all_gather(own_1F, [1] * self._world.size)
-        return [StepRecord.of(values) for values in all_RF.tolist()]
+        return [StepRecord(*values) for values in all_RF.tolist()]
