@@ -59,6 +59,8 @@ DISPATCHERS: Registry[Any] = Registry(
     "MoE dispatcher",
     {
         "none": "turnout.moe.dispatch.none:NoDispatch",
+        "collective": "turnout.moe.dispatch.collective:CollectiveDispatch",
+        "collective-experts": "turnout.moe.dispatch.collective_experts:CollectiveExpertsDispatch",
     },
 )
 

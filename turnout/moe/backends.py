@@ -47,6 +47,24 @@ DISPATCHER_CAPABILITIES = {
             summary="every rank sees all tokens and computes its experts'; data-parallel groups gather",
             layout="tokens",
             exchange="gather",
+            wire_formats=frozenset(WIRE_GROUP),
+            preference=10,  # two collectives a layer, and no waits of the host
+        ),
+        DispatcherCapability(
+            name="collective",
+            summary="ragged all-to-all through torch.distributed: a token goes once to a rank that needs it",
+            layout="tokens",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            graph_safe=False,  # the host waits for the counts
+        ),
+        DispatcherCapability(
+            name="collective-experts",
+            summary="the same exchange, laid out as a slab per expert for masked runners",
+            layout="experts",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            graph_safe=False,
         ),
     )
 }

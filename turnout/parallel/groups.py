@@ -4,8 +4,8 @@ A `Group` moves rows, dimension 0 of a tensor. Every call is collective: all its
 order, with rows or without. A group of one rank does nothing and needs no process group, so that a layer
 runs alone without torch.distributed.
 
-All results are the same bits on every rank of the group that gets them: sums are made in the order of
-ranks, or once and then sent.
+All results are the same bits on every rank of the group that gets them. Between CPUs, sums are made in the
+order of ranks, in float32 at least. NCCL's own are used on GPUs: it rounds to the tensor's dtype at each hop.
 
 Legend: R rows of this rank, n ranks of the group.
 """
@@ -75,34 +75,48 @@ class ProcessGroup(Group):
         rows = x.reshape(-1)
         if x.nbytes <= GATHERED_SUM_BYTES:
             whole = [rows.numel()] * self.size
-            return self.all_gather(rows, whole).view(self.size, *x.shape).sum(0)
-        shares = [len(part) for part in rows.tensor_split(self.size)]
-        return self.all_gather(self.reduce_scatter(rows, shares), shares).view(x.shape)
+            return _sum(self.all_gather(rows, whole).view(self.size, *x.shape))
+        parts = [len(part) for part in rows.tensor_split(self.size)]
+        return self.all_gather(self.reduce_scatter(rows, parts), parts).view(x.shape)
 
     def all_gather(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
-        if x_R.device.type != "cpu" and len(set(counts)) == 1:
-            self.calls += 1
-            out = x_R.new_empty(sum(counts), *x_R.shape[1:])
-            dist.all_gather_into_tensor(out, x_R.contiguous(), group=self._handle)
-            return out
-        copies = x_R.expand(self.size, *x_R.shape).reshape(-1, *x_R.shape[1:])
-        return self.all_to_all(copies, [len(x_R)] * self.size, counts)
+        if x_R.device.type == "cpu":  # gloo's own wants equal counts, and takes longer
+            copies = x_R.expand(self.size, *x_R.shape).flatten(0, 1)
+            return self.all_to_all(copies, [len(x_R)] * self.size, counts)
+        self.calls += 1
+        x_R, out = x_R.contiguous(), x_R.new_empty(sum(counts), *x_R.shape[1:])
+        if len(set(counts)) == 1:
+            _all_gather(out, x_R, group=self._handle)
+        else:  # the same rows to everyone, without a copy for each
+            dist.all_to_all(list(out.split(list(counts))), [x_R] * self.size, group=self._handle)
+        return out
 
     def reduce_scatter(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
         own = counts[self.rank]
         if x_R.device.type != "cpu" and len(set(counts)) == 1:
             self.calls += 1
             out = x_R.new_empty(own, *x_R.shape[1:])
-            dist.reduce_scatter_tensor(out, x_R.contiguous(), group=self._handle)
+            _reduce_scatter(out, x_R.contiguous(), group=self._handle)
             return out
         parts = self.all_to_all(x_R, counts, [own] * self.size)
-        return parts.view(self.size, own, *x_R.shape[1:]).sum(0)
+        return _sum(parts.view(self.size, own, *x_R.shape[1:]))
 
     def all_to_all(self, x_R: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         self.calls += 1
         out = x_R.new_empty(sum(receive), *x_R.shape[1:])
         dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=self._handle)
         return out
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """The sum over dimension 0, in its order; floats are summed in float32 and rounded once."""
+    exact = torch.float32 if parts.is_floating_point() and parts.itemsize < 4 else parts.dtype
+    return parts.sum(0, dtype=exact).to(parts.dtype)
+
+
+RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13
+_all_gather = dist.all_gather_single if RENAMED else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if RENAMED else dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ the layer reduces, as the plan says. Data-parallel groups gather their tokens be
 scatter the results after them. A decode step is padded to the largest rank, so that its sizes do not depend
 on who brings what; prefill, where that would multiply the work, is exact.
 
-Legend: T tokens of this rank, A of all ranks with padding, H hidden, k top-k, B bytes of a row.
+Legend: T tokens of this rank, A of all ranks with padding, H hidden, k top-k, W words of a packed row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.moe.wire import Wire
 from turnout.parallel.groups import Groups
 
 
@@ -34,30 +35,26 @@ class NoDispatch:
         device: torch.device,
         input_scale: Tensor | None = None,
     ) -> None:
-        self._top_k, self._padded, self._groups = spec.top_k, phase == "decode", groups
+        self._padded, self._groups = phase == "decode", groups
+        gathers = groups.data_parallel.size > 1
+        self._wire = Wire(spec, plan, phase, device, input_scale) if gathers else None
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
     ) -> tuple[TokensBatch, tuple[Sequence[int], Sequence[int]]]:
+        if self._wire is None:
+            hidden = Hidden(data=x_TH)
+            batch = TokensBatch(hidden=hidden, topk_ids=topk_ids_TK, topk_weights=topk_weights_TK)
+            return batch, (tokens, tokens)
         ranks = self._groups.data_parallel
         counts = [max(tokens)] * ranks.size if self._padded else tokens
-        if ranks.size > 1:
-            x_TH, topk_ids_TK, topk_weights_TK = (
-                ranks.all_gather(_pad(t, counts[ranks.rank], fill), counts)
-                for t, fill in ((x_TH, 0), (topk_ids_TK, -1), (topk_weights_TK, 0))
-            )
-        hidden = Hidden(data=x_TH)
-        batch = TokensBatch(hidden=hidden, topk_ids=topk_ids_TK, topk_weights=topk_weights_TK)
-        return batch, (counts, tokens)
+        rows_TW = self._wire.pack(x_TH, topk_ids_TK, topk_weights_TK, counts[ranks.rank])
+        return self._wire.unpack(ranks.all_gather(rows_TW, counts)), (counts, tokens)
 
     def combine(self, out_AH: Tensor, state: tuple[Sequence[int], Sequence[int]]) -> Tensor:
         counts, tokens = state
-        ranks = self._groups.data_parallel
-        if ranks.size == 1:
+        if self._wire is None:
             return out_AH
+        ranks = self._groups.data_parallel
         out_TH = ranks.reduce_scatter(out_AH, counts)[: tokens[ranks.rank]]
         return self._groups.attention_tp.all_reduce(out_TH)
-
-
-def _pad(x: Tensor, rows: int, fill: int) -> Tensor:
-    return x if len(x) == rows else torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), fill)])
