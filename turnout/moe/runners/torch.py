@@ -192,7 +192,7 @@ class TorchRunner:
         if self._b2 is not None:
             y_PH = y_PH + self._b2[expert_P]
         out = y_PH.new_zeros(E * C, y_PH.shape[1])
-        return out.index_copy_(0, row_P, y_PH).view(E, C, -1)
+        return out.index_copy_(0, row_P, y_PH).view(E, C, out.shape[1])
 
     def _mlp(self, x_PH: Tensor, expert_P: Tensor, s2: Tensor | None) -> Tensor:
         """[P, H], unweighted and without the second bias, for rows sorted by expert."""
