@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.config import Config
-from turnout.engine.blueprint import CPU_KV_BYTES, resolve
+from turnout.engine.blueprint import resolve
+from turnout.engine.memory import CPU_KV_BYTES
+from turnout.engine.ties import BLOCK
 from turnout.errors import PlanRefused, UserError
 from turnout.parallel.hardware import GB, Hardware, named
 
@@ -51,7 +53,13 @@ def test_ranks_share_experts_and_attention(model):
     one = resolve(model(QWEN3_30B), H200)
     eight = resolve(model(QWEN3_30B, tp_size=8, ep_size=8), H200)
     assert eight.memory.experts == one.memory.experts // 8
-    assert eight.memory.dense == one.memory.dense // 8
+    queries, keys_values = 48 * 2 * 2048 * 4096, 48 * 2 * 2048 * 512
+    routers, norms = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
+    vocabulary = 2 * 151936 * 2048
+    assert one.memory.dense == 2 * (queries + keys_values + vocabulary + routers + norms)
+    # Everything matrix-like is split, but four KV heads over eight ranks: one each.
+    split = (queries + vocabulary) // 8 + keys_values // 4
+    assert eight.memory.dense == 2 * (split + routers + norms)
     per_token = eight.memory.kv // eight.num_pages // 16
     assert per_token == 2 * 48 * 1 * 128 * 2  # four KV heads over eight ranks: one each, held twice
     assert eight.plan.decode.reduce == "layer"
@@ -152,7 +160,7 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do(model):
     """Four heads over eight ranks; two data-parallel groups make it four."""
     (found,) = refusals(model(tp_size=8, ep_size=8)).values()
     assert found.asked.startswith("4 heads, 2 of KV, over 8")
-    assert found.remedy == "use --enable-dp-attention with --dp-size 2 or 4 or 8"
+    assert found.remedy == "use --enable-dp-attention with --dp-size 2, 4 or 8"
 
 
 def test_activations_are_quantised_only_when_asked_for_on_a_cpu(model):
@@ -169,7 +177,14 @@ def test_a_cuda_budget_covers_graphs(model):
     few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
     assert resolve(model(**few, cuda_graph_max_bs=64), H200).budget.local == 64
     assert resolve(model(**few, disable_cuda_graph=True), H200).budget.local == 16
-    assert resolve(model(**few), HOST).budget.local == 16
+    assert resolve(model(**few, dtype="bfloat16"), HOST).budget.local == 16
+
+
+def test_a_float32_budget_covers_a_block_that_settles_a_close_call(model):
+    few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
+    blueprint = resolve(model(**few), HOST)
+    assert blueprint.budget.local == blueprint.budget.capacity == BLOCK
+    assert "--max-dispatch-tokens-per-rank 63" in refusals(model(**few, max_dispatch_tokens_per_rank=63))
 
 
 def test_a_model_that_cannot_be_described_is_named(model, tmp_path):

@@ -18,7 +18,7 @@ from turnout.engine.blueprint import Blueprint, MemoryTable
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest, RequestOutput
 from turnout.engine.sampling import SamplingParams
-from turnout.models.interface import ModelDescription, ModelShape, Step
+from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
@@ -135,7 +135,7 @@ def blueprint(config: Config, shape: ModelShape, *, num_pages: int, max_context:
     return Blueprint(
         config=config,
         folder=Path("toy"),
-        description=ModelDescription(shape=shape, moe=moe, moe_layers=(), dense_parameters=0),
+        description=ModelDescription(shape=shape, moe=moe, moe_layers=(), dense=DenseParameters()),
         topology=Topology(),
         hardware=Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=2**30),
         compute_dtype="float32",

@@ -38,7 +38,7 @@ def test_structure_equals_transformers(name: str) -> None:
     assert description.moe_layers == tuple(
         i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")
     )
-    assert description.dense_parameters == sum(p.numel() for n, p in parameters.items() if n not in experts)
+    assert description.dense.total == sum(p.numel() for n, p in parameters.items() if n not in experts)
     w13, w2 = (
         parameters[f"model.layers.{description.moe_layers[0]}.mlp.experts.{n}"]
         for n in ("gate_up_proj", "down_proj")
@@ -225,6 +225,6 @@ def test_any_json_is_described_or_refused(edits: dict) -> None:
         return
     shape, moe = description.shape, description.moe
     assert shape.num_heads % shape.num_kv_heads == 0
-    assert shape.max_position_embeddings > 0 < description.dense_parameters
+    assert shape.max_position_embeddings > 0 < description.dense.total
     assert 0 < moe.top_k <= moe.num_experts
     assert description.moe_layers

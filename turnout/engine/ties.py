@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from turnout.engine.attention import attend_chunk
+from turnout.engine.blueprint import SETTLED_BLOCK
 from turnout.models.interface import Model, Step
 
-BLOCK = 64  # tokens; never from configuration, for the result must not depend on it
+BLOCK = SETTLED_BLOCK  # tokens; never from configuration, for the result must not depend on it
 CLOSE = 1e-4  # of the spread between a row's largest and smallest logit
 
 

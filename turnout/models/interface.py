@@ -54,13 +54,36 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseParameters:
+    """How many parameters of all layers are not routed experts', by how ranks share them."""
+
+    vocabulary: int = 0  # embedding and head; tied ones count once
+    queries: int = 0  # projections of queries and outputs
+    keys_values: int = 0
+    mlps: int = 0  # of the layers that are not MoE layers
+    shared_experts: int = 0  # their gated MLPs
+    replicated: int = 0  # what every rank holds: norms, routers, gates
+
+    @property
+    def total(self) -> int:
+        return (
+            self.vocabulary
+            + self.queries
+            + self.keys_values
+            + self.mlps
+            + self.shared_experts
+            + self.replicated
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """A model as `config.json` alone describes it: enough to plan, with no weight read."""
 
     shape: ModelShape
     moe: MoESpec  # of every MoE layer; they are all alike
     moe_layers: tuple[int, ...]  # which of the `shape.num_layers` layers are MoE layers
-    dense_parameters: int  # all parameters but the routed experts'; tied embeddings count once
+    dense: DenseParameters
 
 
 class Model(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
-from turnout.models.interface import ModelDescription, ModelShape
+from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
 from turnout.models.rope import Rope, read_rope
 from turnout.moe.spec import MoESpec, Routing
 
@@ -36,22 +36,22 @@ class DecoderSpec:
             shape=self.shape,
             moe=self.moe,
             moe_layers=self.moe_layers,
-            dense_parameters=self._dense_parameters(),
+            dense=self._dense_parameters(),
         )
 
-    def _dense_parameters(self) -> int:
-        shape, H = self.shape, self.shape.hidden_size
+    def _dense_parameters(self) -> DenseParameters:
+        shape, H, L = self.shape, self.shape.hidden_size, self.shape.num_layers
         q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        attention = H * (2 * q + 2 * kv) + 2 * H  # with the layer's two norms
-        attention += (q + 2 * kv) * self.qkv_bias + H * self.out_bias + 2 * shape.head_dim * self.qk_norm
-        shared = (3 * self.shared_intermediate_size + 1) * H if self.shared_intermediate_size else 0
         num_moe = len(self.moe_layers)
-        return (
-            shape.vocab_size * H * (1 if self.tied_embeddings else 2)
-            + H
-            + shape.num_layers * attention
-            + num_moe * (self.moe.num_experts * H + shared)
-            + (shape.num_layers - num_moe) * 3 * self.dense_intermediate_size * H
+        norms = H + L * (2 * H + 2 * shape.head_dim * self.qk_norm)
+        gates = num_moe * H * (self.moe.num_experts + bool(self.shared_intermediate_size))
+        return DenseParameters(
+            vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
+            queries=L * q * (2 * H + self.qkv_bias),
+            keys_values=L * 2 * kv * (H + self.qkv_bias),
+            mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
+            shared_experts=num_moe * 3 * self.shared_intermediate_size * H,
+            replicated=norms + gates + L * H * self.out_bias,
         )
 
 

@@ -17,7 +17,7 @@ from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
-from turnout.parallel.topology import Topology
+from turnout.parallel.topology import Topology, divisors, one_of
 
 __all__ = [
     "DispatcherCapability",
@@ -146,13 +146,13 @@ class DispatcherCapability:
                 )
             )
         if self.max_ep is not None and topology.ep_size > self.max_ep:
-            fitting = [ep for ep in _divisors(topology.tp_size) if ep <= self.max_ep]
+            fitting = [ep for ep in divisors(topology.tp_size) if ep <= self.max_ep]
             found.append(
                 Refusal(
                     who=who,
                     asked=f"--ep-size {topology.ep_size}",
                     limit=f"connects at most {self.max_ep} expert-parallel ranks",
-                    remedy=f"use --ep-size {_one_of(fitting)}, or {OTHER_DISPATCHER}",
+                    remedy=f"use --ep-size {one_of(fitting)}, or {OTHER_DISPATCHER}",
                 )
             )
         return found
@@ -345,24 +345,16 @@ def _arrangement(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
     for tp_size in range(topology.tp_size, 0, -step):
         fitting = [
             ep
-            for ep in _divisors(tp_size)
+            for ep in divisors(tp_size)
             if spec.num_experts % ep == 0
             and spec.intermediate_size % (multiple * tp_size // ep) == 0
             and spec.intermediate_size % (_shard_multiple(spec, tp_size // ep) * tp_size // ep) == 0
         ]
         if fitting:
             smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
-            return f"use {smaller}--ep-size {_one_of(fitting)}"
+            return f"use {smaller}--ep-size {one_of(fitting)}"
     return CONVERT
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def _one_of(values: list[int]) -> str:
-    return " or ".join(map(str, values))

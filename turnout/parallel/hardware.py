@@ -24,7 +24,8 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 class Hardware:
     """One device of a rank. `architecture`: CUDA compute capability times ten (90: Hopper); CPU 0.
 
-    `present` tells this machine's own device, whose installed packages count, from a named one.
+    `present` tells this machine's own device, whose installed packages count, from a named one; `devices`
+    is how many of them it has, 0 where ranks may share them or nobody knows.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Hardware:
     architecture: int
     memory_bytes: int
     present: bool = False
+    devices: int = 0
 
     @property
     def has_fp4_units(self) -> bool:
@@ -91,6 +93,7 @@ def detect(device: str = "auto") -> Hardware:
         architecture=10 * properties.major + properties.minor,
         memory_bytes=properties.total_memory,
         present=True,
+        devices=torch.cuda.device_count(),
     )
 
 

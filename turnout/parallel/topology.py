@@ -11,7 +11,10 @@ and so are the attention-TP ranks of one DP group. Example, tp 8, dp 4, ep 4:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from turnout.errors import Refusal
 
@@ -84,6 +87,18 @@ class Topology:
         """Ranks of each host."""
         return _neighbours(self.tp_size, self.ranks_per_node)
 
+    def describe(self) -> dict[str, Any]:
+        """Plain values for JSON: the sizes, and this rank's place in each group. Needs sizes that divide."""
+        return asdict(self) | {
+            "attention_tp": self.attention_tp,
+            "expert_tp": self.expert_tp,
+            "dp_rank": self.dp_rank,
+            "attention_tp_rank": self.attention_tp_rank,
+            "ep_rank": self.ep_rank,
+            "expert_tp_rank": self.expert_tp_rank,
+            "node": self.node,
+        }
+
     def refusals(self) -> list[Refusal]:
         """Everything that is wrong with the sizes, each with the value that would work."""
         found = []
@@ -109,18 +124,17 @@ class Topology:
                     who="topology",
                     asked=f"rank {self.rank}",
                     limit=f"ranks run from 0 to {self.tp_size - 1}",
-                    remedy="lower --node-rank, or raise --tp-size",
+                    remedy=f"use --tp-size {self.rank + 1} or more, or start fewer ranks",
                 )
             )
         return found
 
     def _indivisible(self, flag: str, size: int) -> Refusal:
-        divisors = [d for d in range(1, self.tp_size + 1) if self.tp_size % d == 0]
         return Refusal(
             who="topology",
             asked=f"{flag} {size} with --tp-size {self.tp_size}",
             limit="must divide --tp-size, the number of ranks",
-            remedy=f"use {flag} {_one_of(divisors)}"
+            remedy=f"use {flag} {one_of(divisors(self.tp_size))}"
             + (f", or --tp-size {size * max(1, -(-self.tp_size // size))}" if size > 0 else ""),
         )
 
@@ -129,5 +143,19 @@ def _neighbours(count: int, size: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, count, size)]
 
 
-def _one_of(values: list[int]) -> str:
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def one_of(values: Sequence[int]) -> str:
+    """ "2, 4 or 8": the alternatives of a remedy."""
     return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """HOST and PORT of "HOST:PORT" or "[HOST]:PORT" (IPv6); None for anything else."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:/\[\]]+)):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        return None
+    return match[1] or match[2], int(match[3])

@@ -1,0 +1,172 @@
+"""Bytes of one rank: weights, KV cache and buffers, against what its device has; and the KV pages that fit.
+
+Everything here follows from the configuration, the sizes of the groups and the hardware, never from a
+rank's number: ranks that share requests need the same pages, and all ranks get the same.
+
+The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
+memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
+all running requests could use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from turnout.config import Config
+from turnout.errors import PlanRefused, Refusal
+from turnout.models.interface import ModelDescription
+from turnout.moe.budget import ITEMSIZE, Budget, gigabytes, kv_bytes_per_token, logits_bytes
+from turnout.moe.plan import MoEPlan
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+
+CPU_KV_BYTES = 256 * 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    """Planned bytes of one rank. `available` is --mem-fraction-static of the device."""
+
+    dense: int  # all parameters but the routed experts', in the compute dtype
+    experts: int  # routed experts of all layers, as stored for use
+    kv: int
+    workspace: int  # of the runner; shared by the layers
+    dispatch: int  # of the dispatcher; shared by the layers
+    logits: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.kv + self.workspace + self.dispatch + self.logits
+
+
+def share_host(hardware: Hardware, topology: Topology) -> Hardware:
+    """What each rank has of `hardware`: GPUs are whole, but a host's memory is that of all its CPU ranks."""
+    if hardware.device != "cpu" or topology.ranks_per_node < 1:
+        return hardware
+    return dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes // topology.ranks_per_node)
+
+
+def memory_table(
+    config: Config,
+    description: ModelDescription,
+    topology: Topology,
+    hardware: Hardware,
+    dtype: str,
+    budget: Budget,
+    moe: MoEPlan,
+) -> tuple[MemoryTable, int, int]:
+    """(bytes per rank, KV pages, longest context). Raises PlanRefused if they do not fit."""
+    shape = description.shape
+    memory = MemoryTable(
+        dense=dense_parameters(description, topology, moe) * ITEMSIZE[dtype],
+        experts=moe.weight_bytes * len(description.moe_layers),
+        kv=0,
+        workspace=moe.workspace_bytes,
+        dispatch=moe.dispatch_bytes,
+        logits=logits_bytes(config.max_running_requests * budget.tokens_per_request, shape.vocab_size),
+        available=int(hardware.memory_bytes * config.mem_fraction_static),
+    )
+    page_bytes = config.page_size * kv_bytes_per_token(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        attention_tp=topology.attention_tp,
+        itemsize=ITEMSIZE[dtype],
+    )
+    longest = config.context_length or shape.max_position_embeddings
+    room = (memory.available - memory.total) // page_bytes
+    if room < 1:
+        raise PlanRefused(
+            "the model does not fit in memory", [_too_large(config, memory, hardware, page_bytes)]
+        )
+    pages = _pages(config, hardware, longest, page_bytes, room)
+    refusals = _kv_refusals(config, pages, room, page_bytes)
+    if refusals:
+        raise PlanRefused("the KV cache does not fit", refusals)
+    table = dataclasses.replace(memory, kv=pages * page_bytes)
+    return table, pages, min(longest, pages * config.page_size)
+
+
+def dense_parameters(description: ModelDescription, topology: Topology, moe: MoEPlan) -> int:
+    """Parameters of one rank but the routed experts'.
+
+    Matrices of attention, dense MLPs and the vocabulary are split over attention TP, as evenly as can be;
+    a KV head is whole, and held by several ranks where there are more of them than heads. A shared expert
+    is split over all ranks, or whole, as the plan says.
+    """
+    dense, shape = description.dense, description.shape
+    split = topology.attention_tp
+    kv_heads = max(1, shape.num_kv_heads // split)
+    rows = -(-shape.vocab_size // split)
+    return (
+        dense.vocabulary // shape.vocab_size * rows
+        + -(-(dense.queries + dense.mlps) // split)
+        + dense.keys_values // shape.num_kv_heads * kv_heads
+        + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == "sharded" else 1))
+        + dense.replicated
+    )
+
+
+def _pages(config: Config, hardware: Hardware, longest: int, page_bytes: int, room: int) -> int:
+    """KV pages wanted, whether or not they fit in `room`."""
+    if config.max_total_tokens:
+        return -(-config.max_total_tokens // config.page_size)
+    one_context = -(-longest // config.page_size)
+    useful = config.max_running_requests * one_context
+    if hardware.device == "cuda":
+        return min(useful, room)
+    asked = one_context if config.context_length else 1
+    return min(useful, max(asked, min(room, CPU_KV_BYTES // page_bytes)))
+
+
+def _kv_refusals(config: Config, pages: int, room: int, page_bytes: int) -> list[Refusal]:
+    found = []
+    size, most = config.page_size, room * config.page_size
+    if pages > room:
+        flag = "--max-total-tokens" if config.max_total_tokens else "--context-length"
+        found.append(
+            Refusal(
+                who="KV cache",
+                asked=f"{flag} {pages * size} ({gigabytes(pages * page_bytes)})",
+                limit=f"{gigabytes(room * page_bytes)} are left for it beside the weights",
+                remedy=f"use {flag} {most} or less, or raise --mem-fraction-static",
+            )
+        )
+    if config.context_length > pages * size:
+        found.append(
+            Refusal(
+                who="KV cache",
+                asked=f"--context-length {config.context_length}",
+                limit=f"the KV cache holds {pages * size} tokens",
+                remedy=f"use --context-length {pages * size} or less, or raise "
+                + ("--max-total-tokens" if config.max_total_tokens else "--mem-fraction-static"),
+            )
+        )
+    return found
+
+
+def _too_large(config: Config, memory: MemoryTable, hardware: Hardware, page_bytes: int) -> Refusal:
+    parts = {
+        "dense weights": memory.dense,
+        "experts": memory.experts,
+        "workspace": memory.workspace,
+        "dispatch buffers": memory.dispatch,
+        "logits": memory.logits,
+        "one KV page": page_bytes,
+    }
+    remedies = []
+    if (memory.total + page_bytes) <= hardware.memory_bytes:
+        share = -(-100 * (memory.total + page_bytes) // hardware.memory_bytes) / 100
+        remedies.append(f"raise --mem-fraction-static to {share:g} or more")
+    if memory.workspace + memory.dispatch > memory.total // 4:
+        remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
+    remedies += ["use a quantised checkpoint (`turnout quantize`)", "take a device with more memory"]
+    return Refusal(
+        who="memory",
+        asked=", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
+        limit=f"{gigabytes(memory.available)} of {hardware.name} may be used "
+        f"(--mem-fraction-static {config.mem_fraction_static:g})",
+        remedy=", or ".join(remedies),
+    )

@@ -1,0 +1,99 @@
+"""Where the ranks of a run are: the topology that the flags describe, and what stands in the way of it."""
+
+from __future__ import annotations
+
+from turnout.config import Config
+from turnout.errors import Refusal
+from turnout.models.interface import ModelDescription
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology, divisors, one_of, split_address
+
+
+def arrange(config: Config, rank: int | None) -> Topology:
+    """`rank` of all, or the first one of this host; the first of all where the hosts make no sense."""
+    if rank is None:
+        ranks_per_node, rest = divmod(config.tp_size, config.nnodes)
+        rank = 0 if rest or config.node_rank >= config.nnodes else config.node_rank * ranks_per_node
+    return Topology(
+        tp_size=config.tp_size,
+        dp_size=config.dp_size,
+        ep_size=config.ep_size,
+        enable_dp_attention=config.enable_dp_attention,
+        nnodes=config.nnodes,
+        rank=rank,
+    )
+
+
+def host_refusals(config: Config, topology: Topology, hardware: Hardware, *, launched: bool) -> list[Refusal]:
+    """What is wrong with the hosts. Where the ranks meet is the launcher's business once `launched`, and
+    nobody's for hardware that is only named."""
+    found = []
+    if config.node_rank >= config.nnodes:
+        found.append(
+            Refusal(
+                who="hosts",
+                asked=f"--node-rank {config.node_rank} with --nnodes {config.nnodes}",
+                limit="hosts are numbered from 0",
+                remedy=f"use --node-rank {config.nnodes - 1} or less, or --nnodes {config.node_rank + 1} "
+                "or more",
+            )
+        )
+    if config.dist_init_addr and split_address(config.dist_init_addr) is None:
+        found.append(
+            Refusal(
+                who="hosts",
+                asked=f"--dist-init-addr {config.dist_init_addr}",
+                limit="must be HOST:PORT, with a port from 1 to 65535",
+                remedy="use --dist-init-addr HOST:PORT, such as 10.0.0.1:29500",
+            )
+        )
+    elif config.nnodes > 1 and not (config.dist_init_addr or launched) and hardware.present:
+        found.append(
+            Refusal(
+                who="hosts",
+                asked=f"--nnodes {config.nnodes} without --dist-init-addr",
+                limit="the ranks of several hosts meet at an address of the first one",
+                remedy="give every host the same --dist-init-addr HOST:PORT, of the one with --node-rank 0 "
+                "(to plan only: name the --hardware)",
+            )
+        )
+    return found + _device_refusals(topology, hardware)
+
+
+def _device_refusals(topology: Topology, hardware: Hardware) -> list[Refusal]:
+    """A rank has a GPU of its own."""
+    if topology.refusals() or not hardware.devices or topology.ranks_per_node <= hardware.devices:
+        return []
+    tp_size = topology.tp_size
+    nnodes = next(n for n in divisors(tp_size) if tp_size // n <= hardware.devices)
+    return [
+        Refusal(
+            who="hosts",
+            asked=f"--tp-size {tp_size} on {topology.nnodes} host(s)",
+            limit=f"a rank needs a GPU of its own, and this host has {hardware.devices} x {hardware.name}",
+            remedy=f"use --tp-size {hardware.devices * topology.nnodes} or less, or --nnodes {nnodes} or "
+            "more with as many hosts, or --device cpu",
+        )
+    ]
+
+
+def attention_refusals(description: ModelDescription, topology: Topology) -> list[Refusal]:
+    """Heads are split evenly over attention-TP ranks; KV heads are split or repeated evenly."""
+    if topology.refusals() or _heads_fit(description, topology.attention_tp):
+        return []
+    fitting = [n for n in divisors(topology.tp_size) if _heads_fit(description, topology.tp_size // n)]
+    shape = description.shape
+    return [
+        Refusal(
+            who="model",
+            asked=f"{shape.num_heads} heads, {shape.num_kv_heads} of KV, over "
+            f"{topology.attention_tp} attention-TP ranks",
+            limit="heads divide evenly over ranks, and KV heads over ranks or ranks over KV heads",
+            remedy=f"use --enable-dp-attention with --dp-size {one_of(fitting)}",
+        )
+    ]
+
+
+def _heads_fit(description: ModelDescription, attention_tp: int) -> bool:
+    heads, kv_heads = description.shape.num_heads, description.shape.num_kv_heads
+    return heads % attention_tp == 0 and (kv_heads % attention_tp == 0 or attention_tp % kv_heads == 0)
