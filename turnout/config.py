@@ -131,6 +131,9 @@ class ServerConfig(Config):
     max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
     shutdown_timeout: float = flag(30.0, "seconds for running requests to finish after SIGTERM", minimum=0)
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
+    watchdog_timeout: float = flag(
+        120.0, "seconds without progress until ranks with work count as stalled and restart", minimum=1
+    )
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def describe(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
         assert not folder.exists()
 
 
-def test_a_killed_engine_fails_every_request_and_the_server(tiny_folder: Path):
+def test_a_killed_engine_fails_every_request_and_starts_anew(tiny_folder: Path):
     with started(tiny_folder) as (server, root):
         engine = engine_of(server)
         streamed = Background(root, tokens=500)
@@ -147,9 +147,19 @@ def test_a_killed_engine_fails_every_request_and_the_server(tiny_folder: Path):
         thread.join(20)
         assert whole[0].status_code == 500
         assert "SIGKILL" in whole[0].json()["error"]["message"]
-        assert server.process.wait(20) == 1
-        server.stop()
-        assert "error: the engine process was killed by SIGKILL" in server.last_lines()
+        assert has_ended(engine)
+        refused = httpx.get(f"{root}/ready")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
+        assert "retry-after" in refused.headers
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{root}/ready").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        again = httpx.post(f"{root}/v1/completions", json=body | {"max_tokens": 3}, timeout=60)
+        assert again.json()["usage"]["completion_tokens"] == 3
+        assert httpx.get(f"{root}/server_info").json()["restarts"] == 1
+        assert server.stop() == 0
+        assert "the engine process was killed by SIGKILL" in server.last_lines()
         assert "Traceback" not in server.last_lines()
 
 

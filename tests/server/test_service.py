@@ -129,7 +129,7 @@ def test_server_info(http: httpx.Client):
     assert info["config"]["max_total_tokens"] == 8192
     assert info["plan"]["prefill"]["runner"] == "torch"
     (rank,) = info["ranks"]
-    assert (rank["rank"], rank["state"]) == (0, "running")
+    assert (rank["rank"], rank["state"]) == (0, "idle")
     assert rank["pages_total"] * info["config"]["page_size"] == 8192
     before = rank["steps"]
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})

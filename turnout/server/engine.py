@@ -1,221 +1,172 @@
-"""The engine process as the server sees it: start it, send commands, pass outputs on, notice its death.
+"""The engine as the server sees it, through all lives of its group of ranks.
 
-The engine runs in a process of its own, so that Python code of the HTTP side never delays a step and
-this process needs no torch. Two ZeroMQ sockets in a private folder carry messages.py. The engine's
-standard input brings its configuration and stays open: when it ends, the server is gone and the engine
-leaves too, however the server died.
+When a rank fails, all requests get the failure at once, and the group starts anew, which is the only way out
+of a collective that a rank has left. What ends the engine for good: a user error while starting, a failure
+that a rank reports before anything was ever served (it would only happen again), several starts in a row
+that came to nothing, or a failure while the server is leaving anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import sys
+import logging
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable
-from dataclasses import fields
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-import zmq
+import msgspec
 
-from turnout.config import Config
-from turnout.engine.messages import (
-    Abort,
-    AddRequest,
-    Command,
-    EngineStats,
-    Event,
-    Failed,
-    Outputs,
-    Ready,
-    RequestOutput,
-    Shutdown,
-    encoder,
-    event_decoder,
-)
+from turnout.config import ServerConfig
+from turnout.engine.messages import AddRequest, EngineStats, Ready
+from turnout.parallel.health import Reading
+from turnout.server.group import EngineFailed, RankGroup, Sink, topology_of
+from turnout.server.ranks import Host, LocalRanks, Meeting
+from turnout.server.watchdog import STILL_SECONDS
 
-RANK = b"0"  # the name by which our ROUTER knows the engine's DEALER
-LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
-STOP_SECONDS = 5.0
+MAX_FAILED_STARTS = 5  # in a row
 
-
-class EngineFailed(Exception):
-    """The engine cannot go on. `user_error` tells a wrong input from a bug."""
-
-    def __init__(self, message: str, *, user_error: bool = False):
-        super().__init__(message)
-        self.user_error = user_error
-
-
-Sink = Callable[[RequestOutput | EngineFailed], None]
+log = logging.getLogger("turnout.server")
 
 
 class Engine:
-    """Requests go in through `submit`; each one's outputs come back through its sink, in order."""
+    """Requests go in through `submit` while `serving`; see `RankGroup`."""
 
-    def __init__(self, config: Config, folder: Path):
-        """`folder` holds the sockets and must be readable by this user only."""
+    def __init__(self, config: ServerConfig):
         self.config = config
-        self.ready: Ready | None = None
-        self.failure: EngineFailed | None = None
-        self.stats: dict[int, EngineStats] = {}
-        self.expert_tokens: dict[int, list[list[int]]] = {}  # by rank, each [layer][expert]
-        self.heard = time.monotonic()
-        self.started = asyncio.Event()  # set when ready
-        self._sinks: dict[str, Sink] = {}
-        self._process: Process | None = None
-        self._last_words: asyncio.Future[Failed]
+        self.ready: Ready | None = None  # what the ranks said when they were first ready
+        self.failure: EngineFailed | None = None  # that ended it for good
+        self.last_failure: EngineFailed | None = None
+        self.restarts = 0
+        self.started = asyncio.Event()  # set when first ready
+        self._group: RankGroup | None = None
+        self._hosts: list[LocalRanks] = []
         self._stopping = False
-        self._folder = folder
-        self._context = zmq.Context()
-        # Queues are bounded by the number of requests admitted, not by message counts.
-        self._commands = self._socket("commands")
-        self._events = self._socket("events")
+
+    @property
+    def serving(self) -> bool:
+        return self._group is not None and self._group.ready is not None
 
     @property
     def num_requests(self) -> int:
         """Submitted and not finished."""
-        return len(self._sinks)
+        return self._group.num_requests if self._group else 0
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+    def stats(self) -> dict[int, EngineStats]:
+        """Each rank's last report."""
+        return self._group.stats if self._group else {}
+
+    @property
+    def expert_tokens(self) -> dict[int, list[list[int]]]:
+        """By rank, each [layer][expert]."""
+        return self._group.expert_tokens if self._group else {}
+
+    @property
+    def heard(self) -> float:
+        """time.monotonic() of the last report."""
+        return self._group.heard if self._group else time.monotonic()
 
     async def run(self) -> None:
-        """Start the process and pass its events on until it ends. Raises EngineFailed unless stopped."""
-        loop = asyncio.get_running_loop()
-        self._process = await self._spawn()
-        ended = asyncio.create_task(self._process.wait())
-        self._last_words = loop.create_future()
-        descriptor = self._events.fileno()
-        loop.add_reader(descriptor, self._on_events)
-        try:
-            either: set[asyncio.Future[Any]] = {ended, self._last_words}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._last_words.done() and not self._stopping:
-                await asyncio.wait({self._last_words}, timeout=LAST_WORDS_SECONDS)
-            if not self._stopping:
-                failure = await self._cause(ended)
-                self._fail(failure)
-                raise failure
-        finally:
-            loop.remove_reader(descriptor)
-            ended.cancel()
-            self.kill()
+        """Start the ranks, again if they fail. Raises EngineFailed when that is of no use, else returns
+        after `stop`."""
+        failed_starts = life = 0
+        while not self._stopping:
+            life += 1
+            self._group = group = self._make_group(life)
+            try:
+                await group.run(self._on_ready)
+                return
+            except EngineFailed as failure:
+                self.last_failure = failure
+                served = group.ready is not None
+                failed_starts = 0 if served else failed_starts + 1
+                if self._is_final(failure, served, failed_starts):
+                    self.failure = failure
+                    raise
+                log.error("%s; the group of ranks restarts", failure)
+            finally:
+                self._group = None
+            self.restarts += 1
 
     def submit(self, request: AddRequest, sink: Sink) -> None:
-        """Generate; `sink` is called for every output, or once with the failure of the engine.
-
-        The engine must be serving.
-        """
-        self._sinks[request.id] = sink
-        self._send(request)
+        """Generate; `sink` is called for every output, or once with the failure of the ranks."""
+        assert self._group is not None
+        self._group.submit(request, sink)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; those unknown or finished are ignored."""
-        live = [id for id in ids if self._sinks.pop(id, None) is not None]
-        if live:
-            self._send(Abort(live))
+        if self._group:
+            self._group.abort(ids)
 
-    async def stop(self) -> None:
-        """End the process, gently if it listens. `run` returns."""
+    def stop(self) -> None:
+        """End the ranks, gently if they listen. `run` returns."""
         self._stopping = True
-        if self.ready is None:  # still loading, and deaf
-            self.kill()
-        elif self._process and self._process.returncode is None:
-            self._send(Shutdown())
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                self.kill()
+        if self._group:
+            self._group.stop()
 
-    def kill(self) -> None:
-        if self._process and self._process.returncode is None:
-            self._process.kill()
+    def end_at_once(self) -> None:
+        """Leave nothing behind, waiting for nobody."""
+        for host in self._hosts:
+            host.kill()
+            host.remove_folder()
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def leaving(self) -> None:
+        """The server is about to stop: from now on a failure is the last."""
+        self._stopping = True
 
-    def _socket(self, name: str) -> zmq.Socket:
-        socket = self._context.socket(zmq.ROUTER if name == "commands" else zmq.PULL)
-        socket.set_hwm(0)
-        socket.bind(self._address(name))
-        return socket
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """Each rank's place, process, state and counters; all but the experts', which /metrics has."""
+        return [self._describe_rank(rank) for rank in range(self.config.tp_size)]
 
-    def _send(self, command: Command) -> None:
-        # A ROUTER drops what nobody is there to get: the engine is gone, as `run` is about to find.
-        self._commands.send_multipart([RANK, encoder.encode(command)])
-
-    async def _spawn(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "turnout.engine.worker", stdin=PIPE, stdout=sys.stderr.fileno()
-        )
-        start = {
-            "folder": str(self._folder),
-            "config": {f.name: getattr(self.config, f.name) for f in fields(Config)},
-            "rank": 0,
-            "init_method": f"file://{self._folder / 'join'}",
-            "commands": self._address("commands"),
-            "events": self._address("events"),
-            "identity": RANK.decode(),
+    def _describe_rank(self, rank: int) -> dict[str, Any]:
+        topology, group = topology_of(self.config, rank), self._group
+        reading = group.reading(rank) if group else Reading()
+        place = {
+            "rank": rank,
+            "dp_rank": topology.dp_rank,
+            "ep_rank": topology.ep_rank,
+            "pid": group.pid(rank) if group else None,
+            "state": self._state(rank, reading),
+            "phase": reading.phase,
+            "collectives": reading.collectives,
+            "steps": 0,
         }
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(start).encode() + b"\n")
-        return process
+        stats = self.stats.get(rank)
+        counters = msgspec.structs.asdict(stats) if stats else {}
+        return place | {
+            k: v for k, v in counters.items() if k not in ("rank", "pid", "state", "expert_tokens")
+        }
 
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._folder / name}"
+    def _state(self, rank: int, reading: Reading) -> str:
+        group = self._group
+        if group is None or group.ready is None:
+            return "loading"
+        if rank in group.ended:
+            return "ended"
+        if group.watchdog.silence(rank, time.monotonic()) > STILL_SECONDS:
+            return "stalled"
+        return "idle" if reading.phase == "resting" else "running"
 
-    async def _cause(self, ended: asyncio.Task[int]) -> EngineFailed:
-        """What the engine said before it went, or how it went."""
-        if self._last_words.done():
-            said = self._last_words.result()
-            return EngineFailed(said.message, user_error=said.user_error)
-        return EngineFailed(f"the engine process {_describe_exit(await ended)}")
+    def _make_group(self, life: int) -> RankGroup:
+        local = LocalRanks(self.config, range(self.config.tp_size))
+        self._hosts = [local]
+        meeting = Meeting(
+            number=life,
+            commands=f"ipc://{local.folder}/commands",
+            events=f"ipc://{local.folder}/events",
+            init_method=f"file://{local.folder}/join",
+        )
+        hosts: list[Host] = [local]
+        return RankGroup(self.config, hosts, meeting)
 
-    def _on_events(self) -> None:
-        """Receive until nothing is left: the descriptor tells of changes only, not of what remains."""
-        while True:
-            try:
-                raw = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(event_decoder.decode(raw))
+    def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:
+        if self._stopping or failed_starts >= MAX_FAILED_STARTS:
+            return True
+        return not served and (failure.user_error or (failure.spoken and self.ready is None))
 
-    def _handle(self, event: Event) -> None:
-        self.heard = time.monotonic()
-        if isinstance(event, Outputs):
-            self._deliver(event)
-        elif isinstance(event, Ready):
-            self.ready = event
-            self.started.set()
-        elif not self._last_words.done():
-            self._last_words.set_result(event)
-
-    def _deliver(self, event: Outputs) -> None:
-        stats = event.stats
-        self.stats[stats.rank] = stats
-        if stats.expert_tokens is not None:
-            self.expert_tokens[stats.rank] = stats.expert_tokens
-        for output in event.outputs:
-            finished = output.finish_reason is not None
-            sink = self._sinks.pop(output.id, None) if finished else self._sinks.get(output.id)
-            if sink is not None:  # else aborted while this was on its way
-                sink(output)
-
-    def _fail(self, failure: EngineFailed) -> None:
-        self.failure = failure
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink(failure)
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = "; it may have run out of memory" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    def _on_ready(self) -> None:
+        assert self._group is not None
+        if self.restarts:
+            log.info("the ranks are ready again")
+        self.ready = self._group.ready
+        self.started.set()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.output import TextDelta, TextStream
 from turnout.engine.sampling import SamplingParams
-from turnout.server.engine import Engine, EngineFailed
+from turnout.server.engine import Engine
 from turnout.server.errors import ApiError
+from turnout.server.group import EngineFailed
 from turnout.server.metrics import Metrics
 
 
@@ -144,7 +145,8 @@ class Generation:
         if choice.num_tokens == 0:
             self._metrics.first_token.observe(now - self._arrival)
         else:
-            self._metrics.inter_token.observe((now - choice.last_token_time) / len(piece.token_ids))
+            for _ in piece.token_ids:  # several at once share the time since the last
+                self._metrics.inter_token.observe((now - choice.last_token_time) / len(piece.token_ids))
         choice.num_tokens += len(piece.token_ids)
         choice.last_token_time = now
 

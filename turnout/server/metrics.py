@@ -59,6 +59,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ranks = [self._engine.stats[rank] for rank in sorted(self._engine.stats)]
+        restarts = CounterMetricFamily("turnout:engine_restarts", "Times that the ranks started anew.")
+        restarts.add_metric([], self._engine.restarts)
+        yield restarts
         yield from self._totals(ranks)
         yield from _per_rank(ranks, self._engine.expert_tokens)
         yield from _experts(self._engine.expert_tokens)
@@ -82,6 +85,14 @@ class EngineCollector(Collector):
             ),
             "generation_tokens": ("Tokens generated.", sum(s.generation_tokens for s in ranks)),
             "preemptions": ("Sequences put back for lack of KV pages.", sum(s.preemptions for s in ranks)),
+            "spec_draft_tokens": (
+                "Tokens proposed by speculative decoding.",
+                sum(s.spec_draft_tokens for s in ranks),
+            ),
+            "spec_accepted_tokens": (
+                "Proposed tokens that became output.",
+                sum(s.spec_accepted_tokens for s in ranks),
+            ),
         }
         for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in family.items():

@@ -1,6 +1,6 @@
 """`turnout serve`: bind, start the engine, serve, drain, and say how it ended in the exit code.
 
-0  drained after SIGTERM or SIGINT       1  the engine failed
+0  drained after SIGTERM or SIGINT       1  the engine failed for good
 2  a user error (raised as UserError)    128 + n  a second signal n ended it at once
 """
 
@@ -10,14 +10,11 @@ import asyncio
 import errno
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import uvicorn
 
@@ -26,7 +23,8 @@ from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.server.app import create_app
-from turnout.server.engine import Engine, EngineFailed
+from turnout.server.engine import Engine
+from turnout.server.group import EngineFailed
 from turnout.server.service import Service
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
@@ -51,9 +49,8 @@ def serve(config: ServerConfig) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     locate(config.model)
     listener = bind(config.host, config.port)
-    folder = Path(tempfile.mkdtemp(prefix="turnout-"))  # mode 0700
     try:
-        return asyncio.run(Supervisor(config, listener, folder).run())
+        return asyncio.run(Supervisor(config, listener).run())
     except EngineFailed as failure:
         if failure.user_error:
             raise UserError(str(failure)) from None
@@ -61,7 +58,6 @@ def serve(config: ServerConfig) -> int:
         return 1
     finally:
         listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,11 +87,10 @@ def bind(host: str, port: int) -> socket.socket:
 class Supervisor:
     """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, folder: Path):
+    def __init__(self, config: ServerConfig, listener: socket.socket):
         self.config = config
         self.listener = listener
-        self.folder = folder
-        self.engine = Engine(config, folder)
+        self.engine = Engine(config)
         self.service = Service(config, self.engine)
         self._told_to_stop = asyncio.Event()
 
@@ -125,9 +120,8 @@ class Supervisor:
             life.cancel()
             http.should_exit = True
             await asyncio.wait({serving})
-            await self.engine.stop()
+            self.engine.stop()
             await asyncio.wait({engine})
-            self.engine.close()
 
     async def _live(self) -> None:
         """Load, announce, wait for a signal, drain."""
@@ -143,16 +137,13 @@ class Supervisor:
 
     async def _load(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
-        seconds = self.config.startup_timeout
-        try:
-            await asyncio.wait_for(self.engine.started.wait(), seconds)
-        except TimeoutError:
-            raise UserError(f"the engine did not load within --startup-timeout {seconds:g} s") from None
+        await self.engine.started.wait()
         self.service.open(tokenizer)
 
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
         self.service.draining = True
+        self.engine.leaving()
         if self.service.num_active:
             log.info("waiting for %d requests to finish", self.service.num_active)
         try:
@@ -163,8 +154,7 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if self._told_to_stop.is_set():
-            self.engine.kill()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.engine.end_at_once()
             os._exit(128 + number)
         self._told_to_stop.set()
 

@@ -65,6 +65,8 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.tokenizer is None:
             raise unavailable("the model is loading", "loading")
+        if not self.engine.serving:
+            raise unavailable(f"restarting: {self.engine.last_failure}", "restarting")
         return self.tokenizer
 
     def check_model(self, name: str | None) -> None:
@@ -138,16 +140,11 @@ class Service:
             "config": self.config.describe(),
             "plan": ready.info.get("plan") if ready else None,
             "engine": ready.info if ready else None,
-            "ranks": self._describe_ranks(),
+            "restarts": self.engine.restarts,
+            "last_failure": str(self.engine.last_failure) if self.engine.last_failure else None,
+            "ranks": self.engine.describe_ranks(),
             "seconds_since_report": round(time.monotonic() - self.engine.heard, 3),
         }
-
-    def _describe_ranks(self) -> list[dict[str, Any]]:
-        """All counters of each rank but the experts', which /metrics has."""
-        if not self.engine.stats:
-            return [{"rank": 0, "pid": self.engine.pid, "state": "loading", "steps": 0}]
-        ranks = [msgspec.structs.asdict(self.engine.stats[rank]) for rank in sorted(self.engine.stats)]
-        return [{name: value for name, value in rank.items() if name != "expert_tokens"} for rank in ranks]
 
     @property
     def state(self) -> str:
@@ -155,7 +152,9 @@ class Service:
             return "failed"
         if self.draining:
             return "draining"
-        return "loading" if self.tokenizer is None else "ready"
+        if self.tokenizer is None:
+            return "loading"
+        return "ready" if self.engine.serving else "restarting"
 
     def release(self, generation: Generation) -> None:
         """The request has been answered or its client has left; harmless when repeated."""
