@@ -6,11 +6,11 @@ reciprocal scales), this is the form it is brought into, once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from turnout.formats.packed import PackedTensor
+from turnout.formats.packed import PackedTensor, equal_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +56,22 @@ class ExpertWeights:
         if self.input_scales is not None:
             extra += [self.input_scales.w13, self.input_scales.w2]
         return self.w13.nbytes + self.w2.nbytes + sum(t.nbytes for t in extra if t is not None)
+
+
+def shard(experts: ExpertWeights, index: int, count: int) -> ExpertWeights:
+    """Part `index` of `count` of every expert's intermediate dimension; the outputs of all parts sum up.
+
+    w13 keeps these rows of gate and of up, w2 these columns, b13 as w13. b2 and the input scales stay whole:
+    a bias of the sum must be added by one part alone. Weights are copied, so that the whole may be freed.
+    Raises ValueError where a part would cut through a group of weights that share a scale.
+    """
+    if count == 1:
+        return experts
+    stacked = experts.w13.shape[-2] // experts.w2.shape[-1]  # gate and up, where gated
+    b13 = experts.b13
+    return replace(
+        experts,
+        w13=experts.w13.row_part(index, count, stacked=stacked),
+        w2=experts.w2.column_part(index, count),
+        b13=None if b13 is None else equal_part(b13, -1, index, count, stacked=stacked),
+    )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 FORMATS = ("bf16", "fp8", "nvfp4", "mxfp4")
+GROUP_COLUMNS = {"bf16": 1, "fp8": 128, "nvfp4": 16, "mxfp4": 32}  # that share a scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,33 @@ class PackedTensor:
             global_scale=None if self.global_scale is None else self.global_scale.to(device),
         )
 
+    def row_part(self, index: int, count: int, *, stacked: int = 1) -> PackedTensor:
+        """Part `index` of `count` of the rows of each of `stacked` matrices, in storage of its own.
+
+        [..., N, K] -> [..., N / count, K]. Raises ValueError where equal parts would cut through rows that
+        share a scale.
+        """
+        unit = self.block_rows if self.format == "fp8" else 1
+        return self._part(-2, stacked, index, count, unit)
+
+    def column_part(self, index: int, count: int) -> PackedTensor:
+        """[..., N, K] -> [..., N, K / count]; otherwise as `row_part`."""
+        return self._part(-1, 1, index, count, GROUP_COLUMNS[self.format])
+
+    def _part(self, dim: int, stacked: int, index: int, count: int, unit: int) -> PackedTensor:
+        if self.shape[dim] % (stacked * count * unit):
+            what = "rows" if dim == -2 else "columns"
+            each = f" of {stacked} stacked matrices" if stacked > 1 else ""
+            raise ValueError(
+                f"{self.format} weights {list(self.shape)}: {what}{each} in {count} equal parts are no "
+                f"multiple of {unit}"
+            )
+        return replace(
+            self,
+            data=equal_part(self.data, dim, index, count, stacked=stacked),
+            scale=None if self.scale is None else equal_part(self.scale, dim, index, count, stacked=stacked),
+        )
+
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Plain weights `[..., N, K]` in `dtype`, computed in float32 and rounded once."""
         from turnout.formats import fp8, mxfp4, nvfp4
@@ -86,3 +114,9 @@ class PackedTensor:
             return mxfp4.decode(self.data, self.scale).to(dtype)
         assert self.global_scale is not None, "nvfp4 weights carry a global scale"
         return nvfp4.decode(self.data, self.scale, self.global_scale).to(dtype)
+
+
+def equal_part(x: Tensor, dim: int, index: int, count: int, *, stacked: int = 1) -> Tensor:
+    """Part `index` of `count` of each of `stacked` runs of dimension `dim` < 0: a contiguous copy."""
+    parts = x.unflatten(dim, (stacked, count, -1)).select(dim - 1, index)
+    return parts.clone(memory_format=torch.contiguous_format).flatten(dim - 1, dim)
