@@ -1,0 +1,153 @@
+"""Ranks that step together answer as one rank does, whoever has work when: random schedules of arrivals,
+lengths, aborts and rests over a real model with its experts spread over four processes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.cluster import Cluster, SingleRank
+from tests.ranks import Pools
+from tests.tiny import write_model
+
+SCHEDULES = 300
+LONGEST, LONG = 8, 40  # tokens of an answer in the schedules, and of one that others join
+DEADLINE = 30  # seconds for one schedule, which takes a quarter of one
+TINY = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32}
+DATA_PARALLEL = {"dp_size": 4, "ep_size": 4}
+PAIRS = {"dp_size": 2, "ep_size": 4}  # two ranks share the requests of each group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, **TINY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(model: Path) -> SingleRank:
+    return SingleRank(model, LONG)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of one token, of several chunks, of a whole step and more, and some that share a beginning."""
+    draw = random.Random(0)
+    lengths = [1, 2, 3, 5, 8, 12, 15, 16, 17, 24, 31, 32, 33, 40]
+    found = [[draw.randrange(250) for _ in range(length)] for length in lengths]
+    return found + [[*found[-1][:20], draw.randrange(250)] for _ in range(4)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+class Random:
+    """Schedules drawn from a seed, run one after the other on the same cluster."""
+
+    def __init__(self, cluster: Cluster, single: SingleRank, prompts: list[list[int]], lag: float = 0):
+        self.cluster, self.single, self.prompts, self.lag = cluster, single, prompts, lag
+        self.aborted = 0
+
+    def run(self, seed: int) -> None:
+        """Requests come and go; then all that were not aborted must have the single rank's answers."""
+        draw = random.Random(seed)
+        crowd = draw.choice([1, 2, 3, 6])
+        groups = draw.sample(range(self.cluster.config.dp_size), draw.randint(1, self.cluster.config.dp_size))
+        expected: dict[str, list[int]] = {}
+        for number in range(crowd):
+            id, prompt = f"{seed}.{number}", draw.choice(self.prompts)
+            tokens = draw.randint(1, LONGEST)
+            expected[id] = self.single.answer(prompt, tokens)
+            lag = draw.random() * self.lag
+            self.cluster.add(id, prompt, dp_rank=draw.choice(groups), lag=lag, max_tokens=tokens)
+            if draw.random() < 0.5:  # the next one comes while this one is computed, or after it
+                time.sleep(draw.random() * 0.03)
+                self.cluster.listen()
+            if draw.random() < 0.15:
+                self.cluster.abort(draw.choice(list(expected)), lag)
+        self.cluster.wait(expected, DEADLINE)
+        for id, tokens in expected.items():
+            self.check(id, tokens)
+
+    def check(self, id: str, expected: list[int]) -> None:
+        output = self.cluster.outputs[id]
+        if output.finish_reason == "abort":
+            self.aborted += 1
+            assert output.token_ids == expected[: len(output.token_ids)], id
+        else:
+            assert (output.token_ids, output.error) == (expected, None), id
+
+
+def assert_all_is_free(cluster: Cluster) -> None:
+    """Every rank has nothing left of any request, and all computed the same steps."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:  # each reports once a second
+        cluster.listen(0.1)
+        counts = {stats.steps for stats in cluster.stats.values()}
+        if len(cluster.stats) == cluster.config.tp_size and len(counts) == 1:
+            break
+    assert len(counts) == 1, cluster.stats
+    for stats in cluster.stats.values():
+        assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
+
+
+def test_random_schedules_answer_as_one_rank(
+    ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
+):
+    with Cluster(ranks(4), folder, model, timeout=SCHEDULES, **DATA_PARALLEL) as cluster:
+        schedules = Random(cluster, single, prompts)
+        for seed in range(SCHEDULES):
+            schedules.run(seed)
+        assert_all_is_free(cluster)
+        assert schedules.aborted > SCHEDULES // 20
+        assert all(stats.idle_steps for stats in cluster.stats.values())
+
+
+@pytest.fixture
+def cluster(ranks: Pools, folder: Path, model: Path) -> Iterator[Cluster]:
+    with Cluster(ranks(4), folder, model, **DATA_PARALLEL) as cluster:
+        yield cluster
+
+
+def test_one_request_among_idle_ranks(cluster: Cluster, single: SingleRank, prompts: list[list[int]]):
+    for rank in range(4):
+        cluster.add(f"of {rank}", prompts[-1], dp_rank=rank, max_tokens=LONGEST)
+        cluster.wait([f"of {rank}"])
+        assert cluster.outputs[f"of {rank}"].token_ids == single.answer(prompts[-1], LONGEST)
+    assert_all_is_free(cluster)
+    for stats in cluster.stats.values():
+        assert 0 < stats.idle_steps < stats.steps
+
+
+def test_a_rank_joins_while_another_decodes(cluster: Cluster, single: SingleRank, prompts: list[list[int]]):
+    cluster.add("first", prompts[2], dp_rank=1, max_tokens=LONG)
+    while "first" not in cluster.outputs:
+        cluster.listen(0.1)
+    cluster.add("second", prompts[-2], dp_rank=3, max_tokens=LONGEST)
+    cluster.wait(["first", "second"])
+    assert cluster.outputs["first"].token_ids == single.answer(prompts[2], LONG)
+    assert cluster.outputs["second"].token_ids == single.answer(prompts[-2], LONGEST)
+    assert_all_is_free(cluster)
+    assert cluster.stats[3].steps == LONG  # what the first needs alone: the second had no step of its own
+    assert cluster.stats[1].idle_steps == 0 < cluster.stats[3].idle_steps
+
+
+def test_the_only_request_is_aborted(cluster: Cluster, single: SingleRank, prompts: list[list[int]]):
+    cluster.add("gone", prompts[3], dp_rank=2, max_tokens=400, ignore_eos=True)
+    while "gone" not in cluster.outputs:
+        cluster.listen(0.1)
+    cluster.abort("gone")
+    cluster.wait(["gone"], 5)
+    assert cluster.outputs["gone"].finish_reason == "abort"
+    assert_all_is_free(cluster)
+    cluster.add("next", prompts[4], dp_rank=0, max_tokens=LONGEST)
+    cluster.wait(["next"])
+    assert cluster.outputs["next"].token_ids == single.answer(prompts[4], LONGEST)
