@@ -111,6 +111,25 @@ def plan(
 
 @app.command()
 @with_config(Config)
+def verify(
+    model: ModelArg,
+    layers: Annotated[
+        str,
+        typer.Option(help="MoE layers to check: first, all, or indices (0,3); default: the first and last"),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="of the text that layers are given")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    *,
+    config: Config,
+) -> None:
+    """Compare every allowed backend with the reference, on this machine, with these weights."""
+    from turnout.engine.verify import verify as run
+
+    raise typer.Exit(run(config, layers=layers, seed=seed, as_json=as_json))
+
+
+@app.command()
+@with_config(Config)
 def generate(
     model: ModelArg,
     prompt: Annotated[
