@@ -1,0 +1,251 @@
+"""The layer between ranks: one case per (dispatcher, formats, arrangement), run by `run` on every rank.
+
+Every rank draws the whole layer and everyone's tokens from the same seeds, takes its part of both, and
+compares what the layer gives it with the float32 reference over all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tests.moe.bounds import BOUNDS, relative_error
+from tests.moe.build import MAX_TOKENS, expert_slice, make_experts, make_spec
+from tests.ranks import Rank
+from turnout.formats import fp8, nvfp4
+from turnout.formats.experts import ExpertWeights, InputScales, shard
+from turnout.moe import MoELayer, plan
+from turnout.moe.batch import TokensBatch
+from turnout.moe.budget import Budget
+from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.reference import experts_reference
+from turnout.moe.routing import route
+from turnout.moe.runners.torch import TorchRunner
+from turnout.moe.spec import MoESpec
+from turnout.parallel import hardware
+from turnout.parallel.topology import Topology
+
+DISPATCHERS = ("none", "collective", "collective-experts")
+COUNTS = (0, MAX_TOKENS, 3, 17, 1)  # by data-parallel rank, in turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`dp`, `ep` and the number of ranks arrange the layer; `wire` is how tokens are asked to travel.
+
+    skewed: every token chooses experts of the last EP rank.
+    """
+
+    dispatcher: str
+    world: int
+    ep: int
+    dp: int
+    weights: str = "bf16"
+    wire: str = "bf16"
+    activation_format: str = "bf16"
+    skewed: bool = False
+    device: str = "cpu"
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def moves(self) -> bool:
+        """Whether tokens travel at all."""
+        return self.dispatcher != "none" or self.dp > 1
+
+    @property
+    def spec(self) -> MoESpec:
+        # 256: shards of 128, which every format can be cut into. Biases, to be added once each.
+        return make_spec("swiglu", self.weights, intermediate_size=256)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(tp_size=self.world, dp_size=self.dp, ep_size=self.ep, enable_dp_attention=self.dp > 1)
+
+    def batches(self) -> list[list[int]]:
+        """Tokens by data-parallel rank: smallest, then largest; idle beside busy; one; none at all."""
+        cycled = [[COUNTS[(i + j) % len(COUNTS)] for i in range(self.dp)] for j in range(len(COUNTS))]
+        return [[1] + [0] * (self.dp - 1), [MAX_TOKENS] * self.dp, *cycled, [0] * self.dp]
+
+    def quick(self) -> list[list[int]]:
+        return [self.batches()[i] for i in (0, 1, 4)]
+
+
+def cases(dispatcher: str, ep: int, tp: int) -> Iterator[Case]:
+    """Everything that varies for one dispatcher on ep x tp ranks; formats with all groups apart."""
+    world = ep * tp
+    for dp in (d for d in range(1, world + 1) if world % d == 0):
+        yield Case(dispatcher=dispatcher, world=world, ep=ep, dp=dp)
+    apart = Case(dispatcher=dispatcher, world=world, ep=ep, dp=world)
+    yield replace(apart, skewed=True)
+    for weights in ("fp8", "nvfp4", "mxfp4"):
+        yield replace(apart, weights=weights)
+    yield replace(apart, weights="nvfp4", activation_format="nvfp4")
+    if apart.moves:
+        yield replace(apart, weights="mxfp4", wire="fp8")
+        yield replace(apart, weights="nvfp4", wire="nvfp4")
+        yield replace(apart, weights="nvfp4", activation_format="nvfp4", wire="nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One batch on one rank: error against the reference, and whether a repetition gave the same bits."""
+
+    case: Case
+    phase: str
+    tokens: Sequence[int]
+    error: float
+    bound: float
+    repeats: bool
+    rows: int  # the most the runner was given
+    planned: int
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.bound and self.repeats and self.rows <= self.planned
+
+
+class Watched:
+    """The torch runner, and how many rows it was given at most."""
+
+    def __init__(self, spec: MoESpec, chosen: MoEPlan, device: torch.device) -> None:
+        self._runner, self.rows = TorchRunner(spec, chosen, device), 0
+        self.prepare, self.update = self._runner.prepare, self._runner.update
+
+    def __call__(self, batch):
+        rows = len(batch.topk_ids) if isinstance(batch, TokensBatch) else batch.hidden.data.shape[1]
+        self.rows = max(self.rows, rows)
+        return self._runner(batch)
+
+
+def run(rank: Rank, some: Sequence[Case], thorough: bool = True) -> list[Finding]:
+    torch.manual_seed(0)
+    found = []
+    for case in some:
+        whole = case.weights == "bf16" and thorough
+        found += run_case(rank, case, case.batches() if whole else case.quick())
+    return found
+
+
+def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[Finding]:
+    groups = rank.groups(case.device, dp_size=case.dp, ep_size=case.ep)
+    topology, spec = groups.topology, case.spec
+    device = torch.device(case.device, rank.number) if case.device == "cuda" else torch.device("cpu")
+    dtype = getattr(torch, case.compute_dtype)
+    chosen = planned(case, topology)
+    experts, router_weight, router_bias = parameters(case)
+    runner = Watched(spec, chosen, device)
+    shared = topology.tp_size if chosen.shared_expert == "sharded" else 1
+    layer = MoELayer(
+        spec,
+        chosen,
+        router_weight=router_weight.to(device),
+        router_bias=router_bias.to(device),
+        experts=held(experts, topology),
+        shared_expert=lambda x_TH: x_TH * (0.5 / shared),
+        groups=groups,
+        runner=runner,
+    )
+    found = []
+    for phase in ("prefill", "decode"):
+        for tokens in batches:
+            x_TH = inputs(tokens[topology.dp_rank], topology.dp_rank).to(dtype)
+            runner.rows = 0
+            y_TH, again_TH = (layer(x_TH.to(device), phase, tokens).cpu() for _ in range(2))
+            ref_TH = reference(case, chosen, topology, x_TH)
+            assert y_TH.dtype == dtype
+            found.append(
+                Finding(
+                    case=case,
+                    phase=phase,
+                    tokens=tokens,
+                    error=relative_error(y_TH, ref_TH),
+                    bound=BOUNDS[case.activation_format, case.compute_dtype],
+                    repeats=torch.equal(y_TH, again_TH),
+                    rows=runner.rows,
+                    planned=chosen.phase(phase).max_tokens,
+                )
+            )
+    return found
+
+
+def planned(case: Case, topology: Topology) -> MoEPlan:
+    """The planner's own plan, so that what it says about sums, shared experts and bounds is tried too."""
+    budget = Budget.from_limits(
+        chunked_prefill_size=MAX_TOKENS,
+        max_prefill_tokens=MAX_TOKENS,
+        max_running_requests=MAX_TOKENS,
+        dp_size=case.dp,
+    )
+    return plan(
+        case.spec,
+        topology=topology,
+        budget=budget,
+        hardware=hardware.named("cpu" if case.device == "cpu" else "h200"),
+        wishes=Wishes(
+            runner="torch",
+            dispatcher=case.dispatcher,
+            dispatch_format=case.wire if case.moves else "auto",
+            activation_format=case.activation_format,
+        ),
+        compute_dtype=case.compute_dtype,
+    )
+
+
+def parameters(case: Case) -> tuple[ExpertWeights, Tensor, Tensor]:
+    """All experts, router weight [E, H], router bias [E]."""
+    draw = torch.Generator().manual_seed(9)
+    E, held_by_one = case.spec.num_experts, case.spec.num_experts // case.ep
+    bias_E = torch.zeros(E)
+    if case.skewed:
+        bias_E[-held_by_one:] = 1000
+    return _experts(case.weights), torch.randn(E, case.spec.hidden_size, generator=draw), bias_E
+
+
+@lru_cache(maxsize=2)
+def _experts(weights: str) -> ExpertWeights:
+    return make_experts(Case(dispatcher="none", world=1, ep=1, dp=1, weights=weights).spec)
+
+
+def held(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+    """This rank's shards of its slice of the experts."""
+    span = topology.expert_range(experts.num_experts)
+    return shard(expert_slice(experts, span.start, len(span)), topology.expert_tp_rank, topology.expert_tp)
+
+
+def inputs(tokens: int, dp_rank: int) -> Tensor:
+    return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(100 + dp_rank))
+
+
+def reference(case: Case, chosen: MoEPlan, topology: Topology, x_TH: Tensor) -> Tensor:
+    """float32 [T, H]: all experts on the hidden states as the wire leaves them, plus the shared expert."""
+    spec = case.spec
+    experts, router_weight, router_bias = parameters(case)
+    logits_TE = torch.nn.functional.linear(x_TH.float(), router_weight, router_bias)
+    ids_TK, weights_TK = route(logits_TE, spec.routing, spec.top_k)
+    scales, wired_TH = experts.input_scales, x_TH.float()
+    if case.wire == "fp8":
+        wired_TH = fp8.decode_activation(*fp8.encode_activation(wired_TH))
+    if case.wire == "nvfp4":
+        wired_TH = nvfp4.fake_quantize(wired_TH, scales.w13.max())
+        # What was quantised for all experts is not quantised again for each.
+        scales = InputScales(w13=scales.w13.max().expand_as(scales.w13), w2=scales.w2)
+    count = spec.num_experts // topology.ep_size
+    out_TH = torch.zeros_like(wired_TH)
+    for first in range(0, spec.num_experts, count):  # scales may be those of one rank's experts
+        out_TH += experts_reference(
+            wired_TH,
+            ids_TK,
+            weights_TK,
+            replace(expert_slice(experts, first, count), input_scales=scales),
+            spec.activation,
+            activation_format=case.activation_format,
+            scale_per_expert=chosen.prefill.layout == "experts",
+        )
+    return out_TH + 0.5 * x_TH.float()

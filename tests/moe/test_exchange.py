@@ -1,0 +1,139 @@
+"""The layer between ranks, through every dispatcher, in every format and arrangement, against the reference.
+
+Sizes of 1 to 8 ranks on gloo; all cases of one arrangement run in one pool. tests/moe/exchange.py has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.moe.bounds import relative_error
+from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_spec
+from tests.moe.exchange import DISPATCHERS, cases, held, inputs, run
+from tests.ranks import Pools, Rank
+from turnout.moe.budget import token_bytes
+from turnout.moe.reference import experts_reference
+from turnout.moe.wire import Wire
+from turnout.parallel.groups import ALONE
+from turnout.registry import DISPATCHERS as REGISTRY
+from turnout.registry import RUNNERS
+
+ARRANGEMENTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2)]
+LAYOUTS = {name: REGISTRY.get(name).capability.layout for name in DISPATCHERS}
+
+
+@pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
+    some = list(cases(dispatcher, ep, tp))
+    found = [finding for own in ranks(ep * tp).run(run, some, ep * tp < 8) for finding in own]
+    assert len(found) >= 2 * 3 * len(some)
+    bad = [finding for finding in found if not finding.good]
+    assert not bad, "\n".join(map(str, bad[:5]))
+    assert {finding.case for finding in found} == set(some)
+
+
+def built(rank: Rank, dispatcher: str):
+    """A dispatcher and a runner with this rank's experts, of a small layer over all ranks."""
+    groups, spec = rank.groups(dp_size=rank.size, ep_size=rank.size), make_spec("swiglu")
+    topology = groups.topology
+    span = topology.expert_range(spec.num_experts)
+    chosen = make_plan(
+        spec, dispatcher=dispatcher, layout=LAYOUTS[dispatcher], first=span.start, count=len(span)
+    )
+    runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
+    runner.prepare(held(make_experts(spec), topology))
+    return REGISTRY.get(dispatcher)(spec, chosen, "decode", groups, torch.device("cpu")), runner
+
+
+def padded(rank: Rank, dispatcher: str) -> None:
+    """Rows of padding hold anything; among the others, between them, or alone on a rank."""
+    sends, runner = built(rank, dispatcher)
+    experts, tokens = make_experts(make_spec("swiglu")), [5, 3, 0, 2][: rank.size]
+    for paddings in ((), (0, 2), range(5)):
+        x_TH = inputs(tokens[rank.number], rank.number)
+        ids_TK = torch.randint(0, 8, (len(x_TH), 2), dtype=torch.int32)
+        ids_TK[:, 1] = (ids_TK[:, 0] + 1 + rank.number) % 8
+        weights_TK = torch.rand(len(x_TH), 2)
+        gone = [row for row in paddings if row < len(x_TH) and rank.number < 2]
+        x_TH[gone], ids_TK[gone], weights_TK[gone] = torch.nan, -1, 0
+        batch, state = sends.dispatch(x_TH, ids_TK, weights_TK, tokens)
+        y_TH = sends.combine(runner(batch), state)
+        ref_TH = experts_reference(
+            x_TH.nan_to_num(), ids_TK, weights_TK, experts, make_spec("swiglu").activation
+        )
+        assert relative_error(y_TH, ref_TH) < 1e-5
+        assert not y_TH[gone].any()
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_padding_comes_out_as_zero(ranks: Pools, dispatcher):
+    ranks(4).run(padded, dispatcher)
+
+
+def received(rank: Rank) -> tuple[list[list[float]], list[list[int]]]:
+    """What arrives where rank 0 holds experts 0 to 3 and rank 1 the others."""
+    sends, _ = built(rank, "collective")
+    ids_TK = torch.tensor([[0, 1], [3, 4], [6, 5], [-1, -1]], dtype=torch.int32)
+    x_TH = torch.arange(4.0).unsqueeze(1).expand(4, 128) + 10 * rank.number
+    batch, _ = sends.dispatch(x_TH, ids_TK, torch.ones(4, 2), (4, 4))
+    return batch.hidden.data[:, 0].tolist(), batch.topk_ids.tolist()
+
+
+def test_a_token_goes_once_to_each_rank_it_needs(ranks: Pools):
+    first, second = ranks(2).run(received)
+    assert first == ([0, 1, 10, 11], 2 * [[0, 1], [3, 4]])
+    assert second == ([1, 2, 11, 12], 2 * [[3, 4], [6, 5]])
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_rows_arrive_as_they_were_packed(format, dtype, top_k):
+    spec = make_spec(top_k=top_k)
+    chosen = make_plan(spec, compute_dtype=dtype)
+    chosen = replace(chosen, decode=replace(chosen.decode, wire_format=format))
+    wire = Wire(spec, chosen, "decode", torch.device("cpu"), torch.tensor(0.01))
+    x_TH = torch.randn(5, spec.hidden_size).to(getattr(torch, dtype))
+    ids_TK = torch.randint(0, 8, (5, top_k), dtype=torch.int32)
+    weights_TK = torch.rand(5, top_k)
+    rows_TW = wire.pack(x_TH, ids_TK, weights_TK, 7)
+    assert rows_TW.nbytes == 7 * wire.row_bytes
+    itemsize = x_TH.itemsize
+    payload = token_bytes(format, spec.hidden_size, itemsize=itemsize) + 8 * top_k
+    assert payload <= wire.row_bytes < payload + 4 * 8  # parts begin at words
+    batch, sent = wire.unpack(rows_TW), wire.encode(x_TH)
+    assert batch.topk_ids.tolist() == [*ids_TK.tolist(), [-1] * top_k, [-1] * top_k]
+    assert torch.equal(batch.topk_weights, torch.cat((weights_TK, torch.zeros(2, top_k))))
+    assert (batch.hidden.format, batch.hidden.data.dtype) == (format, sent.data.dtype)
+    for got, want in ((batch.hidden.data, sent.data), (batch.hidden.scale, sent.scale)):
+        assert (got is None) == (want is None)
+        if want is not None:
+            assert torch.equal(got[:5].float(), want.float())
+            assert not got[5:].float().any()
+
+
+def test_nvfp4_on_the_wire_needs_a_scale():
+    spec = make_spec()
+    chosen = make_plan(spec)
+    chosen = replace(chosen, decode=replace(chosen.decode, wire_format="nvfp4"))
+    with pytest.raises(ValueError, match="input scales"):
+        Wire(spec, chosen, "decode", torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_single_rank_needs_no_process_group(dispatcher):
+    spec, experts = make_spec("swiglu"), make_experts(make_spec("swiglu"))
+    chosen = make_plan(spec, dispatcher=dispatcher, layout=LAYOUTS[dispatcher])
+    runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
+    runner.prepare(experts)
+    sends = REGISTRY.get(dispatcher)(spec, chosen, "prefill", ALONE, torch.device("cpu"))
+    for tokens in (0, 1, MAX_TOKENS):
+        x_TH = inputs(tokens, 0)
+        ids_TK = torch.arange(2 * tokens, dtype=torch.int32).view(-1, 2) % 8
+        batch, state = sends.dispatch(x_TH, ids_TK, torch.ones(tokens, 2), (tokens,))
+        ref_TH = experts_reference(x_TH, ids_TK, torch.ones(tokens, 2), experts, spec.activation)
+        assert relative_error(sends.combine(runner(batch), state), ref_TH) < 1e-5
