@@ -9,6 +9,7 @@ vLLM's spelling is an alias where it means the same. Torch-free.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import types
 import typing
@@ -152,6 +153,36 @@ def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = No
             values[name] = _parse(f, raw, f"TURNOUT_{name.upper()}")
     values |= {name: value for name, value in flags.items() if value is not None}
     return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """This process as one of several ranks that a launcher started.
+
+    init_method: where they meet, see `parallel.groups.connect`
+    folder:      of the launcher's files, for a rank to remove if the launcher dies; none under torchrun
+    lifeline:    a descriptor that ends when the launcher dies; -1 under torchrun
+    """
+
+    rank: int
+    size: int
+    ranks_per_node: int
+    init_method: str = "env://"
+    folder: str = ""
+    lifeline: int = -1
+
+
+LAUNCHER_VARIABLE = "TURNOUT_LAUNCHER"  # what our launcher says beyond torchrun's variables, in JSON
+
+
+def launched() -> Launched | None:
+    """What torchrun, or `engine.launch` in the same way, says of this process; None for one alone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    ours = json.loads(os.environ.get(LAUNCHER_VARIABLE, "{}"))
+    size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
 
 
 def field_type(cls: type, name: str) -> type:
