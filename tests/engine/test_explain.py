@@ -29,6 +29,13 @@ def run(config, *, hardware=None, as_json=False):
     return code, out.getvalue()
 
 
+def cells(text, title="What runs"):
+    """The rows of the table under `title`, by their first cell; those of "Ranks" hold it too."""
+    table = text.partition(f"{title} ")[2].partition("└")[0]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    return {row[0]: row if title == "Ranks" else row[1:] for row in rows}
+
+
 def command(*arguments):
     run = [sys.executable, "-m", "turnout.cli", "plan", *arguments]
     return subprocess.run(run, capture_output=True, text=True, check=False)
@@ -67,8 +74,25 @@ def test_candidates_refused_are_shown_with_remedies(model):
 def test_several_ranks_are_explained(model):
     code, text = run(model(QWEN3_30B, tp_size=8, ep_size=4), hardware="h200")
     assert code == 0
-    assert "4 expert-parallel group(s) of 2 rank(s)" in text
-    assert "serves on one" in text
+    assert "1 data-parallel group(s) of 8 for attention, 4 expert-parallel slice(s) of 2 for experts" in text
+    rows = cells(text)
+    assert rows["sum over ranks owed by"] == ["the layer", "the layer"]
+    assert rows["tokens travel in"] == ["nothing travels", "nothing travels"]
+    assert ["5", "0", "group 0, part 5 of 8", "64..95, part 1 of 2"] in cells(text, "Ranks").values()
+    assert "shared expert" not in rows
+
+
+def test_data_parallel_ranks_are_explained(model):
+    flags = {"tp_size": 4, "dp_size": 2, "ep_size": 4, "enable_dp_attention": True}
+    _, text = run(model(QWEN3_30B, max_dispatch_tokens_per_rank=3000, **flags), hardware="h200")
+    assert "2 data-parallel group(s) of 2 for attention, 4 expert-parallel slice(s) of 1 for experts" in text
+    assert cells(text)["sum over ranks owed by"] == ["the dispatcher", "the dispatcher"]
+    assert cells(text)["tokens travel in"] == ["bfloat16", "bfloat16"]
+    assert ["3", "0", "group 1, part 1 of 2", "96..127"] in cells(text, "Ranks").values()
+    bounds = cells(text, "Token bounds per rank")
+    assert bounds["gathered over data-parallel groups"] == ["4,096"]
+    assert bounds["all-to-all capacity"] == ["3,000"]
+    assert bounds["received through an all-to-all"] == ["6,000"]
 
 
 def test_json_is_the_whole_plan(model):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
-from turnout.engine.memory import MemoryTable, memory_table, share_host
+from turnout.engine.memory import MemoryTable, Rank, memory_table, share_host
 from turnout.engine.placement import arrange, attention_refusals, host_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.models import describe
@@ -118,22 +119,30 @@ def decide(
         *attention_refusals(description, topology),
     ]
     budget = _budget(config, topology, hardware, dtype)
+    replan = partial(
+        plan,
+        description.moe,
+        topology=topology,
+        hardware=hardware,
+        wishes=_wishes(config),
+        compute_dtype=dtype,
+        num_layers=len(description.moe_layers),
+        stored_itemsize=model.stored_itemsize,
+    )
     try:
-        moe = plan(
-            description.moe,
-            topology=topology,
-            budget=budget,
-            hardware=hardware,
-            wishes=_wishes(config),
-            compute_dtype=dtype,
-            num_layers=len(description.moe_layers),
-            stored_itemsize=model.stored_itemsize,
-        )
+        moe = replan(budget=budget)
     except PlanRefused as error:
         raise PlanRefused(error.headline, [*found, *error.refusals]) from None
     if found:
         raise PlanRefused("the configuration cannot run", found)
-    memory, num_pages, max_context = memory_table(config, description, topology, hardware, dtype, budget, moe)
+    rank = Rank(
+        config=config,
+        description=description,
+        topology=topology,
+        hardware=hardware,
+        compute_dtype=dtype,
+    )
+    memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
     return Blueprint(
         config=config,
         folder=model.folder,

@@ -11,12 +11,20 @@ all running requests could use.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from turnout.config import Config
 from turnout.errors import PlanRefused, Refusal
 from turnout.models.interface import ModelDescription
-from turnout.moe.budget import ITEMSIZE, Budget, gigabytes, kv_bytes_per_token, logits_bytes
+from turnout.moe.budget import (
+    ITEMSIZE,
+    Budget,
+    fewer_tokens,
+    gigabytes,
+    kv_bytes_per_token,
+    logits_bytes,
+)
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -48,40 +56,56 @@ def share_host(hardware: Hardware, topology: Topology) -> Hardware:
     return dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes // topology.ranks_per_node)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank before its MoE backends are chosen. hardware: its share of the host's."""
+
+    config: Config
+    description: ModelDescription
+    topology: Topology
+    hardware: Hardware
+    compute_dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        shape = self.description.shape
+        return self.config.page_size * kv_bytes_per_token(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            attention_tp=self.topology.attention_tp,
+            itemsize=ITEMSIZE[self.compute_dtype],
+        )
+
+    def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
+        """All but the KV cache."""
+        config, description = self.config, self.description
+        rows = config.max_running_requests * budget.tokens_per_request
+        return MemoryTable(
+            dense=dense_parameters(description, self.topology, moe) * ITEMSIZE[self.compute_dtype],
+            experts=moe.weight_bytes * len(description.moe_layers),
+            kv=0,
+            workspace=moe.workspace_bytes,
+            dispatch=moe.dispatch_bytes,
+            logits=logits_bytes(rows, description.shape.vocab_size),
+            available=int(self.hardware.memory_bytes * config.mem_fraction_static),
+        )
+
+
 def memory_table(
-    config: Config,
-    description: ModelDescription,
-    topology: Topology,
-    hardware: Hardware,
-    dtype: str,
-    budget: Budget,
-    moe: MoEPlan,
+    rank: Rank, budget: Budget, moe: MoEPlan, replan: Callable[[Budget], MoEPlan]
 ) -> tuple[MemoryTable, int, int]:
-    """(bytes per rank, KV pages, longest context). Raises PlanRefused if they do not fit."""
-    shape = description.shape
-    memory = MemoryTable(
-        dense=dense_parameters(description, topology, moe) * ITEMSIZE[dtype],
-        experts=moe.weight_bytes * len(description.moe_layers),
-        kv=0,
-        workspace=moe.workspace_bytes,
-        dispatch=moe.dispatch_bytes,
-        logits=logits_bytes(config.max_running_requests * budget.tokens_per_request, shape.vocab_size),
-        available=int(hardware.memory_bytes * config.mem_fraction_static),
-    )
-    page_bytes = config.page_size * kv_bytes_per_token(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        attention_tp=topology.attention_tp,
-        itemsize=ITEMSIZE[dtype],
-    )
-    longest = config.context_length or shape.max_position_embeddings
+    """(bytes per rank, KV pages, longest context). Raises PlanRefused if they do not fit.
+
+    replan: `moe` for another budget; raises PlanRefused if there is none.
+    """
+    config, page_bytes = rank.config, rank.page_bytes
+    memory = rank.without_kv(budget, moe)
+    longest = config.context_length or rank.description.shape.max_position_embeddings
     room = (memory.available - memory.total) // page_bytes
     if room < 1:
-        raise PlanRefused(
-            "the model does not fit in memory", [_too_large(config, memory, hardware, page_bytes)]
-        )
-    pages = _pages(config, hardware, longest, page_bytes, room)
+        raise PlanRefused("the model does not fit in memory", [_too_large(rank, memory, budget, replan)])
+    pages = _pages(config, rank.hardware, longest, page_bytes, room)
     refusals = _kv_refusals(config, pages, room, page_bytes)
     if refusals:
         raise PlanRefused("the KV cache does not fit", refusals)
@@ -147,7 +171,17 @@ def _kv_refusals(config: Config, pages: int, room: int, page_bytes: int) -> list
     return found
 
 
-def _too_large(config: Config, memory: MemoryTable, hardware: Hardware, page_bytes: int) -> Refusal:
+def _too_large(
+    rank: Rank, memory: MemoryTable, budget: Budget, replan: Callable[[Budget], MoEPlan]
+) -> Refusal:
+    config, hardware, page_bytes = rank.config, rank.hardware, rank.page_bytes
+
+    def fits(smaller: Budget) -> bool:
+        try:
+            return rank.without_kv(smaller, replan(smaller)).total + page_bytes <= memory.available
+        except PlanRefused:
+            return False
+
     parts = {
         "dense weights": memory.dense,
         "experts": memory.experts,
@@ -160,8 +194,8 @@ def _too_large(config: Config, memory: MemoryTable, hardware: Hardware, page_byt
     if (memory.total + page_bytes) <= hardware.memory_bytes:
         share = -(-100 * (memory.total + page_bytes) // hardware.memory_bytes) / 100
         remedies.append(f"raise --mem-fraction-static to {share:g} or more")
-    if memory.workspace + memory.dispatch > memory.total // 4:
-        remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
+    if memory.dense + memory.experts < memory.available:
+        remedies += fewer_tokens(budget, fits)
     remedies += ["use a quantised checkpoint (`turnout quantize`)", "take a device with more memory"]
     return Refusal(
         who="memory",

@@ -7,7 +7,9 @@ All sizes are bytes per rank. Bounds come from configuration, never from the fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
 from turnout.moe.spec import MoESpec
@@ -114,6 +116,23 @@ def rows_seen(exchange: str, phase: str, budget: Budget) -> int:
     if exchange == "all_to_all" and phase == "prefill":
         tokens = budget.capacity
     return budget.dp_size * tokens
+
+
+def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool]) -> list[str]:
+    """The flags that bound a prefill step, with the largest value that `fits`; [] if there is none."""
+
+    def bounded(tokens: int) -> Budget:
+        return replace(budget, local=min(budget.local, tokens), capacity=tokens)
+
+    most = bisect_left(range(budget.capacity + 1), True, key=lambda tokens: not fits(bounded(tokens))) - 1
+    if most < budget.decode:
+        return []
+    if most >= budget.local:
+        return [f"use --max-dispatch-tokens-per-rank {most} or less"]
+    flags = "--max-prefill-tokens and --chunked-prefill-size"
+    if budget.capacity > budget.local:
+        flags += " and --max-dispatch-tokens-per-rank"
+    return [f"lower {flags} to {most} or less"]
 
 
 def matrix_bytes(weight_format: str, rows: int, columns: int, *, itemsize: int = 2) -> int:

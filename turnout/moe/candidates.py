@@ -7,7 +7,7 @@ what each declares (capability.py), never by names. Reasons are collected withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from turnout.moe import budget as sizes
@@ -27,6 +27,7 @@ from turnout.parallel.topology import Topology
 PHASES = ("prefill", "decode")
 DECODE_ONCE_BYTES = 2 * 2**30
 DECODE_ONCE_SHARE = 8
+SPARSE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,15 @@ class Case:
     def moves(self, dispatcher: DispatcherCapability) -> bool:
         """Whether tokens leave their rank through `dispatcher`."""
         return sizes.moves(dispatcher.exchange, dp_size=self.topology.dp_size)
+
+    @property
+    def reach(self) -> float:
+        """The share of the expert-parallel ranks that hold an expert of a token, routed evenly."""
+        return 1 - (1 - 1 / self.topology.ep_size) ** self.spec.top_k
+
+    def crowds(self, dispatcher: DispatcherCapability) -> bool:
+        """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""
+        return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
 
     def workspace(self, dispatcher: DispatcherCapability, phase: str, storage: str) -> int:
         """What a runner needs beside its weights behind `dispatcher`, in bytes."""
@@ -148,9 +158,10 @@ def search(
         for choice in product(enumerate(activations), enumerate(storages), feeders, feeders):
             candidate = _join(case, (place, runner), *choice)
             reasons = _memory_refusals(case, candidate)
-            refused += reasons
             if not reasons:
                 candidates.append(candidate)
+            elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
+                refused += reasons
     return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
 
 
@@ -272,8 +283,10 @@ def _join(
             runner_place,
             activation_place,
             storage_place,
+            case.crowds(prefill),
             -prefill.preference,
             prefill_place,
+            case.crowds(decode),
             -decode.preference,
             decode_place,
         ),
@@ -298,16 +311,25 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
     return sum(needed.values())
 
 
+def _needed(case: Case, candidate: Candidate) -> int:
+    """Experts of all layers and the shared buffers; the rest of the model comes on top."""
+    feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
+    workspace = max(case.workspace(feeds[phase], phase, candidate.storage) for phase in PHASES)
+    return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)
+
+
 def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
-    """Experts of all layers and the shared buffers against the whole device; the rest comes on top."""
-    experts = candidate.weight_bytes * case.num_layers
-    needed = experts + candidate.workspace_bytes + candidate.dispatch_bytes
+    """What a rank needs against the whole device."""
+    needed = _needed(case, candidate)
     if needed <= case.hardware.memory_bytes:
         return []
-    remedies = []
-    if experts < needed // 2:
-        remedies.append("lower --max-prefill-tokens and --chunked-prefill-size")
-    else:
+    experts = candidate.weight_bytes * case.num_layers
+
+    def fits(smaller: Budget) -> bool:
+        return _needed(replace(case, budget=smaller), candidate) <= case.hardware.memory_bytes
+
+    remedies = sizes.fewer_tokens(case.budget, fits)
+    if experts > needed // 2:
         if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
             remedies.append("use --moe-weight-storage packed")
         if case.spec.format == "bf16":
@@ -320,7 +342,8 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
             who=f"runner {candidate.runner.name} with dispatcher {dispatchers}",
             asked=f"experts of {case.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
             f"workspace {gigabytes(candidate.workspace_bytes)}, "
-            f"dispatch buffers {gigabytes(candidate.dispatch_bytes)}",
+            f"dispatch buffers {gigabytes(candidate.dispatch_bytes)} for "
+            f"{case.rows(candidate.prefill, 'prefill')} tokens",
             limit=f"{case.hardware.name} has {gigabytes(case.hardware.memory_bytes)}",
             remedy=", or ".join(remedies),
         )

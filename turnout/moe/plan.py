@@ -7,8 +7,11 @@ cannot run is a refusal; refusals are collected, all of them, and kept in the pl
 
 Both phases share one runner, because weights are prepared once, in its layout. Dispatchers may differ.
 
-Two choices of `auto` that are not a backend's preference:
+Three choices of `auto` that are not a backend's preference:
 
+* Dispatchers: where tokens are gathered though fewer than a fourth of the expert-parallel ranks hold an
+  expert that a token chose (SPARSE; 1 - (1 - 1/ep)^k, routed evenly), an all-to-all comes first: it moves
+  less than a fourth of the bytes, which pays for telling everyone the counts. Top-8 over 32 ranks: 0.22.
 * Activations: the checkpoint's own format if the device multiplies it natively, else bf16 (weight-only).
   Emulated W4A4 costs accuracy and gains no speed, so it runs only when asked for.
 * Weight storage: decoded once when that takes no more bytes than packed, or on a CPU when it is small
@@ -219,8 +222,7 @@ def _reasons(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> tu
     same_runner = [c for c in candidates if c.runner is best.runner]
     for phase in PHASES:
         chosen = best.dispatcher(phase)
-        others = {c.dispatcher(phase).name: c.dispatcher(phase).preference for c in same_runner}
-        why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, others)
+        why = _why_dispatcher(case, chosen, {c.dispatcher(phase) for c in same_runner})
         lines.append(f"{phase} dispatcher {chosen.name}: {why}")
         if case.moves(chosen):
             lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
@@ -239,6 +241,18 @@ def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
         return "the only one that can run this"
     ranked = ", ".join(f"{name} ({preferences[name]})" for name in others)
     return f"preference {preferences[chosen]}, before {ranked}"
+
+
+def _why_dispatcher(case: Case, chosen: DispatcherCapability, allowed: set[DispatcherCapability]) -> str:
+    crowding = {d.name for d in allowed if case.crowds(d)}
+    alike = {d.name: d.preference for d in allowed if d.name not in crowding or chosen.name in crowding}
+    why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, dict(sorted(alike.items())))
+    if case.wishes.dispatcher != "auto" or not crowding or chosen.name in crowding:
+        return why
+    gathering = ", ".join(sorted(crowding))
+    return f"a token needs {case.reach:.0%} of the ranks, and {gathering} would bring it to all" + (
+        f"; {why}" if len(alike) > 1 else ""
+    )
 
 
 def _why_wire(case: Case, best: Candidate, phase: str) -> str:
