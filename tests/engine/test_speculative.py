@@ -176,25 +176,31 @@ def test_every_step_may_give_each_request_several_tokens() -> None:
     assert most == 4
 
 
-def test_a_stop_among_accepted_drafts_ends_the_request_there() -> None:
-    """The prompt holds what the model repeats, so that stop tokens are drafted with what follows them."""
-    model = Chatterbox(3, vocabulary=3)
-    said = [request("a", [5, 6, 7] * 3, max_tokens=30, ignore_eos=True)]
-    prompt = said[0].prompt_ids + run(make_core(model), said)["a"].token_ids
-    reasons = set()
-    for stop in set(prompt[9:]):
-        for least in range(6):
-            wanted = [request("a", prompt, max_tokens=40, min_tokens=least, stop_token_ids=(stop,))]
-            plain, got = run(make_core(model), wanted)["a"], run(make_core(model, **NGRAM), wanted)["a"]
-            assert got == plain
-            reasons.add(got.finish_reason)
-    assert "stop" in reasons
+@pytest.fixture
+def repeating() -> tuple[ToyModel, list[int]]:
+    """A model with a prompt that it continues by tokens which that holds: 11, 6, 7, again and again."""
+    model = Chatterbox(8, vocabulary=12)
+    prompt = [11, 6, 7] * 6
+    assert model.greedy(prompt, 6) == [11, 6, 7] * 2
+    return model, prompt
 
 
-def test_nothing_is_drafted_beyond_the_last_token() -> None:
-    core = make_core(Chatterbox(3, vocabulary=3), **NGRAM)
-    run(core, [request("a", [5, 6] * 8, max_tokens=2, ignore_eos=True)])
-    assert core.stats().spec_draft_tokens == 0
+def test_a_stop_among_accepted_drafts_ends_the_request_there(repeating: tuple[ToyModel, list[int]]) -> None:
+    model, prompt = repeating
+    for stop, count in ((11, 1), (6, 2), (7, 3)):
+        core = make_core(model, **NGRAM)
+        got = run(core, [request("a", prompt, max_tokens=40, stop_token_ids=(stop,))])["a"]
+        assert got.token_ids == [11, 6, 7][:count]
+        assert (got.finish_reason, got.stop_token) == ("stop", stop)
+        assert core.stats().generation_tokens == count
+
+
+def test_nothing_is_drafted_beyond_the_last_token(repeating: tuple[ToyModel, list[int]]) -> None:
+    model, prompt = repeating
+    for max_tokens, drafts in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3), (6, 3)):
+        core = make_core(model, **NGRAM)
+        run(core, [request("a", prompt, max_tokens=max_tokens)])
+        assert core.stats().spec_draft_tokens == drafts
 
 
 def test_penalties_are_not_drafted_for() -> None:
