@@ -131,6 +131,12 @@ class ServerConfig(Config):
     max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
     max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
     shutdown_timeout: float = flag(30.0, "seconds for running requests to finish after SIGTERM", minimum=0)
+    verify: str = flag(
+        "off",
+        "before serving, check the loaded experts against the reference; quick: the first and last MoE "
+        "layer, in seconds; full: all",
+        choices=("off", "quick", "full"),
+    )
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
         120.0, "seconds without progress until ranks with work count as stalled and restart", minimum=1

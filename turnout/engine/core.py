@@ -31,6 +31,7 @@ from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
 from turnout.engine.sampler import Sampled, Sampler, token_logprobs
 from turnout.engine.scheduler import Chunk, Scheduler
+from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.threads import default_threads
 from turnout.engine.ties import accompany, settled_logits
 from turnout.errors import UserError
@@ -55,20 +56,24 @@ class EngineCore:
         lockstep: Lockstep | None = None,
         watch: Progress | None = None,
         progress: ProgressFn | None = None,
+        verify: str = "off",
     ):
         """Loads the weights that `blueprint` names, unless `model` brings them.
 
         groups and lockstep: how this rank meets the others; by default there are none. watch: where to say
-        how far a step is. progress: of loading.
+        how far a step is. progress: of loading. verify: "quick" or "full" checks what was loaded
+        (selfcheck.py).
 
-        Raises UserError (CheckpointError) for weights that are missing or wrong.
+        Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
         """
         self.blueprint = blueprint
         self._groups, self._lockstep = groups, lockstep or Lockstep()
         self._watch = watch or Unwatched()
         self._device = torch.device(blueprint.hardware.device)
         self._threads = _use_threads(blueprint.config.num_threads, blueprint.topology.ranks_per_node)
-        self._model = model or self._load(progress)
+        check = None if model or verify == "off" else SelfCheck(blueprint, verify, self._device)
+        self._model = model or self._load(progress, check)
+        self._verified = check.run(self._model) if check else {"extent": "off"}
         config, shape = blueprint.config, self._model.shape
         self._pool = PagePool(blueprint.num_pages, reuse=not config.disable_prefix_cache)
         self._scheduler = Scheduler(
@@ -189,6 +194,7 @@ class EngineCore:
             "torch": torch.__version__,
             "num_threads": self._threads,
             "kv_cache_bytes": self._attention.cache_bytes,
+            "verify": self._verified,
         }
 
     def check(self, message: AddRequest) -> None:
@@ -211,7 +217,7 @@ class EngineCore:
         if refusal is not None:
             raise UserError(refusal)
 
-    def _load(self, progress: ProgressFn | None) -> Model:
+    def _load(self, progress: ProgressFn | None, check: SelfCheck | None) -> Model:
         blueprint = self.blueprint
         return load_model(
             open_checkpoint(blueprint.folder),
@@ -220,6 +226,7 @@ class EngineCore:
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
             progress=progress,
+            make_runner=None if check is None else check.make_runner,
         )
 
     def _agree(self, chunks: Sequence[Chunk]) -> Agreement:

@@ -18,7 +18,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -364,7 +363,7 @@ def _table(checked: Sequence[Checked]) -> Table:
         title=f"runner {checked[0].runner}, dispatcher {checked[0].dispatcher}",
         title_justify="left",
         title_style="bold",
-        box=box.SIMPLE_HEAD,
+        box=None,
         padding=(0, 1, 0, 0),
     )
     for name in ("GEMMs", "weights"):

@@ -71,6 +71,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder:      for files that the ranks of this host share: new for every start of the engine, since what
                  an earlier one left would be taken for ours; we remove it if the server dies
     config:      fields of `Config`
+    verify:      "quick" or "full" checks the experts before requests may come
     rank:        of all
     init_method: where ranks meet, see `parallel.groups.connect`
     commands:    address of the server's ROUTER, to which this rank is the DEALER named `identity`
@@ -84,6 +85,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commands: str
     events: str
     identity: str
+    verify: str = "off"
 
 
 def main() -> int:
@@ -179,7 +181,14 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
     groups, lockstep = meet(blueprint, init_method=start.init_method, folder=folder)
     watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as progress:
-        core = EngineCore(blueprint, groups=groups, lockstep=lockstep, watch=watch, progress=progress)
+        core = EngineCore(
+            blueprint,
+            groups=groups,
+            lockstep=lockstep,
+            watch=watch,
+            progress=progress,
+            verify=start.verify,
+        )
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))

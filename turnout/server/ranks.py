@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
-from turnout.config import Config
+from turnout.config import Config, ServerConfig
 from turnout.parallel.health import Board, Reading
 
 GONE_SECONDS = 30.0  # for killed processes to vanish: a GPU's driver takes its time
@@ -82,7 +82,7 @@ class Host(Protocol):
 class LocalRanks:
     """A `Host`: this one."""
 
-    def __init__(self, config: Config, ranks: range):
+    def __init__(self, config: ServerConfig, ranks: range):
         self.ranks = ranks
         self.folder = Path(tempfile.mkdtemp(prefix="turnout-"))  # mode 0700
         self._config = config
@@ -135,6 +135,7 @@ class LocalRanks:
         orders = {
             "folder": str(self.folder),
             "config": {f.name: getattr(self._config, f.name) for f in fields(Config)},
+            "verify": self._config.verify,
             "rank": rank,
             "init_method": meeting.init_method,
             "commands": meeting.commands,
