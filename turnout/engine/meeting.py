@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import torch
 
+from turnout.config import Config, Launched
 from turnout.engine.blueprint import Blueprint
 from turnout.engine.lockstep import Lockstep
+from turnout.errors import UserError
 from turnout.parallel.exchange import SharedExchange
-from turnout.parallel.group_exchange import GroupExchange
+from turnout.parallel.group_exchange import GroupExchange, gather_values
 from turnout.parallel.groups import Groups, connect
 
 
-def meet(blueprint: Blueprint, *, init_method: str, folder: Path) -> tuple[Groups, Lockstep]:
+def meet(blueprint: Blueprint, *, init_method: str) -> tuple[Groups, Lockstep]:
     """Join the other ranks of `blueprint`; collective. A single rank joins nobody.
 
-    init_method: see `parallel.groups.connect`. folder: seen by all ranks of this host, and by no other run.
+    init_method: see `parallel.groups.connect`.
     """
     topology = blueprint.topology
     device = torch.device(blueprint.hardware.device)
@@ -26,6 +30,41 @@ def meet(blueprint: Blueprint, *, init_method: str, folder: Path) -> tuple[Group
     groups = connect(topology, init_method=init_method, device=device)
     if topology.tp_size == 1:
         return groups, Lockstep(topology)
-    if topology.nnodes == 1:
-        return groups, Lockstep(topology, SharedExchange(folder / "steps", topology.rank, topology.tp_size))
-    return groups, Lockstep(topology, GroupExchange(groups.world))
+    if topology.nnodes > 1:
+        return groups, Lockstep(topology, GroupExchange(groups.world))
+    return groups, Lockstep(topology, _share(groups))
+
+
+def _share(groups: Groups) -> SharedExchange:
+    """The exchange of one host's ranks, through a file that nobody else finds and that no death leaves."""
+    world = groups.world
+    descriptor, own = tempfile.mkstemp(prefix="turnout-steps-") if world.rank == 0 else (-1, "")
+    path = Path(gather_values(world, own)[0])
+    exchange = SharedExchange(path, world.rank, world.size)
+    gather_values(world, None)  # all have it open
+    if world.rank == 0:
+        os.close(descriptor)
+        path.unlink()
+    return exchange
+
+
+def check_launch(config: Config, launched: Launched | None) -> None:
+    """Raise UserError unless as many processes were started, on as many hosts, as `config` has ranks."""
+    size = launched.size if launched else 1
+    if config.tp_size != size and launched is None:
+        raise UserError(
+            f"--tp-size {config.tp_size}: this is one process, and each rank needs its own; use `turnout "
+            "generate` or `turnout serve`, which start them, or start this script with `torchrun "
+            f"--nproc-per-node {config.tp_size // config.nnodes}`"
+        )
+    if config.tp_size != size:
+        raise UserError(
+            f"--tp-size {config.tp_size}, but {size} processes were started (WORLD_SIZE): use --tp-size "
+            f"{size}, or start {config.tp_size}"
+        )
+    hosts = launched.size // launched.ranks_per_node if launched else 1
+    if config.nnodes != hosts:
+        raise UserError(
+            f"--nnodes {config.nnodes}, but the processes were started on {hosts} hosts (WORLD_SIZE over "
+            f"LOCAL_WORLD_SIZE): use --nnodes {hosts}"
+        )

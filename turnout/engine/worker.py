@@ -173,12 +173,11 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
 
     config = Config(**start.config)
     blueprint = resolve(config, rank=start.rank)
-    topology, folder = blueprint.topology, Path(start.folder)
-    watch = Pulse(Board(folder / "board", topology.ranks_per_node), start.rank % topology.ranks_per_node)
+    watch = Pulse(Board(Path(start.folder) / "board", config.tp_size), start.rank)
     speaks = start.rank == 0
     if speaks:
         print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
-    groups, lockstep = meet(blueprint, init_method=start.init_method, folder=folder)
+    groups, lockstep = meet(blueprint, init_method=start.init_method)
     watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as progress:
         core = EngineCore(
