@@ -178,9 +178,9 @@ def test_every_step_may_give_each_request_several_tokens() -> None:
 
 @pytest.fixture
 def repeating() -> tuple[ToyModel, list[int]]:
-    """A model with a prompt that it continues by tokens which that holds: 11, 6, 7, again and again."""
+    """A model and a prompt that it continues as that ends: 11, 6, 7, again and again."""
     model = Chatterbox(8, vocabulary=12)
-    prompt = [11, 6, 7] * 6
+    prompt = [5, 6, 7] * 3 + [11, 6, 7] * 3
     assert model.greedy(prompt, 6) == [11, 6, 7] * 2
     return model, prompt
 
