@@ -21,9 +21,9 @@ class WrongExpert(TorchRunner):
     """Holds another expert's down projection in the place of one's own."""
 
     def prepare(self, experts: ExpertWeights) -> None:
-        order = list(range(experts.num_local_experts))
-        order[WRONG - experts.first_expert] = 0
-        super().prepare(replace(experts, w2=experts.w2[torch.tensor(order)]))
+        order = torch.arange(experts.num_local_experts)
+        order[order == WRONG - experts.first_expert] = 0
+        super().prepare(replace(experts, w2=experts.w2[order]))
 
 
 class PaddingLeaks(TorchRunner):
