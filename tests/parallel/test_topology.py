@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnout.parallel.topology import Topology
+from turnout.parallel.topology import Topology, split_address
 
 
 @st.composite
@@ -89,3 +89,33 @@ def test_data_parallel_groups_need_data_parallel_attention():
     (refusal,) = Topology(tp_size=4, dp_size=2).refusals()
     assert "--enable-dp-attention" in refusal.remedy
     assert Topology(tp_size=4, dp_size=2, enable_dp_attention=True).refusals() == []
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("10.0.0.1:29500", ("10.0.0.1", 29500)),
+        ("node-0.local:1", ("node-0.local", 1)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(address, parts):
+    assert split_address(address) == parts
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":1", "host:0", "host:65536", "a:1:2", "[::1]", "x :1"]
+)
+def test_anything_else_is_no_address(address):
+    assert split_address(address) is None
+
+
+@given(topologies())
+def test_a_description_holds_the_place_of_the_rank(topology):
+    shown = topology.describe()
+    assert (
+        shown["attention_tp"] * shown["dp_size"] == shown["expert_tp"] * shown["ep_size"] == topology.tp_size
+    )
+    assert shown["dp_rank"] * shown["attention_tp"] + shown["attention_tp_rank"] == topology.rank
+    assert shown["ep_rank"] * shown["expert_tp"] + shown["expert_tp_rank"] == topology.rank
+    assert shown["node"] == topology.node
