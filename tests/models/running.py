@@ -16,16 +16,21 @@ from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
-from turnout.parallel.groups import Groups
+from turnout.parallel.groups import ALONE, Groups
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
 
 
-def plan_for(config: dict, dtype: str, device: str, **wishes: str) -> MoEPlan:
+def plan_for(config: dict, dtype: str, device: str, topology: Topology, **wishes: str) -> MoEPlan:
     return plan(
         describe(config).moe,
-        topology=Topology(),
-        budget=Budget.from_limits(chunked_prefill_size=512, max_prefill_tokens=512, max_running_requests=16),
+        topology=topology,
+        budget=Budget.from_limits(
+            chunked_prefill_size=512,
+            max_prefill_tokens=512,
+            max_running_requests=16,
+            dp_size=topology.dp_size,
+        ),
         hardware=detect(device),
         wishes=Wishes(**wishes),
         compute_dtype=dtype,
@@ -36,15 +41,14 @@ def load(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     progress: ProgressFn | None = None,
-    topology: Topology = Topology(),
+    groups: Groups = ALONE,
     device: str = "cpu",
     **wishes: str,
 ) -> Model:
     checkpoint = open_checkpoint(folder)
-    moe_plan = plan_for(checkpoint.config, str(dtype).removeprefix("torch."), device, **wishes)
-    return load_model(
-        checkpoint, moe_plan, groups=Groups(topology=topology), device=device, dtype=dtype, progress=progress
-    )
+    name = str(dtype).removeprefix("torch.")
+    moe_plan = plan_for(checkpoint.config, name, device, groups.topology, **wishes)
+    return load_model(checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress)
 
 
 class PlainAttention:
@@ -57,8 +61,16 @@ class PlainAttention:
         self.lengths: dict[str, int] = {}
 
     @torch.inference_mode()
-    def logits(self, *chunks: tuple[str, Sequence[int]], phase: str = "prefill") -> list[Tensor]:
-        """One step that appends tokens to sequences by name; float32 [T, V] for each."""
+    def logits(
+        self,
+        *chunks: tuple[str, Sequence[int]],
+        phase: str = "prefill",
+        tokens: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
+        """One step that appends tokens to sequences by name; float32 [T, V] for each.
+
+        tokens: those of every data-parallel rank, where there are several.
+        """
         self._chunks = [(name, len(ids)) for name, ids in chunks]
         starts = [self.lengths.get(name, 0) for name, _ in chunks]
         self.lengths |= {name: start + len(ids) for (name, ids), start in zip(chunks, starts, strict=True)}
@@ -69,6 +81,7 @@ class PlainAttention:
             ).to(self.device),
             attention=self,
             phase=phase,
+            tokens=tokens,
         )
         hidden = self.model.forward(step)
         return list(self.model.logits(hidden).cpu().split([len(ids) for _, ids in chunks]))

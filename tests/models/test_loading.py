@@ -19,7 +19,6 @@ from tests.tiny import QWEN2_MOE, write_model
 from turnout.checkpoint import CheckpointError
 from turnout.errors import UserError
 from turnout.models.interface import ModelShape
-from turnout.parallel.topology import Topology
 
 
 def test_shape_of_the_loaded_model(tmp_path: Path) -> None:
@@ -128,12 +127,6 @@ def test_unused_tensors_that_change_nothing_are_accepted(tmp_path: Path) -> None
     save(tmp_path, tensors)
     (logits,) = PlainAttention(load(tmp_path)).logits(("a", ids))
     assert torch.equal(logits, expected)
-
-
-def test_attention_over_ranks_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    with pytest.raises(UserError, match="attention over 2 ranks"):
-        load(tmp_path, topology=Topology(tp_size=2))
 
 
 MEASURE = """

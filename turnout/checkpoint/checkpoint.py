@@ -72,31 +72,48 @@ class Checkpoint:
         return self._files.unread()
 
     def tensor(
-        self, name: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        first: int = 0,
+        count: int | None = None,
     ) -> Tensor:
         """A tensor as stored, or a plain one (bf16, f16, f32) converted to `dtype`; on the CPU.
 
-        Raises CheckpointError if it is missing, has another shape than `shape`, or is not plain although
-        `dtype` was given.
+        `count` (default: all) entries of its leading dimension from `first` on, read alone. Raises
+        CheckpointError if it is missing, has another shape than `shape`, or is not plain although `dtype`
+        was given.
         """
         if dtype is None:
             self._files.expect(name, shape)
-            return self._files.read(name)
+            return self._files.read(name, first=first, count=count)
         meta = self._files.expect(name, shape, FLOATS)
-        out = torch.empty(meta.shape, dtype=dtype)
-        self._files.read_into(name, out)
+        out = torch.empty(meta.shape if count is None else (count, *meta.shape[1:]), dtype=dtype)
+        self._files.read_into(name, out, first=first)
         return out
 
-    def linear(self, module: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def linear(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        first: int = 0,
+        count: int | None = None,
+    ) -> Tensor:
         """The weight [N, K] of the dense layer called `module`, decoded to `dtype`; its bias is a `tensor`.
 
-        A module that the configuration calls quantised may still be stored plain (routers and lm_head of
-        many FP8 checkpoints are, unlisted): a float weight without scales is taken as it is.
+        `count` (default: all) of its rows from `first` on. A module that the configuration calls quantised
+        may still be stored plain (routers and lm_head of many FP8 checkpoints are, unlisted): a float weight
+        without scales is taken as it is.
         """
         if self._is_plain(module):
             self._files.expect(f"{module}.weight", shape, FLOATS, why=bf16.WHY)
-            return self.tensor(f"{module}.weight", shape, dtype)
-        return decode_by_rows(self._packed(module, shape), dtype)
+            return self.tensor(f"{module}.weight", shape, dtype, first=first, count=count)
+        decoded = decode_by_rows(self._packed(module, shape), dtype)
+        return decoded if count in (None, len(decoded)) else decoded[first : first + count].clone()
 
     def experts(
         self, prefix: str, shape: ExpertShape, *, first: int = 0, count: int | None = None

@@ -53,20 +53,16 @@ def load_model(
 ) -> Model:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
-    `plan` is the one made for `describe(checkpoint.config)`. `make_runner(layer)` gives the runner of each
-    MoE layer instead of the plan's. Raises UserError as `describe` does and for weights that have no place
-    in the model, CheckpointError for a tensor that is missing or wrong.
+    `plan` is the one made for `describe(checkpoint.config)` and the topology of `groups`.
+    `make_runner(layer)` gives the runner of each MoE layer instead of the plan's. Raises UserError as
+    `describe` does and for weights that have no place in the model, CheckpointError for a tensor that is
+    missing or wrong.
     """
     import torch
 
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights
 
-    if groups.topology.attention_tp > 1:
-        raise UserError(
-            f"attention over {groups.topology.attention_tp} ranks is not implemented; "
-            "use --enable-dp-attention with --dp-size equal to --tp-size"
-        )
     spec = _read_spec(checkpoint.config)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)

@@ -1,10 +1,11 @@
-"""The parts of a decoder layer: norm, rotary embedding, attention projections, gated MLP.
+"""The parts of a decoder: embedding, norm, rotary embedding, attention projections, gated MLP, head.
 
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
-matrix product costs mostly its call.
+matrix product costs mostly its call. Parts that ranks share take the `Group` of these ranks, which may be
+this one alone; their sizes are then this rank's.
 
-Legend: N tokens of a step, H hidden, Hq/Hkv query/KV heads, G = Hq + Hkv, D head size,
-I intermediate size.
+Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, Hq/Hkv query/KV heads,
+G = Hq + Hkv, D head size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,37 @@ from torch import Tensor
 
 from turnout.models import interface
 from turnout.models.rope import Rope
+from turnout.models.shares import Share
+from turnout.parallel.groups import ALONE, Group
+
+
+class Embedding:
+    """Rows of a table by token id. weight: [V, H], or the rows of it that are this rank's of `group`."""
+
+    def __init__(self, weight_VH: Tensor, rows: Share, group: Group):
+        self._weight_VH, self._rows, self._group = weight_VH, rows, group
+
+    def __call__(self, ids_N: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return F.embedding(ids_N, self._weight_VH)
+        row_N = ids_N - self._rows.start
+        elsewhere_N = (row_N < 0) | (row_N >= self._rows.size)
+        x_NH = F.embedding(row_N.masked_fill_(elsewhere_N, 0), self._weight_VH)
+        return self._group.all_reduce(x_NH.masked_fill_(elsewhere_N[:, None], 0))
+
+
+class Head:
+    """Logits of the whole vocabulary. weight: [V, H], or counts[rank] rows of it on each rank of `group`."""
+
+    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group):
+        self._weight_VH, self._counts, self._group = weight_VH, counts, group
+
+    def __call__(self, hidden_SH: Tensor) -> Tensor:
+        """float32 [S, V]."""
+        if self._group.size == 1:
+            return F.linear(hidden_SH, self._weight_VH).float()
+        logits_VS = F.linear(self._weight_VH, hidden_SH)
+        return self._group.all_gather(logits_VS, self._counts).T.float().contiguous()
 
 
 class Norm:
@@ -75,6 +107,7 @@ class Attention:
 
     qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then keys, then values; out: [H, Hq D].
     qk_norm: norm of [N, G, D], every query and key head with its weight, or None.
+    group: the ranks that have the other heads. One of them alone has `out_bias`.
     """
 
     def __init__(
@@ -87,8 +120,9 @@ class Attention:
         out: Tensor,
         out_bias: Tensor | None = None,
         qk_norm: Norm | None = None,
+        group: Group = ALONE.attention_tp,
     ):
-        self._layer = layer
+        self._layer, self._group = layer, group
         self._num_q, self._head_dim = shape.num_heads, shape.head_dim
         self._num_qk = shape.num_heads + shape.num_kv_heads
         self._num_qkv = self._num_qk + shape.num_kv_heads
@@ -109,23 +143,30 @@ class Attention:
             qk_NGD[:, self._num_q :],
             heads_NGD[:, self._num_qk :],
         )
-        return F.linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
+        out_NH = F.linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
+        return self._group.all_reduce(out_NH)
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I]."""
+    """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I].
 
-    def __init__(self, gate_up: Tensor, down: Tensor):
-        self._gate_up, self._down = gate_up, down
+    group: the ranks whose results are summed, each having a share of I.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, group: Group = ALONE.attention_tp):
+        self._gate_up, self._down, self._group = gate_up, down, group
 
     def __call__(self, x_NH: Tensor, phase: str = "prefill", tokens: Sequence[int] | None = None) -> Tensor:
         """`phase` and `tokens` are for MoE layers, which are called alike."""
         gate_NI, up_NI = F.linear(x_NH, self._gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate_NI) * up_NI, self._down)
+        return self._group.all_reduce(F.linear(F.silu(gate_NI) * up_NI, self._down))
 
 
 class GatedSharedExpert:
-    """A gated MLP that sees every token, scaled by a sigmoid gate of its own. gate: [1, H]."""
+    """A gated MLP that sees every token, scaled by a sigmoid gate of its own. gate: [1, H].
+
+    The gate of a share of the MLP is whole: it scales each part of the sum.
+    """
 
     def __init__(self, mlp: GatedMLP, gate_1H: Tensor):
         self._mlp, self._gate_1H = mlp, gate_1H

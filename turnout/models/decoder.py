@@ -8,6 +8,9 @@ expert computation is the planned `MoELayer`'s.
 Plain objects rather than `nn.Module`: the weights are frozen, and per-step Python overhead is most of
 the time of a small model on a CPU.
 
+Ranks that share requests (attention TP) split heads, dense MLPs and the vocabulary, and sum what they get
+wherever the residual stream is added to, so that it is whole, and the same bits, on each of them.
+
 Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, E experts,
 Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
 """
@@ -18,18 +21,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.checkpoint import ExpertShape
-from turnout.models.blocks import Attention, GatedMLP, GatedSharedExpert, Norm, RotaryEmbedding
+from turnout.formats.experts import ExpertWeights, shard
+from turnout.models.blocks import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    GatedSharedExpert,
+    Head,
+    Norm,
+    RotaryEmbedding,
+)
 from turnout.models.interface import ProgressFn, Step
+from turnout.models.shares import Heads, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Experts
-from turnout.parallel.groups import Groups
+from turnout.parallel.groups import ALONE, Groups, shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +71,12 @@ class Decoder:
         make_runner: Callable[[int], Experts] | None = None,
     ):
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
-        self.shape = shape = spec.shape
+        self._group = groups.attention_tp
+        self._heads = Heads.of(spec.shape, self._group)
+        self.shape = shape = self._heads.shape
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._make_runner = make_runner
-        self._embedding_VH = weights.linear("model.embed_tokens", shape.vocab_size, shape.hidden_size)
-        self._head_VH = self._embedding_VH
-        if not spec.tied_embeddings:
-            self._head_VH = weights.linear("lm_head", shape.vocab_size, shape.hidden_size)
+        self._embed, self._head = self._read_vocabulary()
         self._rotary = RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)
         self._layers = []
         for i in range(shape.num_layers):
@@ -77,7 +88,7 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
-        x_NH = F.embedding(step.input_ids, self._embedding_VH)
+        x_NH = self._embed(step.input_ids)
         rotary = self._rotary(step.positions)
         for layer in self._layers:
             x_NH = layer(x_NH, rotary, step)
@@ -85,7 +96,7 @@ class Decoder:
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """See `interface.Model.logits`."""
-        return F.linear(hidden_SH, self._head_VH).float()
+        return self._head(hidden_SH)
 
     def expert_counts(self) -> list[list[int]]:
         """See `interface.Model.expert_counts`; waits for the device."""
@@ -101,22 +112,34 @@ class Decoder:
             mlp=self._read_moe(i, f"{prefix}.mlp") if is_moe else self._read_dense(f"{prefix}.mlp"),
         )
 
+    def _read_vocabulary(self) -> tuple[Embedding, Head]:
+        size, hidden = self.shape.vocab_size, whole(self.shape.hidden_size)
+        rows = split(size, self._group)
+        embedding_VH = self._weights.linear("model.embed_tokens", rows, hidden)
+        head_VH = embedding_VH
+        if not self._spec.tied_embeddings:
+            head_VH = self._weights.linear("lm_head", rows, hidden)
+        embed = Embedding(embedding_VH, rows, self._group)
+        return embed, Head(head_VH, shares(size, self._group.size), self._group)
+
     def _read_norm(self, prefix: str) -> Norm:
         weight_H = self._weights.tensor(f"{prefix}.weight", self.shape.hidden_size)
         return Norm(weight_H, self._spec.norm_eps)
 
     def _read_attention(self, i: int, prefix: str) -> Attention:
         spec, shape, weights = self._spec, self.shape, self._weights
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        rows = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        queries, keys, hidden = self._heads.queries, self._heads.keys, whole(shape.hidden_size)
+        rows = {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys}
+        out_bias = weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None
         return Attention(
             i,
             shape,
-            qkv=weights.fused(rows, shape.hidden_size),
+            qkv=weights.fused(rows, hidden),
             qkv_bias=weights.fused_bias(rows) if spec.qkv_bias else None,
-            out=weights.linear(f"{prefix}.o_proj", shape.hidden_size, q),
-            out_bias=weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None,
+            out=weights.linear(f"{prefix}.o_proj", hidden, queries),
+            out_bias=out_bias if self._group.rank == 0 else None,
             qk_norm=self._read_qk_norm(prefix) if spec.qk_norm else None,
+            group=self._group,
         )
 
     def _read_qk_norm(self, prefix: str) -> Norm:
@@ -128,29 +151,41 @@ class Decoder:
         return Norm(weight_GD, self._spec.norm_eps)
 
     def _read_dense(self, prefix: str) -> GatedMLP:
-        return self._weights.gated_mlp(prefix, self.shape.hidden_size, self._spec.dense_intermediate_size)
+        inner = split(self._spec.dense_intermediate_size, self._group)
+        return self._weights.gated_mlp(prefix, self.shape.hidden_size, inner, self._group)
 
     def _read_moe(self, i: int, prefix: str) -> MoELayer:
-        spec, weights = self._spec.moe, self._weights
-        experts = weights.checkpoint.experts(
-            f"{prefix}.experts",
-            ExpertShape(
-                num_experts=spec.num_experts, hidden=spec.hidden_size, intermediate=spec.intermediate_size
-            ),
-            first=self._plan.first_expert,
-            count=self._plan.num_local_experts,
-        )
+        spec = self._spec.moe
+        experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
         return MoELayer(
             spec,
             self._plan,
-            router_weight=weights.linear(f"{prefix}.gate", spec.num_experts, spec.hidden_size),
-            experts=experts,
+            router_weight=self._weights.linear(f"{prefix}.gate", experts, hidden),
+            experts=self._read_experts(f"{prefix}.experts"),
             shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
             groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
         )
 
+    def _read_experts(self, prefix: str) -> ExpertWeights:
+        spec, plan, topology = self._spec.moe, self._plan, self._groups.topology
+        experts = self._weights.checkpoint.experts(
+            prefix,
+            ExpertShape(
+                num_experts=spec.num_experts, hidden=spec.hidden_size, intermediate=spec.intermediate_size
+            ),
+            first=plan.first_expert,
+            count=plan.num_local_experts,
+        )
+        return shard(experts, topology.expert_tp_rank, topology.expert_tp)
+
     def _read_shared(self, prefix: str) -> GatedSharedExpert:
-        H = self.shape.hidden_size
-        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, self._spec.shared_intermediate_size)
-        return GatedSharedExpert(mlp, self._weights.linear(f"{prefix}.shared_expert_gate", 1, H))
+        """What it gives is never summed here: a share of it is part of the sum that the MoE layer makes."""
+        H, ranks = self.shape.hidden_size, self._groups.world
+        inner = split(self._spec.shared_intermediate_size, ranks)
+        if self._plan.shared_expert == "whole":
+            inner = whole(self._spec.shared_intermediate_size)
+        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, ALONE.world)
+        return GatedSharedExpert(
+            mlp, self._weights.linear(f"{prefix}.shared_expert_gate", whole(1), whole(H))
+        )

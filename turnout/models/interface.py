@@ -89,7 +89,7 @@ class ModelDescription:
 class Model(Protocol):
     """A loaded model of this rank."""
 
-    shape: ModelShape
+    shape: ModelShape  # with the heads of this rank
 
     def forward(self, step: Step) -> Tensor:
         """Final hidden states [N, H] (after the last norm)."""

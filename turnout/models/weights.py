@@ -10,10 +10,15 @@ from torch import Tensor
 
 from turnout.checkpoint import Checkpoint
 from turnout.models.blocks import GatedMLP
+from turnout.models.shares import Share, whole
+from turnout.parallel.groups import Group
 
 
 class Weights:
-    """Reads tensors of one checkpoint, one at a time, so that no more than one is in flight."""
+    """Reads tensors of one checkpoint, one at a time, so that no more than one is in flight.
+
+    What is not in a rank's share is not kept; rows that are not are not even read, unless quantised.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype):
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
@@ -21,23 +26,36 @@ class Weights:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
 
-    def linear(self, prefix: str, rows: int, columns: int) -> Tensor:
+    def linear(self, prefix: str, rows: Share, columns: Share) -> Tensor:
         """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it."""
-        return self.checkpoint.linear(prefix, (rows, columns), self.dtype).to(self.device)
+        return self._read(prefix, rows, columns).contiguous().to(self.device)
 
-    def fused(self, rows: Mapping[str, int], columns: int) -> Tensor:
+    def fused(self, rows: Mapping[str, Share], columns: Share) -> Tensor:
         """The weights of several linear layers of the same input, stacked by rows in the order given."""
-        out = torch.empty(sum(rows.values()), columns, dtype=self.dtype, device=self.device)
-        for part, (prefix, count) in zip(out.split(list(rows.values())), rows.items(), strict=True):
-            part.copy_(self.checkpoint.linear(prefix, (count, columns), self.dtype))
+        sizes = [share.size for share in rows.values()]
+        out = torch.empty(sum(sizes), columns.size, dtype=self.dtype, device=self.device)
+        for part, (prefix, share) in zip(out.split(sizes), rows.items(), strict=True):
+            part.copy_(self._read(prefix, share, columns))
         return out
 
-    def fused_bias(self, rows: Mapping[str, int]) -> Tensor:
-        return torch.cat([self.tensor(f"{prefix}.bias", count) for prefix, count in rows.items()])
+    def fused_bias(self, rows: Mapping[str, Share]) -> Tensor:
+        return torch.cat(
+            [
+                self.tensor(f"{prefix}.bias", share.total).narrow(0, share.start, share.size)
+                for prefix, share in rows.items()
+            ]
+        )
 
-    def gated_mlp(self, prefix: str, hidden: int, intermediate: int) -> GatedMLP:
-        rows = {f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}
-        return GatedMLP(self.fused(rows, hidden), self.linear(f"{prefix}.down_proj", hidden, intermediate))
+    def gated_mlp(self, prefix: str, hidden: int, intermediate: Share, group: Group) -> GatedMLP:
+        """group: the ranks that sum up their shares of it."""
+        outer = whole(hidden)
+        gate_up = self.fused({f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}, outer)
+        return GatedMLP(gate_up, self.linear(f"{prefix}.down_proj", outer, intermediate), group)
+
+    def _read(self, prefix: str, rows: Share, columns: Share) -> Tensor:
+        shape = rows.total, columns.total
+        read = self.checkpoint.linear(prefix, shape, self.dtype, first=rows.start, count=rows.size)
+        return read.narrow(1, columns.start, columns.size)
 
 
 def release_freed_memory() -> None:
