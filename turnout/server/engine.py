@@ -35,7 +35,7 @@ class Engine:
         self.config = config
         self.ready: Ready | None = None  # what the ranks said when they were first ready
         self.failure: EngineFailed | None = None  # that ended it for good
-        self.last_failure: EngineFailed | None = None
+        self._last_failure: EngineFailed | None = None
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
         self._group: RankGroup | None = None
@@ -44,7 +44,13 @@ class Engine:
 
     @property
     def serving(self) -> bool:
-        return self._group is not None and self._group.ready is not None
+        group = self._group
+        return group is not None and group.ready is not None and group.failure is None
+
+    @property
+    def last_failure(self) -> EngineFailed | None:
+        """Why the ranks had to start anew, if they ever had to."""
+        return (self._group and self._group.failure) or self._last_failure
 
     @property
     def num_requests(self) -> int:
@@ -77,7 +83,7 @@ class Engine:
                 await group.run(self._on_ready)
                 return
             except EngineFailed as failure:
-                self.last_failure = failure
+                self._last_failure = failure
                 served = group.ready is not None
                 failed_starts = 0 if served else failed_starts + 1
                 if self._is_final(failure, served, failed_starts):
@@ -126,7 +132,7 @@ class Engine:
             "dp_rank": topology.dp_rank,
             "ep_rank": topology.ep_rank,
             "pid": group.pid(rank) if group else None,
-            "state": self._state(rank, reading),
+            "state": self._state(rank),
             "phase": reading.phase,
             "collectives": reading.collectives,
             "steps": 0,
@@ -137,7 +143,7 @@ class Engine:
             k: v for k, v in counters.items() if k not in ("rank", "pid", "state", "expert_tokens")
         }
 
-    def _state(self, rank: int, reading: Reading) -> str:
+    def _state(self, rank: int) -> str:
         group = self._group
         if group is None or group.ready is None:
             return "loading"
@@ -145,7 +151,7 @@ class Engine:
             return "ended"
         if group.watchdog.silence(rank, time.monotonic()) > STILL_SECONDS:
             return "stalled"
-        return "idle" if reading.phase == "resting" else "running"
+        return "running" if group.num_requests else "idle"
 
     def _make_group(self, life: int) -> RankGroup:
         local = LocalRanks(self.config, range(self.config.tp_size))

@@ -71,6 +71,7 @@ class RankGroup:
         self.ready: Ready | None = None  # rank 0's, once all are
         self.stats: dict[int, EngineStats] = {}
         self.expert_tokens: dict[int, list[list[int]]] = {}  # by rank, each [layer][expert]
+        self.failure: EngineFailed | None = None
         self.ended: dict[int, str] = {}  # ranks that are no more, and how they went
         self.heard = time.monotonic()
         self.watchdog = Watchdog(config.watchdog_timeout)
@@ -136,7 +137,7 @@ class RankGroup:
     def submit(self, request: AddRequest, sink: Sink) -> None:
         """Generate; `sink` is called for every output, or once with the failure of the group.
 
-        The group must be ready.
+        The group must be ready, and not have failed.
         """
         self._sinks[request.id] = sink
         dp_rank = self._router.place(request.id, request.prompt_ids, request.sampling.max_tokens)
@@ -267,6 +268,7 @@ class RankGroup:
             sink(output)
 
     def _fail(self, failure: EngineFailed) -> None:
+        self.failure = failure
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(failure)

@@ -1,0 +1,101 @@
+"""Servers of a test's own, their processes and files, and requests that run while something fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.serving import tiny_config
+from turnout.server.launch import ServerProcess
+
+
+@contextmanager
+def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
+    """A server of one's own and its root address."""
+    server = ServerProcess(tiny_config(folder, **fields), show=False)
+    try:
+        yield server, server.wait_ready().removesuffix("/v1")
+    finally:
+        server.process.kill()
+        server.stop()
+
+
+def ranks_of(server: ServerProcess) -> list[psutil.Process]:
+    """The rank processes, in the order of their start."""
+    return sorted(psutil.Process(server.process.pid).children(), key=lambda process: process.create_time())
+
+
+def folder_of(server: ServerProcess) -> Path:
+    """The folder that the server shares with its ranks."""
+    listening = psutil.Process(server.process.pid).net_connections("unix")
+    (folder,) = {Path(c.laddr).parent for c in listening if "turnout-" in c.laddr}
+    return folder
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def is_ready(root: str) -> bool:
+    return httpx.get(f"{root}/ready").status_code == 200
+
+
+class Background(threading.Thread):
+    """A streamed request, running when this returns; keeps its data lines, also if the stream breaks."""
+
+    def __init__(self, root: str, tokens: int, n: int = 1, prompt: str = "go on"):
+        super().__init__(daemon=True)
+        self.url = f"{root}/v1/completions"
+        self.body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "n": n,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 0,  # makes every token an event
+        }
+        self.lines: list[str] = []
+        self.running = threading.Event()
+        self.ended = 0.0  # time.monotonic()
+        self.start()
+        assert self.running.wait(30)
+
+    def run(self) -> None:
+        with (
+            suppress(httpx.RemoteProtocolError, httpx.ReadError),
+            httpx.stream("POST", self.url, json=self.body, timeout=60) as reply,
+        ):
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    self.lines.append(line.removeprefix("data: "))
+                    self.running.set()
+        self.ended = time.monotonic()
+
+    def result(self) -> list[str]:
+        self.join(60)
+        return self.lines
+
+    def error(self) -> dict[str, Any]:
+        """The error that ended the stream, which must be its last event."""
+        last = json.loads(self.result()[-1])
+        assert "error" in last, last
+        return last["error"]

@@ -1,0 +1,248 @@
+"""A server of several ranks: its answers, and what becomes of requests and processes when ranks fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.processes import (
+    Background,
+    eventually,
+    folder_of,
+    has_ended,
+    is_ready,
+    ranks_of,
+    started,
+)
+from tests.serving import tiny_config
+from turnout.server.launch import ServerProcess
+
+DP2_EP2 = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
+NOTICED = 2.0  # seconds
+RECOVERED = 60.0  # a few seconds on a quiet machine
+WATCHDOG = 3.0
+PROMPTS = [f"{i} pears and {i * i} plums" * (1 + i % 3) for i in range(8)]
+
+Served = tuple[ServerProcess, str]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_folder: Path) -> Iterator[Served]:
+    """One server for most tests here, since each leaves it as ready as it was."""
+    with started(tiny_folder, **DP2_EP2, watchdog_timeout=WATCHDOG) as served:
+        yield served
+
+
+@pytest.fixture
+def ready(two_ranks: Served) -> Iterator[Served]:
+    server, root = two_ranks
+    assert eventually(lambda: is_ready(root), RECOVERED)
+    yield two_ranks
+    assert server.process.poll() is None, server.last_lines()
+
+
+def shared_memory() -> set[str]:
+    return {segment.name for segment in Path("/dev/shm").iterdir()}
+
+
+def complete(root: str, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True} | fields
+    reply = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def texts(root: str, prompts: list[str], **fields: Any) -> list[str]:
+    """Of all prompts, asked for at once."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(lambda prompt: complete(root, prompt, **fields), prompts)
+        return [answer["choices"][0]["text"] for answer in answers]
+
+
+def info(root: str) -> dict[str, Any]:
+    return httpx.get(f"{root}/server_info").json()
+
+
+def metric(root: str, name: str) -> dict[str, float]:
+    """Values of a metric by its labels."""
+    lines = httpx.get(f"{root}/metrics").text.splitlines()
+    values = (line.rpartition(" ") for line in lines if line.startswith(name))
+    return {labels.removeprefix(name): float(value) for labels, _, value in values}
+
+
+def streams(root: str) -> list[Background]:
+    """One on each rank."""
+    return [Background(root, tokens=480, prompt=prompt) for prompt in ("one", "another")]
+
+
+def test_answers_are_those_of_one_rank(ready: Served, root: str):
+    _, two = ready
+    assert texts(two, PROMPTS) == texts(root, PROMPTS)
+
+
+def test_all_choices_and_prompts_of_one_request(ready: Served, root: str):
+    """They spread over the ranks and come back in order."""
+    _, two = ready
+    several = {"n": 2, "max_tokens": 6, "seed": 3, "temperature": 0.8}
+    both = [httpx.post(f"{at}/v1/completions", json={"prompt": PROMPTS} | several) for at in (two, root)]
+    answers = [[choice["text"] for choice in reply.json()["choices"]] for reply in both]
+    assert len(answers[0]) == 2 * len(PROMPTS)
+    assert answers[0] == answers[1]
+
+
+def test_every_rank_gets_work_and_says_so(ready: Served):
+    _, root = ready
+    before = metric(root, "turnout:generation_tokens_total")
+    texts(root, PROMPTS)
+    assert eventually(
+        lambda: (
+            sum(metric(root, "turnout:generation_tokens_total").values())
+            == sum(before.values()) + 16 * len(PROMPTS)
+        )
+    )
+    ranks = info(root)["ranks"]
+    assert [(rank["rank"], rank["dp_rank"], rank["ep_rank"]) for rank in ranks] == [(0, 0, 0), (1, 1, 1)]
+    assert all(rank["generation_tokens"] > 0 for rank in ranks)
+    assert eventually(
+        lambda: len({rank["steps"] for rank in info(root)["ranks"]}) == 1
+    )  # all steps are common
+    assert {rank["pid"] for rank in ranks} == {process.pid for process in ranks_of(ready[0])}
+    assert set(metric(root, "turnout:idle_steps_total")) == {'{rank="0"}', '{rank="1"}'}
+
+
+def test_experts_are_counted_once(ready: Served):
+    """Two layers, two experts for each of the tokens that were computed."""
+    _, root = ready
+
+    def counted() -> tuple[float, float]:
+        tokens = metric(root, "turnout:prompt_tokens_total"), metric(root, "turnout:generation_tokens_total")
+        chosen = metric(root, "turnout:expert_tokens_total")
+        return sum(sum(of.values()) for of in tokens), sum(chosen.values())
+
+    time.sleep(1.2)  # experts are reported once a second
+    tokens, chosen = counted()
+    complete(root, "x" * 50, max_tokens=11)
+    assert eventually(lambda: counted()[0] == tokens + 61)
+    computed = 50 + 11 - 1  # nobody asked what follows the last token
+    assert eventually(lambda: counted()[1] == chosen + 2 * 2 * computed, 5), counted()
+
+
+def test_a_request_starts_at_once_on_resting_ranks(ready: Served):
+    _, root = ready
+    for i in range(3):
+        time.sleep(0.3)  # ranks look around once a second when nobody wakes them
+        start = time.monotonic()
+        complete(root, f"wake {i}", max_tokens=1)
+        assert time.monotonic() - start < 0.7
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_fails_its_requests_at_once_and_is_replaced(ready: Served, victim: int):
+    server, root = ready
+    before, old, folder = shared_memory(), ranks_of(server), folder_of(server)
+    running = streams(root)
+    restarts = info(root)["restarts"]
+    killed = time.monotonic()
+    old[victim].kill()
+    for stream in running:
+        error = stream.error()
+        assert error["code"] == "engine_failed"
+        assert f"rank {victim} was killed by SIGKILL" in error["message"]
+        assert stream.ended - killed < NOTICED
+    assert eventually(lambda: httpx.get(f"{root}/ready").status_code == 503, NOTICED)
+    refused = httpx.post(f"{root}/v1/completions", json={"prompt": "meanwhile"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
+    assert "retry-after" in refused.headers
+    assert eventually(lambda: is_ready(root), RECOVERED)
+    assert all(has_ended(rank) for rank in old)
+    assert not folder.exists()
+    assert shared_memory() == before
+    assert info(root)["restarts"] == restarts + 1
+    assert len(texts(root, PROMPTS)) == len(PROMPTS)
+
+
+def test_kills_during_recovery_are_survived(ready: Served):
+    server, root = ready
+    ranks_of(server)[1].kill()
+    for _ in range(2):
+        known = {process.pid for process in ranks_of(server)}
+        assert eventually(lambda: len({p.pid for p in ranks_of(server)} - known) == 2, RECOVERED)  # noqa: B023
+        ranks_of(server)[0].kill()
+    assert eventually(lambda: is_ready(root), 2 * RECOVERED)
+    complete(root, "still here")
+
+
+def test_a_stopped_rank_is_found_and_named(ready: Served):
+    server, root = ready
+    old = ranks_of(server)
+    running = streams(root)
+    old[1].suspend()
+    stopped = time.monotonic()
+    errors = [stream.error() for stream in running]
+    assert all(stream.ended - stopped < WATCHDOG + NOTICED for stream in running)
+    for error in errors:
+        assert "rank 1 does not run" in error["message"]
+        assert "step" in error["message"]
+        assert "phase" in error["message"]
+    assert info(root)["last_failure"] in errors[0]["message"]
+    assert eventually(lambda: is_ready(root), RECOVERED)
+    assert all(has_ended(rank) for rank in old)
+
+
+def test_a_long_rest_is_no_stall(ready: Served):
+    _, root = ready
+    restarts = info(root)["restarts"]
+    time.sleep(WATCHDOG + 1)
+    complete(root, "after a rest")
+    assert info(root)["restarts"] == restarts
+
+
+def test_told_to_stop_all_ranks_finish_and_leave(two_ranks: Served):
+    """The last test on the shared server. Requests finish, whichever rank has them."""
+    server, root = two_ranks
+    ranks, folder, before = ranks_of(server), folder_of(server), shared_memory()
+    running = streams(root)
+    server.process.terminate()
+    for stream in running:
+        assert stream.result()[-1] == "[DONE]"
+        assert len(stream.lines) == 481
+    assert server.process.wait(20) == 0
+    assert all(has_ended(rank) for rank in ranks)
+    assert not folder.exists()
+    assert shared_memory() <= before
+
+
+def test_ranks_do_not_outlive_a_killed_server(tiny_folder: Path):
+    before = shared_memory()
+    with started(tiny_folder, **DP2_EP2) as (server, root):
+        ranks, folder = ranks_of(server), folder_of(server)
+        streams(root)
+        server.process.kill()
+        assert eventually(lambda: all(has_ended(rank) for rank in ranks))
+        assert eventually(lambda: not folder.exists())
+    assert shared_memory() <= before
+
+
+def test_starts_that_come_to_nothing_are_given_up(tiny_folder: Path):
+    """Every rank is killed as soon as it shows."""
+    server = ServerProcess(tiny_config(tiny_folder), show=False)
+    try:
+        seen: set[int] = set()
+        while server.process.poll() is None:
+            for process in psutil.Process(server.process.pid).children():
+                seen.add(process.pid)
+                process.kill()
+            time.sleep(0.01)
+        assert server.process.wait(20) == 1
+        assert len(seen) == 5
+        server.stop()
+        assert "error: the engine process was killed by SIGKILL" in server.last_lines()
+    finally:
+        server.process.kill()
