@@ -295,6 +295,42 @@ def bench_moe(
     )
 
 
+@bench_app.command("a2a")
+def bench_a2a(
+    world_size: Annotated[int, typer.Option(min=1, help="ranks to start; under torchrun, its own")] = 2,
+    hidden: Annotated[int, typer.Option(min=1, help="hidden size")] = 1024,
+    experts: Annotated[int, typer.Option(min=1, help="experts of the layer")] = 64,
+    topk: Annotated[int, typer.Option(min=1, help="experts of a token")] = 8,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=0, help="tokens of each rank; may be repeated")
+    ] = None,
+    dispatcher: Annotated[
+        list[str] | None, typer.Option(help="none, collective, ...; may be repeated; default: all")
+    ] = None,
+    format: Annotated[
+        list[str] | None, typer.Option(help="on the wire: bf16, fp8, nvfp4; may be repeated")
+    ] = None,
+    routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
+    device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
+    output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
+) -> None:
+    """Time of tokens to their experts and back, beside the collectives alone."""
+    from turnout.bench.a2a import run
+
+    run(
+        world_size=world_size,
+        hidden=hidden,
+        experts=experts,
+        top_k=topk,
+        tokens=tokens or [16, 256],
+        dispatchers=dispatcher or [],
+        formats=format or ["bf16"],
+        routing=routing,
+        device=device,
+        output=Path(output) if output else None,
+    )
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -1,0 +1,369 @@
+"""`bench a2a`: how long tokens take to their experts and back, beside the collectives alone.
+
+Every rank brings as many tokens (data-parallel attention, one slice of the experts each). For every
+dispatcher, format and number of tokens, `dispatch` and `combine` are timed, and then the very collectives
+that they made, with the same sizes and nothing in between: `raw_dispatch_us`, `raw_combine_us`. What a
+dispatcher adds is packing, and for the all-to-all a wait for the counts. `wire_bytes` is what a rank sends
+to others in both, on average over the ranks.
+
+Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
+as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
+of the slowest rank.
+
+First a layer with a few intermediate columns is compared with the float32 reference, at uneven numbers of
+tokens: `error`. A point that is refused, or wrong, is a row with an `error_message`.
+
+Legend: T tokens, H hidden, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from turnout import formats as number_formats
+from turnout.bench.collectives import Clock, Recorded, repeat
+from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.config import launched
+from turnout.errors import PlanRefused, UserError
+from turnout.formats import fp8, nvfp4
+from turnout.formats.experts import ExpertWeights, InputScales
+from turnout.formats.packed import PackedTensor
+from turnout.moe import MoELayer, plan
+from turnout.moe.accuracy import BOUNDS, relative_error
+from turnout.moe.batch import Hidden
+from turnout.moe.budget import WIRE_GROUP, Budget
+from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.reference import experts_reference
+from turnout.moe.routing import route
+from turnout.moe.spec import MoESpec
+from turnout.moe.wire import Wire
+from turnout.parallel import hardware
+from turnout.parallel.groups import Groups, connect, disconnect
+from turnout.parallel.topology import Topology
+from turnout.registry import DISPATCHERS
+
+ROUTINGS = ("uniform", "zipf")
+INPUTS = 4  # sets of tokens and routes, taken in turn
+INTERMEDIATE = 32  # of the layer that is checked; what travels does not depend on it
+CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn
+INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
+TABLE_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure; the same on all ranks."""
+
+    world_size: int
+    hidden: int
+    experts: int
+    top_k: int
+    tokens: tuple[int, ...]
+    dispatchers: tuple[str, ...]
+    formats: tuple[str, ...]
+    routing: str
+    device: str
+
+
+def run(
+    *,
+    world_size: int = 2,
+    hidden: int = 1024,
+    experts: int = 64,
+    top_k: int = 8,
+    tokens: Sequence[int] = (16, 256),
+    dispatchers: Sequence[str] = (),
+    formats: Sequence[str] = ("bf16",),
+    routing: str = "uniform",
+    device: str = "auto",
+    output: Path | None = None,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Measure on `world_size` ranks of this machine, which it starts, or on those that torchrun started.
+
+    `tokens` are per rank; no `dispatchers`: all. Returns the result, on rank 0 after printing a table and
+    saving it; other ranks of torchrun get none of its rows. Raises UserError for names that are not known
+    and for more ranks than GPUs.
+    """
+    ranks = launched()
+    machine = hardware.detect(device)
+    settings = Settings(
+        world_size=ranks.size if ranks else world_size,
+        hidden=hidden,
+        experts=experts,
+        top_k=top_k,
+        tokens=tuple(tokens),
+        dispatchers=tuple(dispatchers) or tuple(DISPATCHERS),
+        formats=tuple(formats),
+        routing=routing,
+        device=machine.device,
+    )
+    _check(settings, machine.devices, ranks.ranks_per_node if ranks else world_size)
+    if output is not None:
+        check_output(output)
+    if ranks is None:
+        rows = _on_ranks_of_our_own(settings)
+    else:
+        rows = rank_rows(
+            settings, ranks.rank, local_rank=ranks.rank % ranks.ranks_per_node, init_method=ranks.init_method
+        )
+    content = result(
+        "a2a",
+        rows,
+        device=cpu_name() if machine.device == "cpu" else machine.name,
+        devices=settings.world_size,
+        driver=gpu_driver() if machine.device == "cuda" else "",
+        command=command,
+    )
+    if ranks is None or ranks.rank == 0:
+        show(content)
+        if output is not None:
+            save(content, output)
+    return content
+
+
+def rank_rows(settings: Settings, rank: int, *, local_rank: int, init_method: str) -> list[dict[str, Any]]:
+    """One rank's part; rank 0 returns the rows, the others none."""
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    n = settings.world_size
+    topology = Topology(tp_size=n, dp_size=n, ep_size=n, enable_dp_attention=n > 1, rank=rank)
+    groups = connect(topology, init_method=init_method, device=device)
+    try:
+        with torch.inference_mode():
+            bench = RankBench(settings, groups, device)
+            rows = [
+                bench.point(dispatcher, format, tokens)
+                for format in settings.formats
+                for tokens in settings.tokens
+                for dispatcher in settings.dispatchers
+            ]
+    finally:
+        disconnect()
+    return rows if rank == 0 else []
+
+
+class RankBench:
+    """Everything that one rank measures; all ranks call `point` in the same order."""
+
+    def __init__(self, settings: Settings, groups: Groups, device: torch.device) -> None:
+        self._settings, self._groups, self._device = settings, groups, device
+        self._machine = hardware.detect(device.type)
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // settings.world_size))
+        self._clock = Clock(groups.world, device)
+        self._errors: dict[tuple[str, str], float] = {}
+
+    def point(self, dispatcher: str, format: str, tokens: int) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "dispatcher": dispatcher,
+            "devices": self._settings.world_size,
+            "tokens": tokens,
+            "hidden": self._settings.hidden,
+            "topk": self._settings.top_k,
+            "experts": self._settings.experts,
+            "format": format,
+            "routing": self._settings.routing,
+        }
+        spec = self._spec(format)
+        try:
+            chosen = self._plan(spec, dispatcher, format)
+        except PlanRefused as refused:
+            return row | {"error_message": " ".join(str(refused).split())}
+        if (dispatcher, format) not in self._errors:
+            self._errors[dispatcher, format] = self._check(spec, chosen)
+        row["error"] = self._errors[dispatcher, format]
+        if row["error"] > BOUNDS["bf16", chosen.compute_dtype]:
+            return row | {"error_message": f"wrong by {row['error']:.1e} against the reference"}
+        return row | self._times(spec, chosen, tokens)
+
+    def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int) -> dict[str, float]:
+        scale = torch.tensor(INPUT_SCALE, device=self._device)
+
+        def make(groups: Groups) -> Any:
+            kind = DISPATCHERS.get(chosen.prefill.dispatcher)
+            return kind(spec, chosen, "prefill", groups, self._device, scale)
+
+        world = [tokens] * self._settings.world_size
+        inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
+        dispatcher = make(self._groups)
+        outs = [self._out(*dispatcher.dispatch(*given, world)) for given in inputs]
+        world_group, parallel = Recorded(self._groups.world), Recorded(self._groups.data_parallel)
+        recording = make(replace(self._groups, world=world_group, data_parallel=parallel))
+        out, state = self._out(*recording.dispatch(*inputs[0], world))
+        there = [*world_group.taken(), *parallel.taken()]
+        recording.combine(out, state)
+        back = [*world_group.taken(), *parallel.taken()]
+        return {
+            "dispatch_us": self._clock.median_us([partial(dispatcher.dispatch, *i, world) for i in inputs]),
+            "combine_us": self._clock.median_us([partial(dispatcher.combine, *o) for o in outs]),
+            "wire_bytes": self._mean(world_group.sent_bytes + parallel.sent_bytes),
+            "raw_dispatch_us": self._clock.median_us([partial(repeat, there)]),
+            "raw_combine_us": self._clock.median_us([partial(repeat, back)]),
+        }
+
+    def _out(self, batch: Any, state: Any) -> tuple[Tensor, Any]:
+        """Something in the place of a runner's output for `batch`, and the state for `combine`."""
+        shape = (*batch.hidden.data.shape[:-1], self._settings.hidden)
+        return torch.randn(shape, device=self._device).to(self._dtype), state
+
+    def _check(self, spec: MoESpec, chosen: MoEPlan) -> float:
+        """The largest relative error of any rank's tokens through a layer."""
+        s, topology = self._settings, self._groups.topology
+        draw = torch.Generator().manual_seed(1)
+        experts = _experts(spec, draw, self._device)
+        router_EH = torch.randn(s.experts, s.hidden, generator=draw).to(self._device)
+        span = topology.expert_range(s.experts)
+        held = slice(span.start, span.stop)
+        own = replace(experts, w13=experts.w13[held], w2=experts.w2[held], first_expert=span.start)
+        layer = MoELayer(spec, chosen, router_weight=router_EH, experts=own, groups=self._groups)
+        tokens = [CHECKED_TOKENS[i % len(CHECKED_TOKENS)] for i in range(s.world_size)]
+        x_TH = self._inputs(tokens[topology.rank], 0)[0]
+        y_TH = layer(x_TH, "prefill", tokens)
+        ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
+        wire = Wire(spec, chosen, "prefill", self._device, torch.tensor(INPUT_SCALE, device=self._device))
+        sent_TH = _decoded(wire.encode(x_TH))
+        reference = experts_reference(sent_TH, ids_TK, weights_TK, experts, spec.activation)
+        return max(self._everyones(relative_error(y_TH, reference)))
+
+    def _inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's x [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
+        E, k = self._settings.experts, self._settings.top_k
+        popularity_E = torch.ones(E)
+        if self._settings.routing == "zipf":  # the same experts are popular with all ranks
+            popularity_E = 1 / (1 + torch.randperm(E, generator=torch.Generator().manual_seed(seed)))
+        draw = torch.Generator().manual_seed(1000 * seed + self._groups.world.rank)
+        x_TH = torch.randn(tokens, self._settings.hidden, generator=draw)
+        ids_TK = torch.zeros(0, k)
+        if tokens:
+            ids_TK = torch.multinomial(popularity_E.expand(tokens, E), k, generator=draw)
+        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
+        return x_TH.to(self._device, self._dtype), ids_TK.int().to(self._device), weights_TK.to(self._device)
+
+    def _spec(self, format: str) -> MoESpec:
+        """nvfp4 travels where a calibrated nvfp4 checkpoint says with what scales."""
+        s, calibrated = self._settings, format == "nvfp4"
+        return MoESpec(
+            hidden_size=s.hidden,
+            intermediate_size=INTERMEDIATE,
+            num_experts=s.experts,
+            top_k=s.top_k,
+            format="nvfp4" if calibrated else "bf16",
+            quantized_activations=calibrated,
+        )
+
+    def _plan(self, spec: MoESpec, dispatcher: str, format: str) -> MoEPlan:
+        largest = max(*self._settings.tokens, *CHECKED_TOKENS)
+        return plan(
+            spec,
+            topology=self._groups.topology,
+            budget=Budget.from_limits(
+                chunked_prefill_size=largest,
+                max_prefill_tokens=largest,
+                max_running_requests=1,
+                dp_size=self._settings.world_size,
+            ),
+            hardware=self._machine,
+            wishes=Wishes(
+                runner="torch", dispatcher=dispatcher, dispatch_format=format, activation_format="bf16"
+            ),
+            compute_dtype=str(self._dtype).removeprefix("torch."),
+        )
+
+    def _everyones(self, value: float) -> list[float]:
+        own = torch.tensor([value], dtype=torch.float64, device=self._device)
+        return self._groups.world.all_gather(own, [1] * self._groups.world.size).tolist()
+
+    def _mean(self, value: float) -> int:
+        return round(statistics.fmean(self._everyones(value)))
+
+
+def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
+    for kind, asked, known in (
+        ("dispatcher", settings.dispatchers, list(DISPATCHERS)),
+        ("format", settings.formats, list(WIRE_GROUP)),
+        ("routing", [settings.routing], ROUTINGS),
+    ):
+        for name in asked:
+            if name not in known:
+                raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    if settings.device == "cuda" and local_ranks > gpus:
+        raise UserError(
+            f"{local_ranks} ranks on {gpus} GPU(s): use --world-size {gpus}, or --device cpu for any number"
+        )
+
+
+def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="turnout-a2a-") as folder:
+        torch.multiprocessing.spawn(
+            _rank_main, args=(settings, folder), nprocs=settings.world_size, join=True
+        )
+        return json.loads((Path(folder) / "rows.json").read_text())
+
+
+def _rank_main(rank: int, settings: Settings, folder: str) -> None:
+    rows = rank_rows(settings, rank, local_rank=rank, init_method=f"file://{folder}/meeting")
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+
+
+def _experts(spec: MoESpec, draw: torch.Generator, device: torch.device) -> ExpertWeights:
+    """All experts of the layer; `draw` is on the CPU, so that all ranks get the same ones."""
+
+    def weights(rows: int, columns: int) -> PackedTensor:
+        plain = torch.randn(spec.num_experts, rows, columns, generator=draw).mul_(columns**-0.5)
+        return number_formats.encode(plain.to(device), spec.format)
+
+    scale_E = torch.full((spec.num_experts,), INPUT_SCALE, device=device)
+    return ExpertWeights(
+        w13=weights(spec.w13_rows, spec.hidden_size),
+        w2=weights(spec.hidden_size, spec.intermediate_size),
+        input_scales=InputScales(w13=scale_E, w2=scale_E) if spec.quantized_activations else None,
+        num_experts=spec.num_experts,
+    )
+
+
+def _decoded(hidden: Hidden) -> Tensor:
+    """Hidden states [T, H] as a runner sees them."""
+    if hidden.format == "bf16":
+        return hidden.data
+    assert hidden.scale is not None, "quantised hidden states carry scales"
+    if hidden.format == "fp8":
+        return fp8.decode_activation(hidden.data, hidden.scale)
+    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
+    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
+
+
+def show(content: dict[str, Any]) -> None:
+    table = Table(
+        "dispatcher", "format", "tokens", "dispatch us", "x raw", "combine us", "x raw", "MB sent", "error",
+        title=f"Dispatch and combine, {content['devices']} x {content['device']}",
+    )  # fmt: skip
+    for row in content["rows"]:
+        head = [row["dispatcher"], row["format"], str(row["tokens"])]
+        if "error_message" in row:
+            table.add_row(*head, "failed", "", "", "", "", row["error_message"])
+            continue
+        cells = []
+        for part in ("dispatch", "combine"):
+            mine, raw = row[f"{part}_us"], row[f"raw_{part}_us"]
+            cells += [f"{mine:.0f}", f"{mine / raw:.2f}"]
+        table.add_row(*head, *cells, f"{row['wire_bytes'] / 1e6:.2f}", f"{row['error']:.1e}")
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)  # a pipe has 80 columns
+    console.print(table)
