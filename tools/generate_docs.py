@@ -1,5 +1,6 @@
 """Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
-between their markers the support table of README.md and the results in docs/performance.md.
+between their markers the support table of README.md, the error bounds in docs/operations.md and the results
+in docs/performance.md.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from tools.performance import table, tables
 from turnout.formats import FORMAT_INFO
+from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
@@ -68,6 +70,7 @@ def wanted(root: Path) -> dict[Path, str]:
     files = {root / "docs" / "backends.md": backends(), root / "docs" / "formats.md": formats()}
     blocks = {
         root / "README.md": {"support": support()},
+        root / "docs" / "operations.md": {"bounds": bounds()},
         root / "docs" / "performance.md": tables(root / "benchmarks" / "results"),
     }
     for page, bodies in blocks.items():
@@ -204,6 +207,16 @@ def formats() -> str:
             "Where a device has no FP4 tensor cores, only the weights stay quantised (W4A16); "
             "`--moe-activation-dtype nvfp4` emulates W4A4 there, to measure its accuracy.\n",
         ]
+    )
+
+
+def bounds() -> str:
+    return table(
+        ("GEMMs multiply with", "computing in", "largest relative error"),
+        [
+            ("plain numbers" if activations == "bf16" else f"{activations} activations", dtype, f"{most:.0e}")
+            for (activations, dtype), most in BOUNDS.items()
+        ],
     )
 
 

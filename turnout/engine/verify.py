@@ -39,7 +39,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
-from turnout.moe.verify import Batch, Inputs, Oracle, Result, make_batches
+from turnout.moe.verify import Inputs, Oracle, Result, make_batches
 from turnout.moe.verify import verify as verify_layer
 from turnout.parallel.groups import ALONE
 
@@ -145,16 +145,15 @@ def examine(config: Config, *, layers: str = "", seed: int = 0, progress: Progre
     served = _load(blueprint, blueprint.plan, device, progress, watch.make_runner)
     watch.look(served, texts)
     ours = _logits(served, start, device)
-    del served
+    seen = {layer: (watched.experts, watched.inputs()) for layer, watched in watch.watched.items()}
+    del served, watch  # with its weights
     checked: list[Checked] = []
-    for layer, watched in watch.watched.items():
-        inputs = watched.inputs().to(device, getattr(torch, blueprint.compute_dtype))
-        assert watched.experts is not None, "kept until forgotten"
-        bench = _Bench(layer, blueprint.description.moe, watched.experts, inputs, most, device)
+    for layer, (experts, inputs) in seen.items():
+        assert experts is not None, "kept until forgotten"
+        bench = _Bench(layer, blueprint, experts, inputs, most, device)
         for plan in plans:
             progress("checking layers", len(checked), len(chosen) * len(plans))
             checked.append(bench.check(plan))
-        watched.forget()
     return Report(
         blueprint=blueprint,
         layers=chosen,
@@ -187,21 +186,20 @@ class _Bench:
     def __init__(
         self,
         layer: int,
-        spec: MoESpec,
+        blueprint: Blueprint,
         experts: ExpertWeights,
         inputs: Inputs,
         most: int,
         device: torch.device,
     ) -> None:
-        self._layer, self._spec, self._experts, self._device = layer, spec, experts, device
-        self._inputs, self._most = inputs, most
-        self._batches: Sequence[Batch] = ()
+        self._layer, self._spec, self._device = layer, blueprint.description.moe, device
+        self._experts = experts
+        inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
+        self._batches = make_batches(inputs, blueprint.plan, most)
+        self._oracle = Oracle(self._spec, experts, self._batches, device)
 
     @torch.inference_mode()
     def check(self, plan: MoEPlan) -> Checked:
-        if not self._batches:
-            self._batches = make_batches(self._inputs, plan, self._most)
-            self._oracle = Oracle(self._spec, self._experts, self._batches, self._device)
         found = verify_layer(self._spec, plan, self._experts, self._batches, self._oracle, self._device)
         return Checked.of(self._layer, plan, found)
 

@@ -1,11 +1,11 @@
 """How far a runner may be from the float32 reference: ||y - ref|| / ||ref|| over a whole batch.
 
-| GEMMs multiply with | compute dtype | bound | why |
-|---|---|---|---|
-| plain numbers | float32 | 1e-5 | only the order of summation differs |
-| plain numbers | bfloat16, float16 | 1e-2 | weights, inputs and outputs are rounded to 8 or 11 bits |
-| NVFP4 activations | float32 | 1e-2 | a last bit may carry an activation over a rounding boundary |
-| NVFP4 activations | bfloat16, float16 | 1e-1 | the same, for every value that rounding carries over one |
+| GEMMs multiply with | compute dtype | what makes the difference |
+|---|---|---|
+| plain numbers | float32 | only the order of summation |
+| plain numbers | bfloat16, float16 | weights, inputs and outputs are rounded to 8 or 11 bits |
+| NVFP4 activations | float32 | a last bit may carry an activation over a rounding boundary |
+| NVFP4 activations | bfloat16, float16 | the same, for every value that rounding carries over one |
 
 The weight format does not enter: the reference multiplies with the decoded weights as well.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-BOUNDS = {
+BOUNDS = {  # by what the GEMMs multiply with, and the compute dtype
     ("bf16", "float32"): 1e-5,
     ("bf16", "bfloat16"): 1e-2,
     ("bf16", "float16"): 1e-2,

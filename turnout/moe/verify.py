@@ -226,7 +226,10 @@ def examine(
         if runner.capability.deterministic:
             result = replace(result, repeats=_same(y, repeated))
         if captures and batch.prefix and len(y) in CAPTURED:
-            result = replace(result, replays=_replays(run, batch.inputs))
+            try:
+                result = replace(result, replays=_replays(run, batch.inputs))
+            except Exception as error:
+                result = replace(result, problem=f"cannot be captured in a CUDA graph: {_said(error)}")
         if batch.prefix and len(y) and plan.decode.layout == "tokens":
             result = replace(result, independent=_independent(runner, y, batches, first))
         results.append(_with_broken_promises(result))
