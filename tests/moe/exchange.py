@@ -77,12 +77,12 @@ class Case:
         return [self.batches()[i] for i in (0, 1, 4)]
 
 
-def cases(dispatcher: str, ep: int, tp: int) -> Iterator[Case]:
+def cases(dispatcher: str, ep: int, tp: int, device: str = "cpu") -> Iterator[Case]:
     """Everything that varies for one dispatcher on ep x tp ranks; formats with all groups apart."""
     world = ep * tp
     for dp in (d for d in range(1, world + 1) if world % d == 0):
-        yield Case(dispatcher=dispatcher, world=world, ep=ep, dp=dp)
-    apart = Case(dispatcher=dispatcher, world=world, ep=ep, dp=world)
+        yield Case(dispatcher=dispatcher, world=world, ep=ep, dp=dp, device=device)
+    apart = Case(dispatcher=dispatcher, world=world, ep=ep, dp=world, device=device)
     yield replace(apart, skewed=True)
     for weights in ("fp8", "nvfp4", "mxfp4"):
         yield replace(apart, weights=weights)
