@@ -46,6 +46,17 @@ class Blueprint:
     max_context: int  # longest prompt + output in tokens
     memory: MemoryTable
 
+    def with_pages(self, num_pages: int) -> Blueprint:
+        """With no more than `num_pages` KV pages."""
+        if num_pages >= self.num_pages:
+            return self
+        return dataclasses.replace(
+            self,
+            num_pages=num_pages,
+            max_context=min(self.max_context, num_pages * self.page_size),
+            memory=dataclasses.replace(self.memory, kv=self.memory.kv // self.num_pages * num_pages),
+        )
+
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON: what `plan --json` prints and /server_info reports."""
         return {

@@ -26,6 +26,7 @@ from turnout.checkpoint import open_checkpoint
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
 from turnout.engine.lockstep import Agreement, Lockstep
+from turnout.engine.meeting import agree
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
@@ -66,7 +67,7 @@ class EngineCore:
 
         Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
         """
-        self.blueprint = blueprint
+        self.blueprint = blueprint = agree(blueprint, groups)
         self._groups, self._lockstep = groups, lockstep or Lockstep()
         self._watch = watch or Unwatched()
         self._device = torch.device(blueprint.hardware.device)

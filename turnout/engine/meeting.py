@@ -48,6 +48,36 @@ def _share(groups: Groups) -> SharedExchange:
     return exchange
 
 
+def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
+    """`blueprint` with as many KV pages as each of the ranks has, for hosts differ in memory; collective.
+
+    Raises UserError if ranks planned what they must do alike differently.
+    """
+    if groups.world.size == 1:
+        return blueprint
+    plan = blueprint.plan
+    planned = {
+        "model": blueprint.description,
+        "compute type": blueprint.compute_dtype,
+        "token bounds": blueprint.budget,
+        "page size": blueprint.page_size,
+        "prefill": plan.prefill,
+        "decode": plan.decode,
+        "activations": plan.activation_format,
+        "shared expert": plan.shared_expert,
+    }
+    everyone = gather_values(groups.world, (blueprint.num_pages, planned))
+    first = everyone[0][1]
+    for rank, (_, theirs) in enumerate(everyone):
+        for what, value in theirs.items():
+            if value != first[what]:
+                raise UserError(
+                    f"rank {rank} planned other than rank 0, {what}: {value} and {first[what]}; start all "
+                    "hosts with the same flags, checkpoint, packages and kind of device"
+                )
+    return blueprint.with_pages(min(pages for pages, _ in everyone))
+
+
 def check_launch(config: Config, launched: Launched | None) -> None:
     """Raise UserError unless as many processes were started, on as many hosts, as `config` has ranks."""
     size = launched.size if launched else 1
