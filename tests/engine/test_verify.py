@@ -83,6 +83,14 @@ def test_the_first_layer_of_the_demo_model():
     assert any(result.independent for one in found.checked for result in one.results)
 
 
+@pytest.mark.parametrize("wire", ["fp8", "nvfp4"])
+def test_tokens_that_are_rounded_on_their_way_are_compared_with_such(wire: str):
+    found = report("demo", layers="first", moe_dispatch_dtype=wire, moe_weight_storage="packed")
+    assert found.passed, found.describe()["failures"]
+    assert {one.dispatcher for one in found.checked} == {"collective", "collective-experts"}
+    assert found.logits.error < 1e-4
+
+
 def test_what_is_asked_for_is_all_that_is_run(tiny_folder: Path):
     found = report(tiny_folder, moe_weight_storage="packed", moe_a2a_backend="none", layers="1")
     assert [(one.layer, one.weight_storage, one.dispatcher) for one in found.checked] == [

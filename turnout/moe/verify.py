@@ -132,15 +132,7 @@ class Oracle:
 
     def _compute(self, activation_format: str, per_expert: bool, wire_format: str) -> list[Tensor]:
         every = _joined([batch.inputs for batch in self._batches])
-        x_TH, experts = every.x_TH, self._experts
-        if wire_format == "fp8":
-            x_TH = fp8.decode_activation(*fp8.encode_activation(x_TH))
-        elif wire_format == "nvfp4" and experts.input_scales is not None:
-            # Rounded with the one scale of all experts, which is not done again with each expert's own.
-            shared = experts.input_scales.w13.max()
-            x_TH = nvfp4.fake_quantize(x_TH, shared)
-            scales = replace(experts.input_scales, w13=shared.expand(experts.num_experts))
-            experts = replace(experts, input_scales=scales)
+        x_TH, experts = as_sent(every.x_TH, self._experts, wire_format)
         out_TH = experts_reference(
             x_TH,
             every.ids_TK,
@@ -151,6 +143,19 @@ class Oracle:
             scale_per_expert=per_expert,
         )
         return list(out_TH.split([len(batch.inputs) for batch in self._batches]))
+
+
+def as_sent(x_TH: Tensor, experts: ExpertWeights, wire_format: str) -> tuple[Tensor, ExpertWeights]:
+    """What experts get of tokens that travel in `wire_format`, and the experts as they then compute."""
+    if wire_format == "fp8":
+        return fp8.decode_activation(*fp8.encode_activation(x_TH)), experts
+    if wire_format == "bf16":
+        return x_TH, experts
+    assert experts.input_scales is not None, "nvfp4 on the wire needs the checkpoint's input scales"
+    # Rounded with the one scale of all experts, which is not done again with each expert's own.
+    shared = experts.input_scales.w13.max()
+    scales = replace(experts.input_scales, w13=shared.expand(experts.num_experts))
+    return nvfp4.fake_quantize(x_TH, shared), replace(experts, input_scales=scales)
 
 
 def make_batches(inputs: Inputs, plan: MoEPlan, most: int) -> list[Batch]:
