@@ -11,17 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from turnout.config import ServerConfig
 from turnout.engine.messages import AddRequest, EngineStats, Ready
+from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.server.group import EngineFailed, RankGroup, Sink, topology_of
+from turnout.server.hosts import Agent, Hosts, RemoteRanks
 from turnout.server.ranks import Host, LocalRanks, Meeting
 from turnout.server.watchdog import STILL_SECONDS
+from turnout.server.wire import head_address
 
 MAX_FAILED_STARTS = 5  # in a row
 
@@ -39,8 +43,10 @@ class Engine:
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
         self._group: RankGroup | None = None
-        self._hosts: list[LocalRanks] = []
-        self._stopping = False
+        self._local: LocalRanks | None = None
+        self._others = Hosts(config)
+        self._leaving = False
+        self._told_to_stop = asyncio.Event()
 
     @property
     def serving(self) -> bool:
@@ -73,12 +79,23 @@ class Engine:
         return self._group.heard if self._group else time.monotonic()
 
     async def run(self) -> None:
-        """Start the ranks, again if they fail. Raises EngineFailed when that is of no use, else returns
-        after `stop`."""
+        """Start the ranks, again if they fail, until `stop`. Raises EngineFailed when that is of no use,
+        UserError if other hosts cannot come."""
+        reason: str | None = None
+        try:
+            await self._others.open()
+            await self._live()
+        except (EngineFailed, UserError) as error:
+            reason = str(error)
+            raise
+        finally:
+            await self._others.close(reason)
+
+    async def _live(self) -> None:
         failed_starts = life = 0
-        while not self._stopping:
+        while (agents := await self._agents()) is not None:
             life += 1
-            self._group = group = self._make_group(life)
+            group = self._group = self._make_group(life, agents)
             try:
                 await group.run(self._on_ready)
                 return
@@ -94,6 +111,15 @@ class Engine:
                 self._group = None
             self.restarts += 1
 
+    async def _agents(self) -> list[Agent] | None:
+        """Those of all other hosts, once they have come; None if told to stop."""
+        here = asyncio.create_task(self._others.all_here())
+        stop = asyncio.create_task(self._told_to_stop.wait())
+        await asyncio.wait({here, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        here.cancel()  # harmless if it is done
+        return None if self._told_to_stop.is_set() else here.result()
+
     def submit(self, request: AddRequest, sink: Sink) -> None:
         """Generate; `sink` is called for every output, or once with the failure of the ranks."""
         assert self._group is not None
@@ -104,21 +130,22 @@ class Engine:
         if self._group:
             self._group.abort(ids)
 
+    def leave(self) -> None:
+        """The server is about to stop: from now on a failure is the last."""
+        self._leaving = True
+
     def stop(self) -> None:
         """End the ranks, gently if they listen. `run` returns."""
-        self._stopping = True
+        self._leaving = True
+        self._told_to_stop.set()
         if self._group:
             self._group.stop()
 
     def end_at_once(self) -> None:
-        """Leave nothing behind, waiting for nobody."""
-        for host in self._hosts:
-            host.kill()
-            host.remove_folder()
-
-    def leaving(self) -> None:
-        """The server is about to stop: from now on a failure is the last."""
-        self._stopping = True
+        """Leave nothing behind on this host, waiting for nobody; other hosts see the connection end."""
+        if self._local:
+            self._local.kill()
+            self._local.remove_folder()
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """Each rank's place, process, state and counters; all but the experts', which /metrics has."""
@@ -153,20 +180,34 @@ class Engine:
             return "stalled"
         return "running" if group.num_requests else "idle"
 
-    def _make_group(self, life: int) -> RankGroup:
-        local = LocalRanks(self.config, range(self.config.tp_size))
-        self._hosts = [local]
-        meeting = Meeting(
+    def _make_group(self, life: int, agents: Sequence[Agent]) -> RankGroup:
+        local = self._local = LocalRanks(self.config, range(self.config.tp_size // self.config.nnodes))
+        hosts: list[Host] = [local, *(RemoteRanks(self.config, agent) for agent in agents)]
+        try:
+            return RankGroup(self.config, hosts, self._meeting(life, local.folder))
+        except UserError:
+            local.remove_folder()
+            raise
+
+    def _meeting(self, life: int, folder: Path) -> Meeting:
+        if self.config.nnodes == 1:
+            return Meeting(
+                number=life,
+                commands=f"ipc://{folder}/commands",
+                events=f"ipc://{folder}/events",
+                init_method=f"file://{folder}/join",
+            )
+        host, port = head_address(self.config)
+        return Meeting(
             number=life,
-            commands=f"ipc://{local.folder}/commands",
-            events=f"ipc://{local.folder}/events",
-            init_method=f"file://{local.folder}/join",
+            commands=f"tcp://{host}:{port + 2}",
+            events=f"tcp://{host}:{port + 3}",
+            init_method=f"tcp://{host}:{port + 1}",
+            towards=host,
         )
-        hosts: list[Host] = [local]
-        return RankGroup(self.config, hosts, meeting)
 
     def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:
-        if self._stopping or failed_starts >= MAX_FAILED_STARTS:
+        if self._leaving or failed_starts >= MAX_FAILED_STARTS:
             return True
         return not served and (failure.user_error or (failure.spoken and self.ready is None))
 

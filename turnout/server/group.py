@@ -32,6 +32,7 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
+from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
 from turnout.server.ranks import Host, Meeting
@@ -182,7 +183,11 @@ class RankGroup:
     def _socket(self, kind: int, address: str) -> zmq.Socket:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise UserError(f"cannot listen on {address}: {error.strerror}; see --dist-init-addr") from None
         return socket
 
     def _send(self, rank: int, command: Command) -> None:

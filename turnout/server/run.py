@@ -21,11 +21,13 @@ import uvicorn
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
-from turnout.errors import UserError
+from turnout.errors import PlanRefused, UserError
+from turnout.server.agent import serve_ranks
 from turnout.server.app import create_app
 from turnout.server.engine import Engine
-from turnout.server.group import EngineFailed
+from turnout.server.group import EngineFailed, topology_of
 from turnout.server.service import Service
+from turnout.server.wire import head_address
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
@@ -48,6 +50,9 @@ def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can mend."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     locate(config.model)
+    check_hosts(config)
+    if config.node_rank > 0:
+        return serve_ranks(config)
     listener = bind(config.host, config.port)
     try:
         return asyncio.run(Supervisor(config, listener).run())
@@ -58,6 +63,18 @@ def serve(config: ServerConfig) -> int:
         return 1
     finally:
         listener.close()
+
+
+def check_hosts(config: ServerConfig) -> None:
+    """Raises UserError unless this host has a place among --nnodes."""
+    if config.node_rank >= config.nnodes:
+        raise UserError(
+            f"--node-rank {config.node_rank}: with --nnodes {config.nnodes} it is 0 to {config.nnodes - 1}"
+        )
+    if config.nnodes > 1:
+        if refusals := topology_of(config).refusals():
+            raise PlanRefused("the ranks cannot be arranged as asked", refusals)
+        head_address(config)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -143,7 +160,7 @@ class Supervisor:
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
         self.service.draining = True
-        self.engine.leaving()
+        self.engine.leave()
         if self.service.num_active:
             log.info("waiting for %d requests to finish", self.service.num_active)
         try:

@@ -1,0 +1,157 @@
+"""One server on two hosts, which are network namespaces: nothing passes between them but by their cable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.namespaces import Namespace, connect
+from tests.server.processes import Background, eventually, has_ended, is_ready, ranks_of
+from tests.serving import tiny_config
+from turnout.server.launch import ServerProcess
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+
+TWO_HOSTS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "nnodes": 2}
+PORT = 29400
+SECONDS = 60.0
+
+
+class Hosts:
+    """Node 0 is the head. `start` may be called again for a node whose server has ended."""
+
+    def __init__(self, folder: Path):
+        self.hosts = Namespace(), Namespace()
+        self.address, _ = connect(*self.hosts)
+        self.folder = folder
+        self.servers: list[ServerProcess] = []
+
+    def start(self, node: int, **fields: Any) -> ServerProcess:
+        common = TWO_HOSTS | {"dist_init_addr": f"{self.address}:{PORT}", "node_rank": node}
+        config = tiny_config(self.folder, **(common | fields))
+        server = self.hosts[node].call(ServerProcess, config, show=False)
+        self.servers.append(server)
+        return server
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.process.kill()
+            server.stop()
+        for host in self.hosts:
+            host.close()
+
+
+@pytest.fixture(scope="module")
+def hosts(tiny_folder: Path) -> Iterator[Hosts]:
+    hosts = Hosts(tiny_folder)
+    yield hosts
+    hosts.close()
+
+
+class Cluster:
+    """A head and an agent that serve."""
+
+    def __init__(self, hosts: Hosts):
+        self.hosts = hosts
+        self.head = hosts.start(0)
+        self.agent = hosts.start(1)
+        self.root = self.head.wait_ready().removesuffix("/v1")
+
+    def at_head(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self.hosts.hosts[0].call(httpx.request, method, self.root + path, timeout=60, **options)
+
+    def complete(self, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        reply = self.at_head("POST", "/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["text"]
+
+    def streams(self) -> list[Background]:
+        """One on each rank."""
+        return [self.hosts.hosts[0].call(_stream, self.root, prompt) for prompt in ("one", "another")]
+
+    def ready(self) -> bool:
+        return eventually(lambda: self.hosts.hosts[0].call(is_ready, self.root), SECONDS)
+
+
+def _stream(root: str, prompt: str) -> Background:
+    return Background(root, tokens=400, prompt=prompt)  # a new thread belongs to its starter's namespace
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts) -> Cluster:
+    return Cluster(hosts)
+
+
+def test_a_request_is_answered_as_by_one_rank(cluster: Cluster, root: str):
+    body = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    for prompt in ("pears", "plums and pears"):
+        alone = httpx.post(f"{root}/v1/completions", json=body | {"prompt": prompt}, timeout=60).json()
+        assert cluster.complete(prompt) == alone["choices"][0]["text"]
+    ranks = cluster.at_head("GET", "/server_info").json()["ranks"]
+    assert [rank["steps"] > 0 for rank in ranks] == [True, True]
+    assert [rank["pid"] for rank in ranks] == [
+        ranks_of(server)[0].pid for server in (cluster.head, cluster.agent)
+    ]
+
+
+def test_a_rank_killed_on_the_other_host(cluster: Cluster):
+    running, old = cluster.streams(), [ranks_of(at)[0] for at in (cluster.head, cluster.agent)]
+    old[1].kill()
+    for stream in running:
+        assert "rank 1 was killed by SIGKILL" in stream.error()["message"]
+    assert cluster.ready()
+    assert all(has_ended(rank) for rank in old)
+
+
+def test_an_agent_that_leaves_is_waited_for(cluster: Cluster):
+    running, ranks = cluster.streams(), ranks_of(cluster.agent)
+    cluster.agent.process.terminate()
+    for stream in running:
+        assert "rank 1 is lost: the agent of node 1 (10.77.0.2) was told to stop" in stream.error()["message"]
+    assert cluster.agent.stop() == 0
+    assert all(has_ended(rank) for rank in ranks)
+    assert cluster.at_head("GET", "/ready").json()["error"]["code"] == "restarting"
+    stranger = cluster.hosts.start(1, page_size=32)
+    assert stranger.process.wait(SECONDS) == 2
+    stranger.stop()
+    assert "--page-size is 16 at the head, 32 on node 1" in stranger.last_lines()
+    assert "Traceback" not in stranger.last_lines()
+    cluster.agent = cluster.hosts.start(1)
+    assert cluster.ready()
+    assert "refused the agent at 10.77.0.2: --page-size" in cluster.head.last_lines()
+    cluster.complete("together again")
+
+
+def test_a_killed_agent_takes_its_ranks_along(cluster: Cluster):
+    running, ranks = cluster.streams(), ranks_of(cluster.agent)
+    cluster.agent.process.kill()
+    for stream in running:
+        assert stream.error()["code"] == "engine_failed"
+    assert eventually(lambda: all(has_ended(rank) for rank in ranks))
+    cluster.agent = cluster.hosts.start(1)
+    assert cluster.ready()
+
+
+def test_told_to_stop_the_head_drains_and_sends_all_home(cluster: Cluster):
+    ranks = [*ranks_of(cluster.head), *ranks_of(cluster.agent)]
+    running = cluster.streams()
+    cluster.head.process.terminate()
+    for stream in running:
+        assert stream.result()[-1] == "[DONE]"
+    assert cluster.head.process.wait(20) == 0
+    assert cluster.agent.process.wait(20) == 0
+    assert all(has_ended(rank) for rank in ranks)
+
+
+def test_an_agent_without_a_head_gives_up(hosts: Hosts):
+    """The last test on the two hosts."""
+    agent = hosts.start(1, startup_timeout=1.0)
+    assert agent.process.wait(SECONDS) == 2
+    agent.stop()
+    assert f"the head at {hosts.address}:{PORT} was not reached" in agent.last_lines()
