@@ -20,7 +20,13 @@ def start(id: str, prompt: list[int], max_tokens: int) -> Request:
 
 
 def make(
-    num_pages: int, *, reuse: bool = True, running: int = 4, chunk: int = 8, budget: int = 16
+    num_pages: int,
+    *,
+    reuse: bool = True,
+    running: int = 4,
+    chunk: int = 8,
+    budget: int = 16,
+    tokens_per_request: int = 1,
 ) -> Scheduler:
     return Scheduler(
         PagePool(num_pages, reuse=reuse),
@@ -29,6 +35,7 @@ def make(
         chunk_tokens=chunk,
         prefill_tokens=budget,
         max_context=64,
+        tokens_per_request=tokens_per_request,
     )
 
 
@@ -67,12 +74,15 @@ def check_contents(request: Request, writer: dict[int, list[int]]) -> None:
     running=st.integers(1, 5),
     chunk=st.integers(1, 12),
     budget=st.integers(1, 20),
+    drafts=st.integers(0, 5),
 )
 def test_random_schedules(
-    data: st.DataObject, num_pages: int, reuse: bool, running: int, chunk: int, budget: int
+    data: st.DataObject, num_pages: int, reuse: bool, running: int, chunk: int, budget: int, drafts: int
 ) -> None:
     """A simulated cache records what each slot holds, so that a wrong page is noticed at once."""
-    scheduler = make(num_pages, reuse=reuse, running=running, chunk=chunk, budget=budget)
+    scheduler = make(
+        num_pages, reuse=reuse, running=running, chunk=chunk, budget=budget, tokens_per_request=1 + drafts
+    )
     slots = {page: [0] * PAGE for page in range(num_pages)}
     alive: list[Request] = []
     arrived = 0
@@ -103,17 +113,25 @@ def advance(scheduler: Scheduler, alive: list[Request], slots: dict[int, list[in
     assert sum(chunk.length for chunk in chunks) <= scheduler.step_tokens
     for chunk in chunks:
         request = chunk.request
-        assert 0 < chunk.length <= max(scheduler.chunk_tokens, 1)
+        assert 0 < chunk.known_end - chunk.start <= max(scheduler.chunk_tokens, 1)
+        assert len(chunk.drafts) < scheduler.tokens_per_request
+        assert not chunk.drafts or (chunk.decodes and chunk.samples)
         assert chunk.start == request.computed
         check_contents(request, slots)
+        tokens = request.tokens[: chunk.start] + chunk.tokens
         for place in range(chunk.start, chunk.end):
             page = request.pages[place // PAGE]
             assert scheduler.pool._holders[page] == 1, "a shared page is never written"
-            slots[page][place % PAGE] = hash(tuple(request.tokens[: place + 1]))
-    sampling = [chunk.request for chunk in chunks if chunk.samples]
+            slots[page][place % PAGE] = hash(tuple(tokens[: place + 1]))
+    sampling = [(chunk.request, chunk.drafts) for chunk in chunks if chunk.samples]
     scheduler.computed(chunks)
-    for request in sampling:
-        request.tokens.append(len(request.tokens) % 2)
+    for request, drafts in sampling:
+        for draft in (*drafts, None):
+            request.tokens.append(len(request.tokens) % 7 % 2)  # now as drafted, now not
+            if request.tokens[-1] != draft:
+                break
+        scheduler.extended(request)
+        assert len(request.pages) == -(-request.computed // PAGE)
         if request.num_output == request.sampling.max_tokens:
             scheduler.remove(request)
             alive.remove(request)
@@ -128,12 +146,14 @@ def test_decoding_goes_first_and_long_prompts_share_what_is_left() -> None:
     assert [(c.request.id, c.length) for c in step(scheduler)] == [("short", 1), ("long", 8)]
 
 
-def step(scheduler: Scheduler) -> list:
+def step(scheduler: Scheduler, then: int = 0) -> list:
+    """All requests that sample get the token `then`."""
     chunks = scheduler.schedule()
     done = [chunk for chunk in chunks if chunk.samples]
     scheduler.computed(chunks)
     for chunk in done:
-        chunk.request.tokens.append(0)
+        chunk.request.tokens.append(then)
+        scheduler.extended(chunk.request)
     return chunks
 
 
@@ -172,6 +192,24 @@ def test_nobody_is_admitted_to_pages_that_the_next_tokens_of_others_need() -> No
     assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
     assert scheduler.pool.num_available == 2
     assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
+
+
+def test_drafts_take_what_prompts_leave_of_a_step() -> None:
+    scheduler = make(64, running=2, chunk=8, budget=8, tokens_per_request=5)
+    scheduler.add(start("repeating", [1, 2, 3, 1, 2], 20))
+    step(scheduler, then=3)
+    scheduler.add(start("prompt", [4] * 30, 2))
+    assert [chunk.tokens for chunk in step(scheduler)] == [[3, 1], [4] * 8]
+
+
+def test_drafts_take_pages_that_nobody_else_needs() -> None:
+    scheduler = make(4, running=2, chunk=8, budget=16, tokens_per_request=5)
+    scheduler.add(start("repeating", [1, 2, 3, 1, 2], 20))
+    scheduler.add(start("growing", [9, 8, 7, 6], 5))
+    step(scheduler, then=3)
+    assert scheduler.pool.num_available == 1
+    assert [chunk.tokens for chunk in step(scheduler)] == [[3, 1, 2], [3]]
+    assert scheduler.preemptions == 0
 
 
 def test_digests_name_the_whole_prefix() -> None:
