@@ -71,6 +71,11 @@ class Rank:
             self._made = topology, device, found
         return self._made[2]
 
+    def leave(self) -> None:
+        """Leave the groups, for code that makes its own."""
+        disconnect()
+        self._made = None
+
 
 class RankFailed(Exception):
     """A rank died, did not answer in time, or raised what cannot be sent."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from turnout import __version__
-from turnout.config import Config, ServerConfig, field_type, flag_name, load
+from turnout.config import Config, ServerConfig, field_type, flag_name, launched, load
 from turnout.errors import UserError
 
 app = typer.Typer(
@@ -151,14 +151,20 @@ def generate(
     config: Config,
 ) -> None:
     """Generate offline: a prompt, standard input or a JSON-lines file in; text or JSON lines out."""
-    from turnout.engine.generate import generate as run
+    from turnout.engine.launch import follow, launch
     from turnout.engine.sampling import SamplingParams
+
+    place = launched()
+    follow(place)  # at once: what comes next takes seconds to import
+    from turnout.engine.generate import generate as run
 
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ())
     )
     sampling.check()
-    run(config, prompt, sampling, chat=chat, output=Path(output) if output else None)
+    if place is None and config.tp_size > 1:
+        raise typer.Exit(launch(config, sys.argv[1:]))
+    run(config, prompt, sampling, chat=chat, output=Path(output) if output else None, launched=place)
 
 
 @app.command("eval")

@@ -8,36 +8,55 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 
-from turnout.config import Config
-from turnout.engine.llm import LLM
+from turnout.config import Config, Launched
+from turnout.engine.launch import blameless
+from turnout.engine.llm import LLM, Completion
 from turnout.engine.sampling import SamplingParams
 from turnout.errors import UserError
 
 
 def generate(
-    config: Config, prompt: str | None, sampling: SamplingParams, *, chat: bool, output: Path | None
+    config: Config,
+    prompt: str | None,
+    sampling: SamplingParams,
+    *,
+    chat: bool,
+    output: Path | None,
+    launched: Launched | None = None,
 ) -> None:
     """Answer `prompt` (a text, a .jsonl file, or None: standard input). Raises UserError.
 
-    A single prompt prints its text; a file, or `output`, gives one JSON object per prompt.
+    A single prompt prints its text; a file, or `output`, gives one JSON object per prompt. Of several ranks
+    (`launched`: which this is) the first reads and writes.
     """
-    prompts, many = _read(prompt)
-    with _open(output) as out, LLM.from_config(config) as llm:
+    first = launched is None or launched.rank == 0
+    asked = _read(prompt) if first else None
+    with (
+        blameless(launched),
+        _open(output if first else None) as out,
+        LLM.from_config(config, launched) as llm,
+    ):
+        prompts, many = llm.from_first(asked)
         if chat:
             completions = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
         else:
             completions = llm.generate(prompts, sampling)
-        for text, completion in zip(prompts, completions, strict=True):
-            if many or output:
-                record = {
-                    "prompt": text,
-                    "text": completion.text,
-                    "finish_reason": completion.finish_reason,
-                    "tokens": len(completion.token_ids),
-                }
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
-            else:
-                out.write(completion.text + "\n")
+        if first:
+            _write(out, prompts, completions, as_json=many or output is not None)
+
+
+def _write(out: IO[str], prompts: list[str], completions: list[Completion], *, as_json: bool) -> None:
+    for text, completion in zip(prompts, completions, strict=True):
+        if as_json:
+            record = {
+                "prompt": text,
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.token_ids),
+            }
+            out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        else:
+            out.write(completion.text + "\n")
 
 
 def _open(output: Path | None) -> IO[str] | nullcontext[IO[str]]:

@@ -3,27 +3,35 @@
 with LLM("demo") as llm:
     for completion in llm.generate(["2 + 2 =", "3 + 3 ="], SamplingParams(max_tokens=8)):
         print(completion.text)
+
+Under torchrun the model is spread over its processes, the ranks. Each makes the same calls with the same
+prompts; each data-parallel group answers its share, and all ranks get all completions.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turnout.config import Config, load
+from turnout.config import Config, Launched, launched, load
 from turnout.engine.blueprint import resolve
 from turnout.engine.core import EngineCore
-from turnout.engine.messages import AddRequest, TokenLogprobs
+from turnout.engine.meeting import check_launch, meet
+from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
 from turnout.engine.output import TextDelta, TextStream
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
+from turnout.parallel.group_exchange import gather_values
+from turnout.parallel.groups import Groups, disconnect
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -65,16 +73,20 @@ class LLM:
 
     tokenizer: Tokenizer
     _core: EngineCore | None
+    _groups: Groups
 
     def __init__(self, model: str = "demo", **flags: Any):
         """`flags` are the fields of `turnout.config.Config`. Raises UserError."""
-        self._start(load(Config, {"model": model, **flags}))
+        self._start(load(Config, {"model": model, **flags}), launched())
 
     @classmethod
-    def from_config(cls, config: Config) -> LLM:
-        """The model of a resolved configuration; no flag or environment variable is read."""
+    def from_config(cls, config: Config, launched: Launched | None = None) -> LLM:
+        """The model of a resolved configuration; no flag or environment variable is read.
+
+        launched: which of several ranks this process is.
+        """
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, launched)
         return llm
 
     def __enter__(self) -> LLM:
@@ -86,8 +98,19 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free weights and KV cache. A closed LLM answers no more."""
+        """Free weights and KV cache, and leave the other ranks. A closed LLM answers no more."""
+        if self._core is not None and self._groups.world.size > 1:
+            disconnect()
         self._core = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that share the model; one of them, 0, may print for all."""
+        return self._groups.world.rank
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 has as `value`, on every rank; all must call."""
+        return gather_values(self._groups.world, value if self.rank == 0 else None)[0]
 
     def info(self) -> dict[str, Any]:
         """Resolved configuration, plan, memory and model shape."""
@@ -123,22 +146,23 @@ class LLM:
         ids = [self.tokenizer.encode_chat(c, **template_options) for c in conversations]
         return self._run(ids, _for_each(sampling, len(ids)), progress)
 
-    def _start(self, config: Config) -> None:
-        if config.tp_size > 1:
-            raise UserError(
-                f"--tp-size {config.tp_size}: this version generates on one rank; use --tp-size 1"
-            )
-        blueprint = resolve(config)
+    def _start(self, config: Config, launched: Launched | None) -> None:
+        self._core = None
+        self._issued = 0
+        check_launch(config, launched)
+        blueprint = resolve(config, rank=launched.rank if launched else 0)
         self.tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=config.trust_remote_code)
-        with _bar(config.load_progress and sys.stderr.isatty()) as bar:
+        self._groups, lockstep = meet(blueprint, init_method=launched.init_method if launched else "")
+        with _bar(self.rank == 0 and config.load_progress and sys.stderr.isatty()) as bar:
             task = bar.add_task("loading", total=None)
             self._core = EngineCore(
                 blueprint,
+                groups=self._groups,
+                lockstep=lockstep,
                 progress=lambda what, done, total: bar.update(
                     task, description=what, completed=done, total=total
                 ),
             )
-        self._issued = 0
 
     def _open(self) -> EngineCore:
         if self._core is None:
@@ -148,10 +172,20 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], sampling: Sequence[SamplingParams], progress: bool | None
     ) -> list[Completion]:
-        core = self._open()
+        core, topology = self._open(), self._groups.topology
         requests = [self._request(ids, params) for ids, params in zip(prompts, sampling, strict=True)]
+        self._check_same(requests)
         for i, request in enumerate(requests):
             _check(core, request, i, len(requests))
+        shown = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
+        answers = self._answer(core, requests[topology.dp_rank :: topology.dp_size], shown and self.rank == 0)
+        found: dict[str, Completion] = {}
+        for share in gather_values(self._groups.world, answers):
+            found |= share
+        return [found[request.id] for request in requests]
+
+    def _answer(self, core: EngineCore, requests: list[AddRequest], shown: bool) -> dict[str, Completion]:
+        """Answers by request. All ranks take part, each with requests or without."""
         answers = {
             request.id: Completion(
                 prompt_token_ids=request.prompt_ids,
@@ -159,24 +193,28 @@ class LLM:
             )
             for request in requests
         }
-        shown = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
         try:
             self._drive(core, requests, answers, shown)
-        finally:  # an interrupt must leave no request behind
-            core.abort(list(answers))
-            while core.has_work():
+        except BaseException:
+            if self._groups.world.size > 1:  # the others are elsewhere, and cannot be found again
+                self._core = None
+            else:  # an interrupt must leave no request behind
+                core.abort(list(answers))
                 core.step()
-        return list(answers.values())
+            raise
+        return answers
 
     def _drive(
         self, core: EngineCore, requests: list[AddRequest], answers: dict[str, Completion], shown: bool
     ) -> None:
+        """Step until no rank has work."""
         streams = {request.id: TextStream(self.tokenizer, request.sampling) for request in requests}
         for request in requests:
             core.add(request)
         with _bar(shown) as bar:
             task = bar.add_task("generating", total=len(requests))
-            while core.has_work():
+            working = True
+            while working:
                 for output in core.step():
                     delta = streams[output.id].push(output)
                     answers[output.id]._add(delta)
@@ -184,8 +222,22 @@ class LLM:
                         core.abort([output.id])
                     if delta.finish_reason is not None:
                         bar.advance(task)
+                working = core.agreed is None or bool(core.agreed.phase)
+
+    def _check_same(self, requests: list[AddRequest]) -> None:
+        """Raise UserError, on every rank, if they were not all given the same."""
+        digests = gather_values(self._groups.world, zlib.crc32(encoder.encode(requests)))
+        if len(set(digests)) > 1:
+            other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+            raise UserError(
+                f"ranks 0 and {other} were given different prompts or parameters: every rank must make the "
+                "same calls"
+            )
 
     def _request(self, ids: list[int], sampling: SamplingParams) -> AddRequest:
+        if sampling.seed is None:  # one that does not depend on which rank answers
+            seed = (self._open().blueprint.config.random_seed + self._issued) % 2**63
+            sampling = msgspec.structs.replace(sampling, seed=seed)
         self._issued += 1
         return AddRequest(id=str(self._issued), prompt_ids=ids, sampling=sampling)
 
