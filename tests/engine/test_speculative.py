@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.cluster import Cluster, SingleRank
 from tests.engine.toy import SHAPE, ToyModel, collect, make_core, merge, request, run
+from tests.ranks import Pools
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
 from turnout.engine.core import EngineCore
@@ -299,3 +301,20 @@ def test_the_demo_answers_the_same_in_fewer_steps() -> None:
             steps.append(llm._core.stats().steps)
     assert texts[0] == texts[1]
     assert steps[1] < 0.85 * steps[0]
+
+
+def test_ranks_draft_alike_and_answer_as_one_without_drafts(ranks: Pools, tmp_path: Path) -> None:
+    """Two groups of two ranks that share their requests, with experts on all four."""
+    model = tmp_path / "model"
+    write_model(model)
+    asked = prompts(10, 3, low=6, high=30, kinds=3)
+    single = SingleRank(model, 24)
+    with Cluster(ranks(4), tmp_path, model, dp_size=2, ep_size=4, **NGRAM) as cluster:
+        for i, prompt in enumerate(asked):
+            cluster.add(str(i), prompt, dp_rank=i % 3 // 2, max_tokens=24)
+        cluster.wait(map(str, range(len(asked))), 60)
+    for i, prompt in enumerate(asked):
+        assert cluster.outputs[str(i)].token_ids == single.answer(prompt, 24), i
+    stats = cluster.stats.values()
+    assert sum(of_rank.spec_draft_tokens for of_rank in stats) > 100
+    assert sum(of_rank.spec_accepted_tokens for of_rank in stats) > 0
