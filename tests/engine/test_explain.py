@@ -6,15 +6,19 @@ import resource
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
+from turnout.config import Config
 from turnout.engine.explain import explain
 from turnout.errors import UserError
 from turnout.parallel.hardware import hardware_names
 from turnout.registry import RUNNERS
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 
 
 @pytest.fixture
@@ -123,6 +127,13 @@ def test_a_refusal_prints_every_reason_and_exits_with_2(model, as_json):
         assert all(r["who"] and r["asked"] and r["limit"] and r["remedy"] for r in values["refusals"])
     else:
         assert text.count("remedy") == text.count("limit") >= 3
+
+
+def test_the_page_about_ranks_shows_what_is_printed():
+    shown = PAGE.read_text().partition("```text\nArrangements")[2].partition("```")[0]
+    _, text = run(Config(device="cpu", tp_size=4))
+    printed = text.partition("\nArrangements")[2].partition("  ask with")[0]
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
 def test_markup_in_a_folder_name_is_printed_as_it_is(tmp_path):
