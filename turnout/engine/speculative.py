@@ -5,8 +5,8 @@ So the longest n-gram that ends a request's tokens is looked up among its earlie
 there is proposed. The model computes the proposal together with the newest token, in one forward, and
 keeps as much of it as it would have generated itself (core.py): a wrong draft costs time, never a token.
 
-Measured with the demo's word problems, 4 tokens verified per step: tokens per step 1.60 with n-grams of 3, 2
-and 1 tokens, 1.36 without single tokens (a number or name that came before is enough to go on with), 1.17 with
+Measured with the demo's word problems, 4 tokens verified per step: 1.60 tokens per step with n-grams of 3, 2
+and 1 tokens; 1.36 without single ones, since a number or name seen before is enough to go on with; 1.17 with
 three only; longer ones change nothing. 1.53, 1.65 and 1.66 with 3, 6 and 8 tokens verified.
 
 Drafts depend on a request's tokens alone, so ranks that share requests draft alike. Torch-free.
