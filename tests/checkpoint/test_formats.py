@@ -94,6 +94,9 @@ def test_dense_layers_decode_to_the_reference(format, base, tmp_path):
             torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=module)
             half = checkpoint.linear(module, tuple(expected.shape), torch.bfloat16)
             torch.testing.assert_close(half, expected.bfloat16(), rtol=1e-2, atol=0, msg=module)
+            some = checkpoint.linear(module, tuple(expected.shape), torch.float32, first=3, count=4)
+            assert torch.equal(some, weight[3:7])
+            assert some.untyped_storage().nbytes() == some.nbytes, "the rest is kept as well"
 
 
 @pytest.mark.parametrize("format", ["bf16-stacked", "modelopt-fused"])

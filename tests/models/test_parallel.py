@@ -100,6 +100,15 @@ def test_logits_equal_transformers(name: str, model: Any, ranks: Pools) -> None:
     check(ranks, folder, expected, size, sizes)
 
 
+@pytest.mark.parametrize("dispatcher", ["collective", "collective-experts"])
+@pytest.mark.parametrize("name", ["tp4 ep2", "dp2 tp2 ep4", "dp4 ep4"])
+def test_tokens_that_travel(name: str, dispatcher: str, model: Any, ranks: Pools) -> None:
+    """Each rank sees some of the tokens, and a shared expert only its own."""
+    folder, expected = model
+    size, sizes = TOPOLOGIES[name]
+    check(ranks, folder, expected, size, sizes, dispatcher=dispatcher)
+
+
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """NVFP4 with attention, shared expert and dense MLP quantised too; expectations from decoded weights."""
