@@ -55,14 +55,25 @@ SMALL = {
 }
 
 
-def serve(rank: Rank, config: Config, folder: Path, close: float) -> None:
-    """One rank, from its weights to Shutdown, with the loop of the engine process.
+class Counting(Lockstep):
+    """settled: close calls of all ranks so far."""
+
+    settled = 0
+
+    def next_to_settle(self, length: int) -> tuple[int, int]:
+        found = super().next_to_settle(length)
+        self.settled += found[1] > 0
+        return found
+
+
+def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
+    """One rank, from its weights to Shutdown, with the loop of the engine process; how many calls were close.
 
     close: which gap makes a close call, see `ties.CLOSE`.
     """
     ties.CLOSE = close
     groups = rank.groups(dp_size=config.dp_size, ep_size=config.ep_size)
-    lockstep = Lockstep(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
+    lockstep = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
     core = EngineCore(resolve(config, rank=rank.number), groups=groups, lockstep=lockstep)
     context = zmq.Context()
     commands, events = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
@@ -77,12 +88,16 @@ def serve(rank: Rank, config: Config, folder: Path, close: float) -> None:
     try:
         send(Ready(rank=rank.number, info={}, max_context=0, vocab_size=0))
         run(core, lockstep, commands, send)
+        return lockstep.settled
     finally:
         context.destroy(linger=1000)
 
 
 class Cluster:
-    """outputs: each request's so far, merged into one. stats: the last of each rank."""
+    """outputs: each request's so far, merged into one. stats: the last of each rank.
+
+    settled: how many calls were close, known in the end.
+    """
 
     def __init__(
         self,
@@ -102,6 +117,7 @@ class Cluster:
         )
         self.outputs: dict[str, RequestOutput] = {}
         self.stats: dict[int, EngineStats] = {}
+        self.settled = 0
         self._groups: dict[str, range] = {}  # request -> ranks that share it
         self._failure: BaseException | None = None
         self._context = zmq.Context()
@@ -178,7 +194,7 @@ class Cluster:
 
     def _live(self, pool: RankPool, folder: Path, close: float, timeout: float) -> None:
         try:
-            pool.run(serve, self.config, folder, close, timeout=timeout)
+            (self.settled,) = set(pool.run(serve, self.config, folder, close, timeout=timeout))
         except BaseException as error:
             self._failure = error
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from tests.engine.cluster import Cluster, SingleRank
 from tests.ranks import Pools
 from tests.tiny import write_model
 
-SCHEDULES = 300
+SCHEDULES, FEW = 300, 40
 LONGEST, LONG = 8, 40  # tokens of an answer in the schedules, and of one that others join
 DEADLINE = 30  # seconds for one schedule, which takes a quarter of one
 TINY = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32}
@@ -109,6 +111,69 @@ def test_random_schedules_answer_as_one_rank(
         assert_all_is_free(cluster)
         assert schedules.aborted > SCHEDULES // 20
         assert all(stats.idle_steps for stats in cluster.stats.values())
+
+
+def test_ranks_that_share_requests_obey_together(
+    ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
+):
+    """Each command reaches the second rank of a pair up to 20 ms, some steps, after the first; the others may
+    have stepped and rested meanwhile, and must not sleep over it.
+    """
+    with Cluster(ranks(4), folder, model, **PAIRS) as cluster:
+        schedules = Random(cluster, single, prompts, lag=0.02)
+        for seed in range(FEW):
+            schedules.run(seed)
+        assert_all_is_free(cluster)
+        began = time.monotonic()
+        for number in range(5):
+            cluster.add(f"late {number}", prompts[0], dp_rank=0, lag=0.1, max_tokens=1)
+            cluster.wait([f"late {number}"])
+        assert time.monotonic() - began < 5 * 0.9
+
+
+@pytest.mark.parametrize("sizes", [DATA_PARALLEL, PAIRS], ids=["dp 4", "dp 2 x tp 2"])
+def test_close_calls_are_settled_while_others_work(
+    ranks: Pools,
+    folder: Path,
+    model: Path,
+    single: SingleRank,
+    prompts: list[list[int]],
+    sizes: dict[str, int],
+):
+    with Cluster(ranks(4), folder, model, close=0.03, **sizes) as cluster:
+        schedules = Random(cluster, single, prompts)
+        for seed in range(FEW // 2):
+            schedules.run(seed)
+    assert cluster.settled > FEW
+
+
+def test_all_tokens_go_to_the_experts_of_one_rank(
+    ranks: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+):
+    lopsided = tmp_path_factory.mktemp("lopsided")
+    send_all_to_the_first_two_experts(write_model(lopsided, **TINY)).save_pretrained(lopsided)
+    with Cluster(ranks(4), folder, lopsided, **DATA_PARALLEL) as cluster:
+        schedules = Random(cluster, SingleRank(lopsided, LONGEST), prompts)
+        for seed in range(FEW // 4):
+            schedules.run(seed)
+        assert_all_is_free(cluster)
+    for stats in cluster.stats.values():
+        for counts in stats.expert_tokens or []:
+            assert counts[0] == counts[1]
+            assert not any(counts[2:])
+
+
+def send_all_to_the_first_two_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """Dimension 0 of the residual stream is the same for all tokens, and alone decides the routing."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.post_attention_layernorm.weight[0] = 1
+            layer.mlp.experts.down_proj[:, 0] = 0
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[:, 0] = torch.tensor([8.0, 7.0, *[-8.0] * 6])
+    return model
 
 
 @pytest.fixture

@@ -25,24 +25,27 @@ class Agreement:
 
     tokens:   how many each data-parallel rank brings
     commands: how many of the commands received so far every rank of this data-parallel group has
+    pending:  whether some rank has commands that it is yet to obey
     leaving:  whether all stop here, since one was told to
     """
 
     phase: str
     tokens: tuple[int, ...]
     commands: int
+    pending: bool
     leaving: bool
 
 
 class Lockstep:
     """One rank's side of the agreement.
 
-    received: commands that came so far; leaving: whether one told this rank to stop. Set by whoever receives.
+    received: commands that came so far; obeyed: how many of them are; leaving: whether one told this rank to
+    stop. Set by whoever receives.
     """
 
     def __init__(self, topology: Topology = Topology(), exchange: StepExchange | None = None):
         self.topology = topology
-        self.received = 0
+        self.received = self.obeyed = 0
         self.leaving = False
         self._exchange = exchange or Alone()
         self._digest = 0
@@ -64,6 +67,7 @@ class Lockstep:
                 tokens=tokens,
                 phase=PHASES.index(phase),
                 received=self.received,
+                obeyed=self.obeyed,
                 digest=self._digest,
                 leaving=self.leaving,
             )
@@ -73,6 +77,7 @@ class Lockstep:
             phase=PHASES[max(record.phase for record in records)],
             tokens=tuple(record.tokens for record in records[:: self.topology.attention_tp]),
             commands=min(record.received for record in records[self._group]),
+            pending=any(record.obeyed < record.received for record in records),
             leaving=any(record.leaving for record in records),
         )
 

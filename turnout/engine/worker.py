@@ -120,12 +120,13 @@ def run(core: Core, lockstep: Lockstep, commands: zmq.Socket, send: Callable[[Ev
     """Obey, step, report, until all ranks were told to shut down.
 
     Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
-    waits for joins it. Ranks that share requests obey a command when all of them have it.
+    waits for joins it. Ranks that share requests obey a command when all of them have it, and until then
+    nobody sleeps.
     """
     pending: deque[Command] = deque()
-    obeyed, reported = 0, 0.0
+    reported = 0.0
     while True:
-        resting = core.agreed is None or (not core.agreed.phase and not pending)
+        resting = core.agreed is None or not (core.agreed.phase or core.agreed.pending)
         told = commands.poll(int(STATS_INTERVAL * 1000) if resting else 0)
         while commands.poll(0):
             command = command_decoder.decode(commands.recv())
@@ -138,9 +139,9 @@ def run(core: Core, lockstep: Lockstep, commands: zmq.Socket, send: Callable[[Ev
         if lockstep.topology.attention_tp > 1:
             granted = core.agreed.commands if core.agreed else 0
         outputs: list[RequestOutput] = []
-        while obeyed < granted:
+        while lockstep.obeyed < granted:
             outputs += obey(core, pending.popleft())
-            obeyed += 1
+            lockstep.obeyed += 1
         outputs += core.step()
         if core.agreed and core.agreed.leaving:
             return

@@ -33,6 +33,7 @@ class StepRecord(NamedTuple):
     phase:    0 no tokens, 1 decode, 2 prefill
     settle:   tokens of a sequence whose close call is to be settled next, 0 if none
     received: commands received so far
+    obeyed:   how many of them are obeyed
     digest:   of the tokens sampled so far: ranks of one DP group must agree
     leaving:  1 when told to shut down
     """
@@ -41,6 +42,7 @@ class StepRecord(NamedTuple):
     phase: int = 0
     settle: int = 0
     received: int = 0
+    obeyed: int = 0
     digest: int = 0
     leaving: int = 0
 
