@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from turnout.moe.budget import Budget
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.plan import plan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import GB, Hardware
+from turnout.parallel.topology import Topology
 
 TOKENS, EXPERTS = frozenset({"tokens"}), frozenset({"experts"})
 ALL_FORMATS = frozenset({"bf16", "fp8", "nvfp4", "mxfp4"})
@@ -45,3 +47,20 @@ def runner(name="oak", **fields):
 def dispatcher(name="ash", **fields):
     """A dispatcher that gathers, in the tokens layout, but for what `fields` say."""
     return DispatcherCapability(name=name, **({"summary": "", "layout": "tokens"} | fields))
+
+
+def make(spec=SPEC, *, runners=None, dispatchers=None, **given):
+    """The plan for one rank on a CPU, by one runner and one dispatcher, but for what is given."""
+    topology = given.get("topology", Topology())
+    defaults = {
+        "topology": topology,
+        "budget": budget(topology),
+        "hardware": CPU,
+        "compute_dtype": "float32",
+    }
+    return plan(
+        spec,
+        runners=[runner()] if runners is None else runners,
+        dispatchers=[dispatcher()] if dispatchers is None else dispatchers,
+        **(defaults | given),
+    )

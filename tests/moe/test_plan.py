@@ -14,32 +14,15 @@ from tests.moe.made_up import (
     NVFP4,
     SPEC,
     TOKENS,
-    budget,
     dispatcher,
+    make,
     runner,
 )
 from turnout.errors import PlanRefused
-from turnout.moe.budget import Budget
-from turnout.moe.plan import Wishes, plan
+from turnout.moe.plan import Wishes
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology
-
-
-def make(spec=SPEC, *, runners=None, dispatchers=None, **given):
-    topology = given.get("topology", Topology())
-    defaults = {
-        "topology": topology,
-        "budget": budget(topology),
-        "hardware": CPU,
-        "compute_dtype": "float32",
-    }
-    return plan(
-        spec,
-        runners=[runner()] if runners is None else runners,
-        dispatchers=[dispatcher()] if dispatchers is None else dispatchers,
-        **(defaults | given),
-    )
 
 
 def refused(spec=SPEC, **given):
@@ -277,90 +260,7 @@ def test_an_explicit_choice_is_never_replaced():
     assert "left to auto, runner oak" in error.headline
 
 
-# --- ranks ----------------------------------------------------------------------------------------
-
-
-def test_a_gather_within_one_group_moves_nothing_and_leaves_the_sum_to_the_layer():
-    for topology in (Topology(tp_size=4), Topology(tp_size=4, ep_size=4), Topology(tp_size=4, ep_size=2)):
-        made = make(topology=topology)
-        assert (made.decode.reduce, made.shared_expert, made.dispatch_bytes) == ("layer", "sharded", 0)
-        assert (made.prefill.max_tokens, made.decode.max_tokens) == (2048, 64)
-        assert any("the layer sums over ranks" in reason for reason in made.reasons)
-    alone = make()
-    assert (alone.decode.reduce, alone.shared_expert, alone.dispatch_bytes) == ("none", "whole", 0)
-
-
-def test_a_gather_over_groups_counts_everyones_tokens_and_has_summed():
-    topology = Topology(tp_size=4, dp_size=2, ep_size=4, enable_dp_attention=True)
-    made = make(topology=topology)
-    assert (made.decode.reduce, made.shared_expert) == ("none", "whole")
-    assert (made.prefill.max_tokens, made.decode.max_tokens) == (2 * 2048, 2 * 64)
-    assert made.dispatch_bytes == 2 * 2048 * (2 * 4 * 1024 + 8 * 8)
-
-
-def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
-    """It takes one kind of weights, and under an all-to-all nobody would sum its shards."""
-    prefill_only = [
-        dispatcher("ash", preference=1),
-        dispatcher("yew", exchange="all_to_all", preference=2, layout="experts"),
-    ]
-    both = runner(layouts=TOKENS | EXPERTS)
-    made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both])
-    assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("none", "none", "whole")
-    cramped = replace(CPU, memory_bytes=6 * GB // 10)  # slabs of 2048 tokens do not fit, of 64 they do
-    made = make(
-        topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both], hardware=cramped
-    )
-    assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("layer", "none", "whole")
-
-
-def test_a_budget_for_other_groups_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match="dp_size 1"):
-        make(topology=Topology(tp_size=2, dp_size=2, enable_dp_attention=True), budget=BUDGET)
-
-
-def test_a_rank_holds_its_slice():
-    made = make(topology=Topology(tp_size=8, ep_size=4, rank=5))
-    assert (made.first_expert, made.num_local_experts) == (32, 16)
-    assert made.weight_bytes == 16 * 3 * 1024 * 256 * 4
-
-
-@pytest.mark.parametrize(("ep", "rows"), [(8, 2 * 2048), (2, 2 * 2048), (1, 2 * 2048)])
-def test_an_all_to_all_reaches_every_rank_that_holds_a_part(ep, rows):
-    peers = [dispatcher(exchange="all_to_all")]
-    topology = Topology(tp_size=8, dp_size=2, ep_size=ep, enable_dp_attention=True)
-    made = make(topology=topology, dispatchers=peers)
-    assert (made.prefill.max_tokens, made.decode.max_tokens) == (rows, 2 * 64)
-    assert (made.prefill.reduce, made.shared_expert) == ("none", "whole")
-    assert made.dispatch_bytes == rows * (2 * 4 * 1024 + 8 * 8)
-
-
-def test_a_capacity_asked_for_is_what_buffers_are_made_for():
-    peers = [dispatcher(exchange="all_to_all")]
-    topology = Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True)
-    made = make(topology=topology, dispatchers=peers, budget=replace(BUDGET, capacity=5000, dp_size=8))
-    assert (made.prefill.max_tokens, made.decode.max_tokens) == (8 * 5000, 8 * 64)
-
-
-def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
-    """A million gathered tokens take a workspace of 86 GB; slabs of 34 GB fit beside it for decoding only."""
-    large = Budget.from_limits(
-        chunked_prefill_size=2**17, max_prefill_tokens=2**17, max_running_requests=64, dp_size=8
-    )
-    slabs = dispatcher("yew", layout="experts", exchange="all_to_all", preference=2)
-    gathered = dispatcher("ash", exchange="gather", preference=1)
-    made = make(
-        runners=[runner(layouts=TOKENS | EXPERTS)],
-        dispatchers=[gathered, slabs],
-        budget=large,
-        hardware=replace(HOPPER, memory_bytes=100 * GB),
-        compute_dtype="bfloat16",
-        topology=Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True),
-    )
-    assert (made.prefill.dispatcher, made.decode.dispatcher) == ("ash", "yew")
-    rows, slab_rows = 8 * 2**17, 8 * 64
-    assert made.dispatch_bytes == rows * (2 * 2 * 1024 + 64) + slab_rows * (8 * 2 * 2 * 1024 + 64)
-    assert any("lower --max-prefill-tokens" in r.remedy for r in made.refused)
+# --- sizes that divide --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,74 +304,3 @@ def test_fp8_blocks_bind_shards_not_whole_experts():
 def test_a_spec_that_no_model_can_have():
     assert the_refusal(refused(replace(SPEC, top_k=65)), "layer").asked == "top-65 of 64 experts"
     assert the_refusal(refused(replace(NVFP4, hidden_size=1000)), "layer").asked == "hidden size 1000"
-
-
-# --- wire -----------------------------------------------------------------------------------------
-
-ANY_WIRE = frozenset({"bf16", "fp8", "nvfp4"})
-
-
-APART = Topology(tp_size=2, dp_size=2, enable_dp_attention=True)
-
-
-def wires(
-    spec=SPEC,
-    wish="auto",
-    hardware=BLACKWELL,
-    runner_wires=ANY_WIRE,
-    dispatcher_wires=ANY_WIRE,
-    topology=APART,
-):
-    return make(
-        spec,
-        runners=[runner(wire_formats=runner_wires, fp4_units=True)],
-        dispatchers=[dispatcher(exchange="gather", wire_formats=dispatcher_wires)],
-        hardware=hardware,
-        compute_dtype="bfloat16",
-        wishes=Wishes(dispatch_format=wish),
-        topology=topology,
-    ).decode.wire_format
-
-
-def test_tokens_travel_in_the_gemms_format_where_both_sides_speak_it():
-    assert wires() == "bf16"
-    assert wires(NVFP4) == "nvfp4"
-    assert wires(NVFP4, hardware=HOPPER) == "bf16"
-    assert wires(NVFP4, dispatcher_wires=frozenset({"bf16", "fp8"})) == "bf16"
-    assert wires(NVFP4, wish="fp8") == "fp8"
-    assert wires(NVFP4, wish="bf16") == "bf16"
-
-
-def test_a_wire_format_that_one_side_lacks_is_refused():
-    for lacking in ({"runner_wires": frozenset({"bf16"})}, {"dispatcher_wires": frozenset({"bf16"})}):
-        with pytest.raises(PlanRefused, match="--moe-dispatch-dtype fp8"):
-            wires(wish="fp8", **lacking)
-    with pytest.raises(PlanRefused, match="divisible by 128"):
-        wires(replace(SPEC, hidden_size=960), wish="fp8")
-
-
-def test_tokens_travel_in_nvfp4_only_with_calibrated_scales():
-    assert wires(NVFP4, wish="nvfp4", hardware=HOPPER) == "nvfp4"
-    for spec in (replace(NVFP4, quantized_activations=False), SPEC):
-        assert wires(spec) == "bf16"
-        with pytest.raises(PlanRefused, match=r"calibrated input scales.*--calibrate"):
-            wires(spec, wish="nvfp4")
-
-
-def test_tokens_that_stay_are_not_quantised():
-    alone = Topology(tp_size=2)
-    assert wires(NVFP4, topology=alone) == "bf16"
-    assert wires(NVFP4, wish="bf16", topology=alone) == "bf16"
-    for wish in ("fp8", "nvfp4"):
-        with pytest.raises(PlanRefused, match="no token travels") as error:
-            wires(NVFP4, wish=wish, topology=alone)
-        assert "--moe-dispatch-dtype auto" in error.value.refusals[0].remedy
-    peers = [dispatcher(), dispatcher("yew", exchange="all_to_all", wire_formats=ANY_WIRE)]
-    made = make(
-        topology=alone,
-        dispatchers=peers,
-        runners=[runner(wire_formats=ANY_WIRE)],
-        wishes=Wishes(dispatch_format="fp8"),
-    )
-    assert (made.decode.dispatcher, made.decode.wire_format) == ("yew", "fp8")
-    assert "decode tokens travel in fp8: asked for with --moe-dispatch-dtype" in made.reasons
