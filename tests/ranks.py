@@ -1,4 +1,4 @@
-"""Functions on several ranks: real processes that meet over gloo (or NCCL), kept for many cases.
+"""Functions on several ranks: real processes that meet over gloo or NCCL, kept for many cases.
 
     def whole_sum(rank, x):                       # at module level, so that it can be sent
         groups = rank.groups(dp_size=2, ep_size=2)
@@ -50,7 +50,7 @@ class Rank:
     size: int
     folder: Path
     _pool: Path
-    _made: tuple[Topology, str, Groups] | None = field(default=None, repr=False)
+    _made: tuple[tuple[Topology, str, bool], Groups] | None = field(default=None, repr=False)
     _meetings: Any = field(default_factory=itertools.count, repr=False)
 
     def topology(self, **sizes: Any) -> Topology:
@@ -58,23 +58,24 @@ class Rank:
         sizes.setdefault("enable_dp_attention", sizes.get("dp_size", 1) > 1)
         return Topology(tp_size=self.size, rank=self.number, **sizes)
 
-    def groups(self, device: str = "cpu", **sizes: Any) -> Groups:
+    def groups(self, device: str = "cpu", *, shared_memory: bool = True, **sizes: Any) -> Groups:
         """The groups of `topology(**sizes)`; collective. "cuda": every rank takes the GPU of its number."""
-        topology = self.topology(**sizes)
-        if self._made is None or self._made[:2] != (topology, device):
+        wanted = (self.topology(**sizes), device, shared_memory)
+        if self._made is None or self._made[0] != wanted:
             disconnect()
             place = torch.device(device, self.number) if device == "cuda" else torch.device(device)
             if device == "cuda":
                 torch.cuda.set_device(place)
             store = self._pool / f"meeting-{next(self._meetings)}"
-            found = connect(topology, init_method=f"file://{store}", device=place, timeout=60)
-            self._made = topology, device, found
-        return self._made[2]
-
-    def leave(self) -> None:
-        """Leave the groups, for code that makes its own."""
-        disconnect()
-        self._made = None
+            found = connect(
+                wanted[0],
+                init_method=f"file://{store}",
+                device=place,
+                timeout=60,
+                shared_memory=shared_memory,
+            )
+            self._made = wanted, found
+        return self._made[1]
 
 
 class RankFailed(Exception):
@@ -156,7 +157,9 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE)
                 failures[rank] = answer
         # A rank whose peer is gone fails too, by its connection: what else there is tells more.
-        causes = sorted(failures.values(), key=lambda error: "Connection" in str(error))
+        causes = sorted(
+            failures.values(), key=lambda e: isinstance(e, ConnectionError) or "Connection" in str(e)
+        )
         if causes:
             raise causes[0]
         return answers

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Case:
     activation_format: str = "bf16"
     skewed: bool = False
     device: str = "cpu"
+    shared_memory: bool = True  # else gloo, between CPUs
 
     @property
     def compute_dtype(self) -> str:
@@ -77,12 +79,12 @@ class Case:
         return [self.batches()[i] for i in (0, 1, 4)]
 
 
-def cases(dispatcher: str, ep: int, tp: int, device: str = "cpu") -> Iterator[Case]:
+def cases(dispatcher: str, ep: int, tp: int, **fields: Any) -> Iterator[Case]:
     """Everything that varies for one dispatcher on ep x tp ranks; formats with all groups apart."""
     world = ep * tp
     for dp in (d for d in range(1, world + 1) if world % d == 0):
-        yield Case(dispatcher=dispatcher, world=world, ep=ep, dp=dp, device=device)
-    apart = Case(dispatcher=dispatcher, world=world, ep=ep, dp=world, device=device)
+        yield Case(dispatcher=dispatcher, world=world, ep=ep, dp=dp, **fields)
+    apart = Case(dispatcher=dispatcher, world=world, ep=ep, dp=world, **fields)
     yield replace(apart, skewed=True)
     for weights in ("fp8", "nvfp4", "mxfp4"):
         yield replace(apart, weights=weights)
@@ -134,7 +136,7 @@ def run(rank: Rank, some: Sequence[Case], thorough: bool = True) -> list[Finding
 
 
 def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[Finding]:
-    groups = rank.groups(case.device, dp_size=case.dp, ep_size=case.ep)
+    groups = rank.groups(case.device, shared_memory=case.shared_memory, dp_size=case.dp, ep_size=case.ep)
     topology, spec = groups.topology, case.spec
     device = torch.device(case.device, rank.number) if case.device == "cuda" else torch.device("cpu")
     dtype = getattr(torch, case.compute_dtype)

@@ -1,6 +1,6 @@
 """The layer between ranks, through every dispatcher, in every format and arrangement, against the reference.
 
-Sizes of 1 to 8 ranks on gloo; all cases of one arrangement run in one pool. tests/moe/exchange.py has them.
+Sizes of 1 to 8 ranks; all cases of one arrangement run in one pool. tests/moe/exchange.py has them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from tests.moe.bounds import relative_error
 from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_spec
-from tests.moe.exchange import DISPATCHERS, cases, held, inputs, run
-from tests.ranks import Pools, Rank
+from tests.moe.exchange import DISPATCHERS, Case, cases, held, inputs, run
+from tests.ranks import Pools, Rank, RankPool
 from turnout.moe.budget import token_bytes
 from turnout.moe.reference import experts_reference
 from turnout.moe.wire import Wire
@@ -28,12 +28,21 @@ LAYOUTS = {name: REGISTRY.get(name).capability.layout for name in DISPATCHERS}
 @pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
-    some = list(cases(dispatcher, ep, tp))
-    found = [finding for own in ranks(ep * tp).run(run, some, ep * tp < 8) for finding in own]
-    assert len(found) >= 2 * 3 * len(some)
+    check(ranks(ep * tp), list(cases(dispatcher, ep, tp)), thorough=ep * tp < 8)
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_the_same_over_gloo(ranks: Pools, dispatcher, ep, tp):
+    check(ranks(ep * tp), list(cases(dispatcher, ep, tp, shared_memory=False)), thorough=False)
+
+
+def check(pool: RankPool, some: list[Case], *, thorough: bool) -> None:
+    found = [finding for own in pool.run(run, some, thorough) for finding in own]
     bad = [finding for finding in found if not finding.good]
     assert not bad, "\n".join(map(str, bad[:5]))
     assert {finding.case for finding in found} == set(some)
+    assert len(found) >= 2 * 3 * len(some)  # phases and batches
 
 
 def built(rank: Rank, dispatcher: str):

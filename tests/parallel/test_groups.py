@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import Pools
-from turnout.parallel.groups import GATHERED_SUM_BYTES, Group, shares
+from turnout.parallel.groups import GATHERED_SUM_BYTES, Group, ProcessGroup, SharedGroup, shares
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SHAPES = ((0,), (1,), (7, 3), (5, 2, 2), (GATHERED_SUM_BYTES // 2,))  # the last is summed in two steps
@@ -35,8 +35,9 @@ def assert_sum(y: torch.Tensor, parts: list[torch.Tensor]) -> None:
     torch.testing.assert_close(y, summed(parts), rtol=0, atol=float(ulp))
 
 
-def sums(rank):
-    group = rank.groups().world
+def sums(rank, shared_memory):
+    group = rank.groups(shared_memory=shared_memory).world
+    assert isinstance(group, SharedGroup if shared_memory else ProcessGroup)
     for dtype in DTYPES:
         for shape in SHAPES:
             parts = [rows(r, shape, dtype) for r in range(group.size)]
@@ -54,8 +55,8 @@ def small_numbers(rank):
     return group.all_reduce(x).item(), group.reduce_scatter(x.expand(group.size), [1] * group.size).item()
 
 
-def moves(rank):
-    group, n = rank.groups().world, rank.size
+def moves(rank, shared_memory):
+    group, n = rank.groups(shared_memory=shared_memory).world, rank.size
     for dtype in DTYPES:
         for counts in ([0] * n, [2] * n, [0, 3, 1][:n]):
             parts = [rows(r, (counts[r], 4), dtype) for r in range(n)]
@@ -67,9 +68,9 @@ def moves(rank):
         assert torch.equal(got, torch.cat([sent[r][rank.number] for r in range(n)]))
 
 
-def same_bits(rank):
+def same_bits(rank, shared_memory):
     """What every rank gets of two sums, by the one exchange of small tensors and the two of large ones."""
-    group = rank.groups().world
+    group = rank.groups(shared_memory=shared_memory).world
     return [
         group.all_reduce(rows(rank.number, (size,), torch.float32))
         for size in (1000, GATHERED_SUM_BYTES // 4 + 1000)
@@ -85,13 +86,14 @@ def members(rank, sizes):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared"])
 @pytest.mark.parametrize("function", [sums, moves])
-def test_against_plain_arithmetic(ranks: Pools, size, function):
-    ranks(size).run(function)
+def test_against_plain_arithmetic(ranks: Pools, size, function, shared_memory):
+    ranks(size).run(function, shared_memory)
 
 
 def test_every_rank_gets_the_same_bits(ranks: Pools):
-    first, *others = ranks(3).run(same_bits)
+    first, *others = [bits for memory in (False, True) for bits in ranks(3).run(same_bits, memory)]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

@@ -13,6 +13,7 @@ Legend: R rows of this rank, n ranks of the group.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from turnout.parallel import shared
+from turnout.parallel.shared import SharedMemory
 from turnout.parallel.topology import Topology
 
 JOIN_SECONDS = 600  # for all ranks to arrive when a group is made
@@ -67,17 +70,11 @@ class ProcessGroup(Group):
         self._handle = handle
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            self.calls += 1
-            dist.all_reduce(x, group=self._handle)
-            return x
-        # gloo's own takes twice as long at any size, and its order of summation depends on the size.
-        rows = x.reshape(-1)
-        if x.nbytes <= GATHERED_SUM_BYTES:
-            whole = [rows.numel()] * self.size
-            return _sum(self.all_gather(rows, whole).view(self.size, *x.shape))
-        parts = [len(part) for part in rows.tensor_split(self.size)]
-        return self.all_gather(self.reduce_scatter(rows, parts), parts).view(x.shape)
+        if x.device.type == "cpu":  # gloo's own takes twice as long, and its order depends on the size
+            return _all_reduce(self, x)
+        self.calls += 1
+        dist.all_reduce(x, group=self._handle)
+        return x
 
     def all_gather(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
         if x_R.device.type == "cpu":  # gloo's own wants equal counts, and takes longer
@@ -98,8 +95,7 @@ class ProcessGroup(Group):
             out = x_R.new_empty(own, *x_R.shape[1:])
             _reduce_scatter(out, x_R.contiguous(), group=self._handle)
             return out
-        parts = self.all_to_all(x_R, counts, [own] * self.size)
-        return _sum(parts.view(self.size, own, *x_R.shape[1:]))
+        return _reduce_scatter_by_parts(self, x_R, counts)
 
     def all_to_all(self, x_R: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         self.calls += 1
@@ -108,10 +104,58 @@ class ProcessGroup(Group):
         return out
 
 
+class SharedGroup(Group):
+    """Ranks of one host that move tensors on the CPU through shared memory."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, memory: SharedMemory):
+        super().__init__(ranks, rank)
+        self._memory = memory
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return _all_reduce(self, x)
+
+    def all_gather(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        return self._move(x_R, [(0, len(x_R))] * self.size, sum(counts))
+
+    def reduce_scatter(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+        return _reduce_scatter_by_parts(self, x_R, counts)
+
+    def all_to_all(self, x_R: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        bounds = [0, *itertools.accumulate(send)]
+        return self._move(x_R, list(itertools.pairwise(bounds)), sum(receive))
+
+    def _move(self, x_R: Tensor, spans: Sequence[tuple[int, int]], rows: int) -> Tensor:
+        """spans: which rows are for whom."""
+        self.calls += 1
+        out = x_R.new_empty(rows, *x_R.shape[1:])
+        row = x_R[0].nbytes if len(x_R) else 0
+        self._memory.move(_bytes(x_R.contiguous()), [(row * a, row * b) for a, b in spans], _bytes(out))
+        return out
+
+
+def _all_reduce(group: Group, x: Tensor) -> Tensor:
+    rows = x.reshape(-1)
+    if x.nbytes <= GATHERED_SUM_BYTES:
+        whole = [rows.numel()] * group.size
+        return _sum(group.all_gather(rows, whole).view(group.size, *x.shape))
+    parts = [len(part) for part in rows.tensor_split(group.size)]
+    return group.all_gather(group.reduce_scatter(rows, parts), parts).view(x.shape)
+
+
+def _reduce_scatter_by_parts(group: Group, x_R: Tensor, counts: Sequence[int]) -> Tensor:
+    own = counts[group.rank]
+    parts = group.all_to_all(x_R, counts, [own] * group.size)
+    return _sum(parts.view(group.size, own, *x_R.shape[1:]))
+
+
 def _sum(parts: Tensor) -> Tensor:
     """The sum over dimension 0, in its order; floats are summed in float32 and rounded once."""
     exact = torch.float32 if parts.is_floating_point() and parts.itemsize < 4 else parts.dtype
     return parts.sum(0, dtype=exact).to(parts.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13
@@ -143,12 +187,18 @@ ALONE = Groups()
 
 
 def connect(
-    topology: Topology, *, init_method: str, device: torch.device, timeout: float = JOIN_SECONDS
+    topology: Topology,
+    *,
+    init_method: str,
+    device: torch.device,
+    timeout: float = JOIN_SECONDS,
+    shared_memory: bool = True,
 ) -> Groups:
     """Meet the other ranks and make the groups; collective. Nothing to meet for a single rank.
 
     init_method: where, as torch.distributed has it: "file:///path" for one host, "tcp://host:port" of rank
-    0 for several, "env://" under torchrun. CUDA ranks talk over NCCL and, for host values, gloo.
+    0 for several, "env://" under torchrun. CUDA ranks talk over NCCL and, for host values, gloo. CPU ranks
+    of one host meet over gloo and talk through shared memory, if `shared_memory` and the host let them.
     """
     if topology.tp_size == 1:
         return Groups(topology=topology)
@@ -163,12 +213,12 @@ def connect(
     )
     attention, stride = topology.attention_tp_groups(), topology.attention_tp
     parallel = [list(range(first, topology.tp_size, stride)) for first in range(stride)]
-    return Groups(
-        topology=topology,
-        world=_own_group([list(range(topology.tp_size))], topology.rank),
-        attention_tp=_own_group(attention, topology.rank),
-        data_parallel=_own_group(parallel, topology.rank),
-    )
+    partitions = ([list(range(topology.tp_size))], attention, parallel)
+    found = [_own_group(partition, topology.rank) for partition in partitions]
+    if shared_memory and device.type == "cpu" and topology.nnodes == 1:
+        found = [_through_shared_memory(group) for group in found]
+    world, attention_tp, data_parallel = found
+    return Groups(topology=topology, world=world, attention_tp=attention_tp, data_parallel=data_parallel)
 
 
 def disconnect() -> None:
@@ -184,6 +234,21 @@ def _own_group(partition: Sequence[Sequence[int]], rank: int) -> Group:
     if len(own) == 1:
         return Group(own)
     return ProcessGroup(own, own.index(rank), handles[tuple(own)])
+
+
+def _through_shared_memory(group: Group) -> Group:
+    """The same ranks through shared memory, or `group` if any of them cannot; collective."""
+    if group.size == 1:
+        return group
+    one_each = [1] * group.size
+    own = shared.create(group.size) if shared.SUPPORTED and group.rank == 0 else -1
+    said = torch.tensor([[os.getpid(), own, *shared.identity(own)]])
+    everyone = group.all_gather(said, one_each).tolist()
+    memory = shared.attach(everyone[0], group.rank, [process for process, *_ in everyone])
+    all_can = bool(group.all_gather(torch.tensor([memory is not None]), one_each).all())
+    if own >= 0:
+        os.close(own)
+    return SharedGroup(group.ranks, group.rank, memory) if all_can and memory is not None else group
 
 
 def shares(total: int, parts: int) -> list[int]:
