@@ -130,6 +130,20 @@ def verify(
 
 @app.command()
 @with_config(Config)
+def tune(
+    model: ModelArg,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    *,
+    config: Config,
+) -> None:
+    """Time the allowed runners on the model's own layer; plans choose by what is found."""
+    from turnout.engine.tune import tune as run
+
+    raise typer.Exit(run(config, as_json=as_json))
+
+
+@app.command()
+@with_config(Config)
 def generate(
     model: ModelArg,
     prompt: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,14 @@ class WrongType(TorchRunner):
         return super().__call__(batch).double()
 
 
+class Dawdles(TorchRunner):
+    """Right, but slow."""
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        time.sleep(0.01)
+        return super().__call__(batch)
+
+
 class CannotPrepare(TorchRunner):
     def prepare(self, experts: ExpertWeights) -> None:
         raise RuntimeError("no kernel for this shape\nwith a long story")
@@ -76,7 +85,16 @@ class CannotPrepare(TorchRunner):
 
 BROKEN = {
     cls.__name__: cls
-    for cls in (WrongExpert, PaddingLeaks, NeedsTokens, Drifts, MindsCompany, WrongType, CannotPrepare)
+    for cls in (
+        WrongExpert,
+        PaddingLeaks,
+        NeedsTokens,
+        Drifts,
+        MindsCompany,
+        WrongType,
+        Dawdles,
+        CannotPrepare,
+    )
 }
 
 

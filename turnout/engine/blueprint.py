@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from turnout.checkpoint import locate, read_config
-from turnout.config import Config
+from turnout.config import Config, cache_folder
 from turnout.engine.memory import MemoryTable, Rank, memory_table, share_host
 from turnout.engine.placement import arrange, attention_refusals, host_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.models import describe
 from turnout.models.interface import ModelDescription
+from turnout.moe import measured
 from turnout.moe.budget import ITEMSIZE, Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.parallel.hardware import Hardware, detect
@@ -139,6 +140,7 @@ def decide(
         compute_dtype=dtype,
         num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
+        measured=_measured(description, topology, hardware, dtype),
     )
     try:
         moe = replan(budget=budget)
@@ -168,6 +170,15 @@ def decide(
         max_context=max_context,
         memory=memory,
     )
+
+
+def _measured(
+    description: ModelDescription, topology: Topology, hardware: Hardware, dtype: str
+) -> dict[str, float]:
+    """What `turnout tune` found on this machine; a named device was never measured."""
+    if not hardware.present or topology.refusals():
+        return {}
+    return measured.read(cache_folder(), measured.describe(description.moe, topology, hardware, dtype))
 
 
 def _compute_dtype(config: Config, hardware: Hardware) -> str:

@@ -7,8 +7,10 @@ cannot run is a refusal; refusals are collected, all of them, and kept in the pl
 
 Both phases share one runner, because weights are prepared once, in its layout. Dispatchers may differ.
 
-Three choices of `auto` that are not a backend's preference:
+Four choices of `auto` that are not a backend's preference:
 
+* Runner: where `turnout tune` has measured some of those allowed (measured.py), the one that takes the least
+  time in the mean over batch sizes.
 * Dispatchers: where tokens are gathered though fewer than a fourth of the expert-parallel ranks hold an
   expert that a token chose (SPARSE; 1 - (1 - 1/ep)^k, routed evenly), an all-to-all comes first: it moves
   less than a fourth of the bytes, which pays for telling everyone the counts. Top-8 over 32 ranks: 0.22.
@@ -23,8 +25,10 @@ Three choices of `auto` that are not a backend's preference:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
@@ -105,11 +109,13 @@ def plan(
     stored_itemsize: int = 2,
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
+    measured: Mapping[str, float] = MappingProxyType({}),
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
-    `dispatchers` default to those of this version. Raises PlanRefused with everything that
+    `dispatchers` default to those of this version. `measured`: us by runner (measured.py), which decide
+    between runners that are left to `auto`. Raises PlanRefused with everything that
     stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
     if budget.dp_size != topology.dp_size:
@@ -127,6 +133,8 @@ def plan(
     known_runners = list(RUNNER_CAPABILITIES.values()) if runners is None else runners
     known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
     candidates, refused = _allowed(case, known_runners, known_dispatchers)
+    if wishes.runner == "auto":  # sorting is stable: candidates of a runner keep their order
+        candidates.sort(key=lambda c: measured.get(c.runner.name, math.inf))
     best = candidates[0]
     prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
     return MoEPlan(
@@ -142,7 +150,7 @@ def plan(
         dispatch_bytes=best.dispatch_bytes,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         refused=tuple(refused),
-        reasons=_reasons(case, best, candidates),
+        reasons=_reasons(case, best, candidates, measured),
     )
 
 
@@ -212,13 +220,15 @@ def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
     )
 
 
-def _reasons(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+def _reasons(
+    case: Case, best: Candidate, candidates: Sequence[Candidate], measured: Mapping[str, float]
+) -> tuple[str, ...]:
     """Why each choice was made, one line each."""
     others = {c.runner.name: c.runner.preference for c in candidates}
-    lines = [
-        f"runner {best.runner.name}: "
-        + _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
-    ]
+    why = _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
+    if case.wishes.runner == "auto" and len(others) > 1 and best.runner.name in measured:
+        why = _why_measured(best.runner.name, others, measured)
+    lines = [f"runner {best.runner.name}: {why}"]
     same_runner = [c for c in candidates if c.runner is best.runner]
     for phase in PHASES:
         chosen = best.dispatcher(phase)
@@ -263,6 +273,15 @@ def _why_wire(case: Case, best: Candidate, phase: str) -> str:
     if best.wire[phase] == best.activation:
         return "what the GEMMs multiply with; quantised before the wire, the values are the same"
     return "all that dispatcher and runner share"
+
+
+def _why_measured(chosen: str, others: Iterable[str], measured: Mapping[str, float]) -> str:
+    times = [
+        f"{name} {measured[name]:.0f} us" if name in measured else f"{name}, not measured"
+        for name in others
+        if name != chosen
+    ]
+    return f"measured {measured[chosen]:.0f} us, mean over batch sizes, before {', '.join(times)}"
 
 
 def _why_activation(case: Case, best: Candidate) -> str:

@@ -1,0 +1,160 @@
+"""`turnout tune`: time the runners that a plan allows on the model's own first MoE layer, and keep the times.
+
+The model reads some text on one rank, so that inputs and routes are real; then each runner gets this rank's
+slice of the layer's experts, in the setting a plan would give it. `plan` and `serve` with the same device,
+versions, layer and ranks choose by what is kept (moe/measured.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from turnout.checkpoint import open_checkpoint
+from turnout.config import Config, cache_folder
+from turnout.engine.blueprint import Blueprint, resolve
+from turnout.engine.selfcheck import ROWS, Watch, largest, prompts
+from turnout.engine.worker import loading_bar
+from turnout.errors import PlanRefused, Refusal, UserError
+from turnout.formats.experts import ExpertWeights, shard
+from turnout.models import load_model
+from turnout.models.interface import ProgressFn
+from turnout.moe import measured
+from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.measured import Measured
+from turnout.moe.plan import MoEPlan
+from turnout.moe.runners import Runner
+from turnout.moe.tune import TOKENS, times
+from turnout.moe.verify import Inputs
+from turnout.parallel.groups import ALONE
+from turnout.parallel.topology import Topology
+from turnout.registry import RUNNERS
+
+ONE_RANK: dict[str, Any] = {
+    "tp_size": 1,
+    "dp_size": 1,
+    "ep_size": 1,
+    "enable_dp_attention": False,
+    "nnodes": 1,
+    "node_rank": 0,
+    "moe_a2a_backend": "auto",
+    "moe_dispatch_dtype": "auto",
+}
+
+
+def tune(config: Config, *, as_json: bool = False, console: Console | None = None) -> int:
+    """Measure, print and keep; the exit code. Raises UserError, PlanRefused if nothing can run."""
+    if config.moe_runner_backend != "auto":
+        raise UserError(
+            f"--moe-runner-backend {config.moe_runner_backend}: tune measures all runners; leave it at auto"
+        )
+    console = console or Console()
+    blueprint = resolve(config)
+    plans, refused = _plans(config)
+    with loading_bar(shown=config.load_progress) as progress:
+        found = _measure(blueprint, plans, progress)
+    try:
+        file = measured.write(cache_folder(), found)
+    except OSError as error:
+        raise UserError(
+            f"{cache_folder()}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+        ) from None
+    if as_json:
+        content = {"file": str(file), "layer": found.layer, "microseconds": found.microseconds}
+        console.file.write(json.dumps(content | {"mean": found.mean()}, indent=2) + "\n")
+        return 0
+    console.print(_table(found))
+    for refusal in refused:
+        console.print(Text(f"not measured: {refusal.who}: {refusal.asked}: {refusal.limit}"))
+    chosen = resolve(config).plan.prefill.runner
+    console.print(Text(f"`auto` now takes runner {chosen} for this layer; kept in {file}"))
+    return 0
+
+
+def _plans(config: Config) -> tuple[dict[str, MoEPlan], list[Refusal]]:
+    """By runner the plan it would run in, and why others cannot."""
+    plans: dict[str, MoEPlan] = {}
+    refused: list[Refusal] = []
+    for name in RUNNER_CAPABILITIES:
+        try:
+            plans[name] = resolve(replace(config, moe_runner_backend=name)).plan
+        except PlanRefused as error:
+            refused += error.refusals
+    return plans, list(dict.fromkeys(refused))
+
+
+def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: ProgressFn) -> Measured:
+    spec, topology = blueprint.description.moe, blueprint.topology
+    device = torch.device(blueprint.hardware.device)
+    most = min(TOKENS[-1], largest(blueprint.plan, device))
+    experts, inputs = _first_layer(blueprint.config, min(most, ROWS), device, progress)
+    own = _part(experts, topology)
+    runners: dict[str, Runner] = {}
+    for name, plan in plans.items():
+        if "tokens" in RUNNER_CAPABILITIES[name].layouts:
+            runners[name] = RUNNERS.get(name)(spec, plan, device)
+            runners[name].prepare(own)
+    inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
+    with torch.inference_mode():
+        found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
+    return Measured(
+        layer=measured.describe(spec, topology, blueprint.hardware, blueprint.compute_dtype),
+        versions=measured.versions(),
+        date=datetime.date.today().isoformat(),
+        microseconds=found,
+    )
+
+
+def _first_layer(
+    config: Config, tokens: int, device: torch.device, progress: ProgressFn
+) -> tuple[ExpertWeights, Inputs]:
+    """All experts of the model's first MoE layer, and what it is given when the model reads some text."""
+    alone = resolve(replace(config, **ONE_RANK))
+    watch = Watch(alone, alone.description.moe_layers[:1], device)
+    model = load_model(
+        open_checkpoint(alone.folder),
+        alone.plan,
+        groups=ALONE,
+        device=device,
+        dtype=getattr(torch, alone.compute_dtype),
+        progress=progress,
+        make_runner=watch.make_runner,
+    )
+    watch.look(model, prompts(alone, tokens, seed=0)[0])
+    (watched,) = watch.watched.values()
+    assert watched.experts is not None, "kept until forgotten"
+    return watched.experts, watched.inputs()
+
+
+def _part(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+    """This rank's share of all experts."""
+    held = topology.expert_range(experts.num_experts)
+    rows = slice(held.start, held.stop)
+    some = replace(
+        experts,
+        w13=experts.w13[rows],
+        w2=experts.w2[rows],
+        b13=None if experts.b13 is None else experts.b13[rows],
+        b2=None if experts.b2 is None else experts.b2[rows],
+        first_expert=held.start,
+    )
+    return shard(some, topology.expert_tp_rank, topology.expert_tp)
+
+
+def _table(found: Measured) -> Table:
+    sizes = next(iter(found.microseconds.values()))
+    table = Table(title="us of a layer's experts, by tokens of the batch", title_justify="left", box=None)
+    table.add_column("runner")
+    for name in (*map(str, sizes), "mean"):
+        table.add_column(name, justify="right")
+    for runner, mean in sorted(found.mean().items(), key=lambda item: item[1]):
+        row = found.microseconds[runner]
+        table.add_row(runner, *(f"{row[tokens]:.0f}" for tokens in sizes), f"{mean:.0f}")
+    return table

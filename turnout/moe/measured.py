@@ -1,0 +1,126 @@
+"""What runners were measured to take for a layer on this machine, kept on disk (`turnout tune`).
+
+Only an explicit command measures and writes; planning reads. So what is chosen does not depend on how busy
+the machine was at a start, and ranks that read the same file choose alike.
+
+One file holds one layer on one device in one arrangement of ranks. It counts while the versions it was
+measured with are those installed; a file that is older, or damaged, is left aside with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+
+PACKAGES = ("torch", "triton", "turnout")
+AGAIN = "run `turnout tune` again"
+
+log = logging.getLogger("turnout.moe")
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of one layer. `layer` is what `describe` gives."""
+
+    layer: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+    microseconds: dict[str, dict[int, float]]  # runner -> tokens of a batch -> a call's time
+
+    def mean(self) -> dict[str, float]:
+        """By runner the geometric mean over batch sizes, in us.
+
+        A runner serves batches of all sizes, since weights are prepared once, in its form. With this mean
+        every size weighs the same, whatever its time.
+        """
+        return {
+            runner: math.exp(sum(map(math.log, times.values())) / len(times))
+            for runner, times in self.microseconds.items()
+        }
+
+
+def describe(spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str) -> dict[str, Any]:
+    """What times depend on, but for versions; plain values for JSON."""
+    sizes = {name: getattr(topology, name) for name in ("tp_size", "dp_size", "ep_size")}
+    values = {
+        "device": hardware.name,
+        "host": platform.node() if hardware.device == "cpu" else "",  # a CPU's name tells too little
+        "architecture": hardware.architecture,
+        "compute_dtype": compute_dtype,
+        "spec": dataclasses.asdict(spec),
+        "topology": sizes,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed here."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def path(folder: Path, layer: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(layer, sort_keys=True).encode()).hexdigest()
+    return folder / "tune" / f"{digest[:32]}.json"
+
+
+def write(folder: Path, measured: Measured) -> Path:
+    """Keep it in `folder`, whole or not at all; the file. Raises OSError."""
+    file = path(folder, measured.layer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
+    draft.replace(file)
+    return file
+
+
+def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, float]:
+    """By runner the mean time of `layer` in us; empty where nothing that counts was measured."""
+    file = path(folder, layer)
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Measured)
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s: left aside, for it cannot be read (%s); %s", file, error, AGAIN)
+        return {}
+    times = [time for batch in found.microseconds.values() for time in batch.values()]
+    if (
+        found.layer != layer
+        or not all(found.microseconds.values())
+        or not all(0 < t < math.inf for t in times)
+    ):
+        log.warning("%s: left aside, for it does not hold times of this layer; %s", file, AGAIN)
+        return {}
+    for package, installed in versions().items():
+        if found.versions.get(package) != installed:
+            log.warning(
+                "%s: left aside, for it was measured with %s %s, and %s is installed; %s",
+                file,
+                package,
+                found.versions.get(package),
+                installed,
+                AGAIN,
+            )
+            return {}
+    return found.mean()
