@@ -226,7 +226,14 @@ FLAGS = st.fixed_dictionaries(
         "max_dispatch_tokens_per_rank": st.integers(0, 4096),
         "dtype": st.sampled_from(["float32", "bfloat16"]),
         "tp_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "dp_size": st.sampled_from([1, 1, 2, 4]),
         "ep_size": st.sampled_from([1, 2, 4]),
+        "enable_dp_attention": st.booleans(),
+        "nnodes": st.sampled_from([1, 1, 1, 2]),
+        "dist_init_addr": st.sampled_from(["", "10.0.0.1:29500"]),
+        "speculative_algorithm": st.sampled_from(["none", "ngram"]),
+        "moe_a2a_backend": st.sampled_from(["auto", "auto", "none", "collective", "collective-experts"]),
+        "moe_dispatch_dtype": st.sampled_from(["auto", "auto", "fp8", "nvfp4"]),
         "moe_weight_storage": st.sampled_from(["auto", "packed", "decoded"]),
     },
 )
@@ -243,6 +250,12 @@ def test_what_is_resolved_fits_and_what_does_not_has_remedies(tmp_path_factory, 
     assert all(r.who and r.asked and r.limit and r.remedy for r in found)
     if blueprint is None:
         return
+    ranks = config.tp_size // config.nnodes if device == "cpu" else 1
+    assert blueprint.hardware.memory_bytes == memory // ranks
+    assert config.nnodes == 1 or config.dist_init_addr
+    assert config.dp_size == 1 or config.enable_dp_attention
+    assert blueprint.plan.prefill.wire_format == config.moe_dispatch_dtype.replace("auto", "bf16")
+    assert blueprint.plan.prefill.max_tokens >= config.dp_size * config.max_prefill_tokens
     tokens = blueprint.num_pages * blueprint.page_size
     assert blueprint.memory.total <= blueprint.memory.available <= memory
     assert 1 <= blueprint.max_context <= min(tokens, config.context_length or 2048)

@@ -99,6 +99,23 @@ def test_data_parallel_ranks_are_explained(model):
     assert bounds["received through an all-to-all"] == ["6,000"]
 
 
+def test_a_shared_expert_is_explained(model):
+    fields = QWEN3_30B | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 1408,
+    }
+    fields = {name: value for name, value in fields.items() if name not in ("head_dim", "attention_bias")}
+    for flags, where in (
+        ({}, "a part on each rank"),
+        ({"dp_size": 4, "enable_dp_attention": True}, "whole on each rank"),
+        ({"moe_a2a_backend": "collective"}, "whole on each rank"),
+    ):
+        _, text = run(model(fields, tp_size=4, **flags), hardware="h200")
+        assert cells(text)["shared expert"] == [where, where]
+    assert "shared expert" not in cells(run(model(fields), hardware="h200")[1])
+
+
 def test_json_is_the_whole_plan(model):
     code, text = run(model(QWEN3_30B | NVFP4), hardware="h100", as_json=True)
     values = json.loads(text)
