@@ -155,12 +155,14 @@ def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[F
         runner=runner,
     )
     found = []
+    all_TH = inputs(MAX_TOKENS, topology.dp_rank).to(dtype)
+    all_ref_TH = reference(case, chosen, topology, all_TH)
     for phase in ("prefill", "decode"):
         for tokens in batches:
-            x_TH = inputs(tokens[topology.dp_rank], topology.dp_rank).to(dtype)
+            own = slice(tokens[topology.dp_rank])
+            x_TH, ref_TH = all_TH[own].to(device), all_ref_TH[own]
             runner.rows = 0
-            y_TH, again_TH = (layer(x_TH.to(device), phase, tokens).cpu() for _ in range(2))
-            ref_TH = reference(case, chosen, topology, x_TH)
+            y_TH, again_TH = (layer(x_TH, phase, tokens).cpu() for _ in range(2))
             assert y_TH.dtype == dtype
             found.append(
                 Finding(
