@@ -143,7 +143,7 @@ class EngineCore:
         """
         outputs, self._aborted = self._aborted, []
         chunks = self._scheduler.schedule()
-        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens first, else in order
+        chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         agreed = self._agree(chunks)
         if not agreed.phase:
             self._watch.note(self._steps, "resting")
@@ -240,8 +240,8 @@ class EngineCore:
 
     def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
         """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
-        num_single = sum(chunk.length == 1 for chunk in chunks)
-        self._attention.begin(chunks[:num_single], chunks[num_single:])
+        num_decoding = sum(chunk.decodes for chunk in chunks)
+        self._attention.begin(chunks[:num_decoding], chunks[num_decoding:])
         tokens: list[int] = []
         places: list[int] = []
         for chunk in chunks:
