@@ -142,8 +142,9 @@ class RankGroup:
         """
         self._sinks[request.id] = sink
         dp_rank = self._router.place(request.id, request.prompt_ids, request.sampling.max_tokens)
-        for rank in range(self.topology.tp_size):
-            self._send(rank, request if self._owns(rank, dp_rank) else Wake())
+        owners = self._sharing(dp_rank)
+        self._tell(owners, request)
+        self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; those unknown or finished are ignored."""
@@ -153,9 +154,7 @@ class RankGroup:
                 by_rank.setdefault(self._router.rank_of(id), []).append(id)
                 self._router.finished(id, complete=False)
         for dp_rank, of_rank in by_rank.items():
-            for rank in range(self.topology.tp_size):
-                if self._owns(rank, dp_rank):
-                    self._send(rank, Abort(of_rank))
+            self._tell(self._sharing(dp_rank), Abort(of_rank))
 
     def stop(self) -> None:
         """End the ranks, gently if they listen. `run` returns."""
@@ -163,8 +162,7 @@ class RankGroup:
         if self.ready is None:  # still loading, and deaf
             self.kill()
         else:
-            for rank in range(self.topology.tp_size):
-                self._send(rank, Shutdown())
+            self._tell(range(self.topology.tp_size), Shutdown())
         self._news.set()
 
     def fail(self, failure: EngineFailed) -> None:
@@ -176,9 +174,10 @@ class RankGroup:
         for host in self._hosts:
             host.kill()
 
-    def _owns(self, rank: int, dp_rank: int) -> bool:
-        """Whether `rank` is one of those that share the requests of `dp_rank`."""
-        return rank // self.topology.attention_tp == dp_rank
+    def _sharing(self, dp_rank: int) -> range:
+        """The ranks that share the requests of `dp_rank`: all get the same commands in the same order."""
+        size = self.topology.attention_tp
+        return range(dp_rank * size, (dp_rank + 1) * size)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket:
         socket = self._context.socket(kind)
@@ -190,12 +189,15 @@ class RankGroup:
             raise UserError(f"cannot listen on {address}: {error.strerror}; see --dist-init-addr") from None
         return socket
 
-    def _send(self, rank: int, command: Command) -> None:
-        with suppress(zmq.ZMQError):  # nobody is there: it has ended, as `run` is about to find
-            self._commands.send_multipart(self._frames(rank, command), zmq.NOBLOCK)
+    def _tell(self, ranks: Iterable[int], command: Command) -> None:
+        payload = encoder.encode(command)
+        for rank in ranks:
+            with suppress(zmq.ZMQError):  # nobody is there: it has ended, as `run` is about to find
+                self._send(rank, payload)
 
-    def _frames(self, rank: int, command: Command) -> list[bytes]:
-        return [self.meeting.identity(rank).encode(), encoder.encode(command)]
+    def _send(self, rank: int, payload: bytes) -> None:
+        """Raises ZMQError if there is no connection to `rank`."""
+        self._commands.send_multipart([self.meeting.identity(rank).encode(), payload], zmq.NOBLOCK)
 
     async def _all_ended(self, seconds: float) -> None:
         """Wait until every rank has ended, but no longer than that."""
@@ -300,7 +302,7 @@ class RankGroup:
         """Return once `rank` can be told something: its two connections may come up in either order."""
         while True:
             try:
-                self._commands.send_multipart(self._frames(rank, Wake()), zmq.NOBLOCK)
+                self._send(rank, encoder.encode(Wake()))
                 return
             except zmq.ZMQError:
                 await asyncio.sleep(UNREACHED_SECONDS)

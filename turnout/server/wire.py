@@ -16,16 +16,12 @@ from turnout.parallel.health import Reading
 from turnout.server.ranks import Meeting
 
 PORTS = 4  # from --dist-init-addr on: agents, torch's rendezvous, commands, events
-KEEPALIVE = {
-    "TCP_KEEPIDLE": 4,
-    "TCP_KEEPINTVL": 2,
-    "TCP_KEEPCNT": 3,
-}  # a host that vanished is missed in 10 s
+KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds: missed within 10
 
-# What may differ between hosts: where the model lies, and what concerns one process.
-# Of the server's own settings all but these are the head's business.
-SHARED_FIELDS = ("verify",)
-OWN_FIELDS = ("model", "node_rank", "num_threads", "load_progress", "trust_remote_code")
+# What may differ between hosts: where the model lies, and what concerns one process. Of what ServerConfig
+# adds only SERVER_FIELDS reach the ranks.
+OWN_FIELDS = ("model", "node_rank", "dist_init_addr", "num_threads", "load_progress", "trust_remote_code")
+SERVER_FIELDS = ("verify",)
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -138,7 +134,7 @@ def objection(config: ServerConfig, said: Hello) -> str | None:
 def _common(config: ServerConfig) -> dict[str, Any]:
     """What all hosts must agree on."""
     names = [f.name for f in fields(Config) if f.name not in OWN_FIELDS]
-    return {name: getattr(config, name) for name in (*names, *SHARED_FIELDS)}
+    return {name: getattr(config, name) for name in (*names, *SERVER_FIELDS)}
 
 
 def head_address(config: ServerConfig) -> tuple[str, int]:
