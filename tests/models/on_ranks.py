@@ -15,14 +15,19 @@ Chunks = Sequence[tuple[str, Sequence[int]]]  # sequence, the tokens that a step
 
 
 def run(
-    rank: Rank, folder: Path, sizes: dict[str, int], wishes: dict[str, str], steps: Sequence[Any]
+    rank: Rank,
+    folder: Path,
+    sizes: dict[str, int],
+    wishes: dict[str, str],
+    steps: Sequence[Any],
+    device: str = "cpu",
 ) -> list[list[Tensor]]:
     """By step: float32 logits [T, V] of every chunk of this rank's data-parallel group.
 
     steps: (phase, the chunks of each data-parallel rank), the ranks without any idling along.
     """
-    groups = rank.groups(**sizes)
-    attention = PlainAttention(load(folder, groups=groups, **wishes))
+    groups = rank.groups(device, **sizes)
+    attention = PlainAttention(load(folder, groups=groups, device=device, **wishes), device)
     results = []
     for phase, chunks_by_rank in steps:
         tokens = tuple(sum(len(ids) for _, ids in chunks) for chunks in chunks_by_rank)

@@ -31,6 +31,8 @@ TOPOLOGIES = {
     "dp2 tp2 ep4": (4, {"dp_size": 2, "ep_size": 4}),
     "dp4 ep4": (4, {"dp_size": 4, "ep_size": 4}),
 }
+GPUS = max(2, torch.cuda.device_count())
+NCCL_TIMEOUT = 240  # seconds: kernels are loaded and NCCL connects
 LENGTHS = {"a": 40, "b": 9, "c": 1}
 
 
@@ -81,11 +83,13 @@ def check(
     expected: dict[str, Tensor],
     size: int,
     sizes: dict[str, int],
+    device: str = "cpu",
+    timeout: float = 60,
     **wishes: str,
 ) -> None:
     dp_size = sizes.get("dp_size", 1)
     steps, attention_tp = schedule(dp_size), size // dp_size
-    results = ranks(size).run(run, folder, sizes, wishes, steps)
+    results = ranks(size).run(run, folder, sizes, wishes, steps, device, timeout=timeout)
     for dp_rank in range(dp_size):
         group = [by_sequence(r, steps, dp_rank) for r in results[dp_rank * attention_tp :][:attention_tp]]
         for name, logits in group[0].items():
@@ -131,3 +135,19 @@ def test_quantised_weights(name: str, storage: str, quantized: Any, ranks: Pools
     folder, expected = quantized
     size, sizes = TOPOLOGIES[name]
     check(ranks, folder, expected, size, sizes, weight_storage=storage, activation_format="bf16")
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(NCCL_TIMEOUT + 30)
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        (size, sizes)
+        for size, sizes in [*TOPOLOGIES.values(), (2, {"dp_size": 2, "ep_size": 2})]
+        if size <= GPUS
+    ],
+    ids=str,
+)
+def test_logits_over_gpus(size: int, sizes: dict[str, int], model: Any, ranks: Pools) -> None:
+    folder, expected = model
+    check(ranks, folder, expected, size, sizes, device="cuda", timeout=NCCL_TIMEOUT)
