@@ -108,17 +108,22 @@ class Case:
 
 def cases() -> Iterator[pytest.param]:
     devices = {"cpu": hardware.named("cpu"), "cuda": _cuda()}
-    numerics = [("float32", a, ACTIVATIONS) for a in ("bf16", "nvfp4")]
-    numerics += [("bfloat16", a, ACTIVATIONS) for a in ("bf16", "nvfp4")]
+    numerics = [("float32", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]
+    numerics += [("bfloat16", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]
     for runner, dispatcher, device in product(RUNNERS, LOCAL, devices):
         can, sends = RUNNERS.get(runner).capability, LOCAL[dispatcher].capability
         for format, (dtype, activation_format, activations) in product(FORMATS, numerics):
             if activation_format not in can.activation_formats or activation_format not in ("bf16", format):
                 continue
+            if activation_format == "bf16" and format not in can.weight_only_formats:
+                continue
             if dtype == "bfloat16" and "float32" in can.compute_dtypes:
                 activations = ("silu",)  # the others are covered in float32
             for activation, storage in product(activations, sorted(can.weight_storages)):
-                spec = make_spec(activation, format)
+                # W8A8 quantises 128 columns together.
+                spec = make_spec(
+                    activation, format, **({"intermediate_size": 128} if format == "fp8" else {})
+                )
                 own = can.refusals(spec, Topology(), devices[device], dtype)
                 if own or pair_refusals(can, sends, spec, "auto"):
                     continue

@@ -67,6 +67,11 @@ def decode_activation(data: Tensor, scale: Tensor) -> Tensor:
     return groups.mul_(scale.float().unsqueeze(-1)).flatten(-2)
 
 
+def fake_quantize(x: Tensor) -> Tensor:
+    """x float [..., K] rounded as `encode_activation` rounds it, in float32."""
+    return decode_activation(*encode_activation(x))
+
+
 def _scale(amax: Tensor) -> Tensor:
     scale = amax.clamp(max=torch.finfo(torch.float32).max) / MAX
     return torch.where(scale == 0, 1.0, scale)

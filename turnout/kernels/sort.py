@@ -28,13 +28,14 @@ def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, PDL: tl.c
 def write_tiles(tiles_ptr, e, start, rows, tile_tokens, program, programs):
     """The table of tiles of `tile_tokens` rows, for experts e whose `rows` begin at `start`.
 
-    int32: how many tiles, then (expert, first row, end row, -) of each, at 4, 8, ...; the programs share the
-    tiles of each expert.
+    int32: how many tiles, how many rows; then (expert, first row, end row, -) of each tile, at 4, 8, ...; the
+    programs share the tiles of each expert.
     """
     tiles = (rows + tile_tokens - 1) // tile_tokens
     first_tile = tl.cumsum(tiles, 0) - tiles
     if program == 0:
         tl.store(tiles_ptr, tl.sum(tiles, 0))
+        tl.store(tiles_ptr + 1, tl.sum(rows, 0))
     t = program
     most = tl.max(tiles, 0)
     while t < most:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from turnout.moe import budget as sizes
-from turnout.moe.budget import Budget, gigabytes
+from turnout.moe.budget import WIRE_GROUP, Budget, gigabytes
 from turnout.moe.capability import (
     OTHER_RUNNER,
     DispatcherCapability,
@@ -168,15 +168,17 @@ def search(
 def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
     """What this runner's GEMMs may multiply with, best first.
 
-    NVFP4 where the checkpoint asks for it and both device and runner do it natively; else bf16.
+    The checkpoint's own format where it asks for it and both device and runner do it natively; else bf16.
     """
     wish = case.wishes.activation_format
-    choices = ["nvfp4", "bf16"] if case.native_fp4 and runner.fp4_units else ["bf16", "nvfp4"]
-    if case.spec.format != "nvfp4":
-        choices = ["bf16"]
+    choices = ["bf16"]
+    if case.spec.format == "nvfp4":
+        choices = ["nvfp4", "bf16"] if case.native_fp4 and runner.fp4_units else ["bf16", "nvfp4"]
+    elif case.spec.format == "fp8":
+        choices = ["fp8", "bf16"] if runner.fp8_units else ["bf16", "fp8"]
     allowed, refused = [], []
     for choice in choices if wish == "auto" else [wish]:
-        refusal = _activation_refusal(case.spec, runner, choice)
+        refusal = _activation_refusal(case, runner, choice)
         if refusal is None:
             allowed.append(choice)
         else:
@@ -184,8 +186,9 @@ def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[
     return allowed, refused
 
 
-def _activation_refusal(spec: MoESpec, runner: RunnerCapability, choice: str) -> Refusal | None:
-    who, asked = f"runner {runner.name}", f"--moe-activation-dtype {choice}"
+def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Refusal | None:
+    spec, who, asked = case.spec, f"runner {runner.name}", f"--moe-activation-dtype {choice}"
+    inner = spec.intermediate_size // case.topology.expert_tp
     if choice == "nvfp4" and spec.format != "nvfp4":
         limit = f"W4A4 needs NVFP4 weights; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format nvfp4`"
@@ -195,6 +198,18 @@ def _activation_refusal(spec: MoESpec, runner: RunnerCapability, choice: str) ->
             "use --moe-activation-dtype auto, or quantise from bf16 with "
             "`turnout quantize MODEL OUT --format nvfp4 --calibrate`"
         )
+    elif choice == "fp8" and spec.format != "fp8":
+        limit = f"W8A8 needs FP8 weights; the checkpoint's experts are {spec.format}"
+        remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format fp8`"
+    elif choice == "fp8" and (spec.hidden_size % WIRE_GROUP["fp8"] or inner % WIRE_GROUP["fp8"]):
+        limit = (
+            f"W8A8 quantises {WIRE_GROUP['fp8']} columns together, which hidden size {spec.hidden_size} and "
+            f"this rank's intermediate size {inner} must be multiples of"
+        )
+        remedy = f"use --moe-activation-dtype bf16, or {OTHER_RUNNER}"
+    elif choice == "bf16" and spec.format not in runner.weight_only_formats:
+        limit = f"multiplies {spec.format} weights with {spec.format} activations only"
+        remedy = f"use --moe-activation-dtype auto or {spec.format}, or {OTHER_RUNNER}"
     elif choice not in runner.activation_formats:
         limit = f"its GEMMs multiply with {', '.join(sorted(runner.activation_formats))}"
         remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"

@@ -43,7 +43,9 @@ class RunnerCapability:
     layouts: frozenset[str]  # of {"tokens", "experts"}
     weight_formats: frozenset[str]  # of formats.packed.FORMATS
     wire_formats: frozenset[str] = frozenset({"bf16"})  # formats in which hidden states may arrive
-    activation_formats: frozenset[str] = frozenset({"bf16"})  # what the GEMMs multiply with: "nvfp4" = W4A4
+    # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8; and weights they multiply with "bf16".
+    activation_formats: frozenset[str] = frozenset({"bf16"})
+    weight_only_formats: frozenset[str] = frozenset(WEIGHT_GROUP)
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
     activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
     expert_bias: bool = True
@@ -53,6 +55,7 @@ class RunnerCapability:
     intermediate_multiple: int = 1  # of this rank's shard
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
+    fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
     deterministic: bool = True

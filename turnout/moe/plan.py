@@ -292,6 +292,8 @@ def _why_activation(case: Case, best: Candidate) -> str:
         return (
             "the checkpoint calibrated them, and FP4 units multiply them" if units else "all the runner takes"
         )
+    if best.activation == "fp8":
+        return "the checkpoint's own scheme, per token and 128 columns"
     if case.spec.format == "bf16":
         return "the checkpoint is not quantised"
     if not case.spec.quantized_activations:

@@ -12,6 +12,7 @@ Legend: T tokens, H hidden, k top-k, E experts of this rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -262,13 +263,19 @@ def _compare(result: Result, batch: Batch, y: Tensor, ref: Tensor, plan: MoEPlan
     if y.shape != ref.shape or y.dtype != dtype:
         problem = f"gives {y.dtype} {list(y.shape)} where {dtype} {list(ref.shape)} is wanted"
         return replace(result, problem=problem)
+    unusable = (~ref.isfinite().all(1)).nonzero().flatten().tolist()
+    if unusable:
+        where = f" of {_experts(batch, unusable)}" if batch.one_expert_each else ""
+        problem = f"no runner can be right: weights{where} or inputs hold NaN or infinities"
+        return replace(result, problem=problem)
     error = relative_error(y, ref)
     result = replace(result, error=error)
     if batch.one_expert_each:
         errors = [relative_error(*pair) for pair in zip(y, ref, strict=True)]
-        wrong = [i for i, one in enumerate(errors) if not one <= ONE_TOKEN * result.bound]
+        wrong = {i: one for i, one in enumerate(errors) if not one <= ONE_TOKEN * result.bound}
         if wrong:
-            return replace(result, problem=f"wrong for {_experts(batch, wrong)}: error {max(errors):.1e}")
+            worst = math.nan if any(map(math.isnan, wrong.values())) else max(wrong.values())
+            return replace(result, problem=f"wrong for {_experts(batch, list(wrong))}: error {worst:.1e}")
     if not error <= result.bound:  # which NaN is not
         return replace(result, problem=f"relative error {error:.1e} above {result.bound:.0e}")
     return result
@@ -332,7 +339,9 @@ def _said(error: Exception) -> str:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
+    """Bit by bit, so that NaN is what it is."""
+    bits = (x.contiguous().view(torch.uint8) for x in (a, b))
+    return a.shape == b.shape and torch.equal(*bits)
 
 
 def _some(inputs: Inputs, tokens: int) -> Inputs:

@@ -13,7 +13,8 @@ Both are deterministic: the same batch gives the same bits. GEMMs on a CPU accum
 between them values stay float32, whatever the compute dtype; on CUDA they are of the compute dtype.
 
 NVFP4 with `activation_format` "nvfp4" emulates FP4 tensor cores: inputs of both GEMMs are rounded to NVFP4
-with the checkpoint's scales, then multiplied in the compute dtype.
+with the checkpoint's scales, then multiplied in the compute dtype. So does "fp8" (W8A8), per token and 128
+columns.
 
 Legend: T tokens, k top-k, P pairs, H hidden, I intermediate, N outputs of GEMM1 (2I, or I when not gated),
 E local experts, C slab capacity.
@@ -21,7 +22,9 @@ E local experts, C slab capacity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +45,13 @@ from turnout.moe.spec import MoESpec
 # 1024 x 1024 and 1024 x 512 in bfloat16 33 and 46 ms, in float32 62 and 49 ms; 32 experts of 192 x 256 and
 # 256 x 96 in float32 0.8 and 2.2 ms. With 8 pairs only the last still gains.
 GATHER_PAIRS_PER_EXPERT = 4
+
+# What becomes of the inputs of both GEMMs, by what a plan has them multiply with.
+ROUNDINGS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "bf16": lambda x, scale: x,
+    "nvfp4": nvfp4.fake_quantize,
+    "fp8": lambda x, scale: fp8.fake_quantize(x),
+}
 
 
 class Matrices:
@@ -70,6 +80,7 @@ class TorchRunner:
         self._activation = spec.activation
         self._first, self._count, self._top_k = plan.first_expert, plan.num_local_experts, spec.top_k
         self._quantize = plan.activation_format == "nvfp4"
+        self._round = ROUNDINGS[plan.activation_format]
         self._decoded = plan.weight_storage == "decoded"
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
@@ -126,7 +137,7 @@ class TorchRunner:
 
     def _tokens(self, batch: TokensBatch) -> Tensor:
         s1, s2 = self._shared if self._quantize else (None, None)
-        x_TH = _plain(batch.hidden, s1)
+        x_TH = self._plain(batch.hidden, s1)
         few = batch.topk_ids.numel() <= GATHER_PAIRS_PER_EXPERT * self._count
         if few and isinstance(self._w13, Panels) and isinstance(self._w2, Panels):
             return self._gathered(x_TH, batch, self._w13, self._w2, s2)
@@ -150,7 +161,7 @@ class TorchRunner:
         h_PN = w13.gather_product(expert_P.unsqueeze(1), x_P1H).float()
         if self._b13 is not None:
             h_PN = h_PN + self._b13.index_select(0, expert_P)
-        a_TKI = _quantized(self._activate(h_PN), s2).unflatten(0, (T, k))
+        a_TKI = self._round(self._activate(h_PN), s2).unflatten(0, (T, k))
         if not all_held:
             weight_TK = weight_TK * held_TK
             a_TKI = a_TKI.masked_fill(~held_TK.unsqueeze(2), 0.0)  # what padding rows hold may be no number
@@ -187,7 +198,7 @@ class TorchRunner:
         row_P = used_EC.flatten().nonzero().squeeze(1)
         expert_P = row_P // C
         s1, s2 = (s[expert_P] for s in self._per_expert) if self._quantize else (None, None)
-        x_PH = _plain(_rows(batch.hidden, row_P), s1)
+        x_PH = self._plain(_rows(batch.hidden, row_P), s1)
         y_PH = self._mlp(x_PH, expert_P, s2)
         if self._b2 is not None:
             y_PH = y_PH + self._b2[expert_P]
@@ -200,7 +211,7 @@ class TorchRunner:
         h_PN = self._products(self._w13, x_PH.to(self._gemm_dtype), sizes)
         if self._b13 is not None:
             h_PN = h_PN + self._b13.index_select(0, expert_P)
-        a_PI = _quantized(self._activate(h_PN), s2)
+        a_PI = self._round(self._activate(h_PN), s2)
         return self._products(self._w2, a_PI.to(self._gemm_dtype), sizes)
 
     def _products(self, weights: Panels | Matrices, x_PK: Tensor, sizes: list[int]) -> Tensor:
@@ -211,6 +222,16 @@ class TorchRunner:
                 weights.product(expert, x_PK[start : start + size], out_PN[start : start + size])
                 start += size
         return out_PN
+
+    def _plain(self, hidden: Hidden, scale: Tensor | None) -> Tensor:
+        """Hidden states as numbers, rounded as the plan has it; `scale`: NVFP4's, scalar or per row."""
+        if hidden.format == "bf16":
+            return self._round(hidden.data, scale)
+        assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
+        if hidden.format == "fp8":
+            return self._round(fp8.decode_activation(hidden.data, hidden.scale), scale)
+        assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
+        return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
 
     def _activate(self, h_PN: Tensor) -> Tensor:
         """GEMM1's output, gate then up, to GEMM2's input [P, I]; may overwrite `h_PN`."""
@@ -232,21 +253,6 @@ def _load(store: Panels | Matrices, weights: PackedTensor) -> None:
     else:
         for expert in range(weights.shape[0]):
             store.write(expert, weights[expert].decode())
-
-
-def _plain(hidden: Hidden, scale: Tensor | None) -> Tensor:
-    """Hidden states as plain numbers, rounded to NVFP4 first if a scale is given (scalar or per row)."""
-    if hidden.format == "bf16":
-        return _quantized(hidden.data, scale)
-    assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
-    if hidden.format == "fp8":
-        return _quantized(fp8.decode_activation(hidden.data, hidden.scale), scale)
-    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
-    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
-
-
-def _quantized(x: Tensor, scale: Tensor | None) -> Tensor:
-    return x if scale is None else nvfp4.fake_quantize(x, scale)
 
 
 def _rows(hidden: Hidden, row_P: Tensor) -> Hidden:

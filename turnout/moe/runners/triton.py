@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.formats.fragments import pair_rows, to_fragments
-from turnout.formats.packed import PackedTensor
+from turnout.formats.hopper import FP8_GROUP, Matrix
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
@@ -64,67 +63,37 @@ _TILINGS: dict[str, tuple[tuple[float, Tiling], ...]] = {
         (400, Tiling(256, 128, 1, 4, 8, 8)),
         (math.inf, Tiling(128, 256, 1, 4, 8, 8)),
     ),
+    "fp8": (  # steps are 128 wide
+        (1, Tiling(64, 8, 2, 4, 4, 1)),
+        (5, Tiling(64, 8, 2, 3, 4, 1)),
+        (12, Tiling(64, 16, 1, 5, 4, 1)),
+        (24, Tiling(128, 32, 1, 4, 4, 1)),
+        (math.inf, Tiling(128, 64, 1, 4, 4, 1)),
+    ),
 }
+# FP8 with more tokens per expert: rows sorted by expert, for the TMA (expert_gemm_fp8_tma.py).
+SORTED_ABOVE = 48
+SORTED = Tiling(256, 128, 1, 4, 4, 8)
 # Fewer programs than this leave multiprocessors idle (an H200 has 132, each holds several): halve the rows.
 _FEW_PROGRAMS = 300
 
 
 def tiling(format: str, tokens_per_expert: float) -> Tiling:
     """The tiling for a weight format and the mean number of tokens of an expert."""
-    table = _TILINGS["bf16" if format == "bf16" else "packed"]
+    table = _TILINGS[format if format in _TILINGS else "packed"]
     return next(t for bound, t in table if tokens_per_expert <= bound)
-
-
-class Matrix:
-    """One GEMM's weights [E, N, K] in the form its kernel takes, with the bias in the same row order."""
-
-    def __init__(
-        self, weights: PackedTensor, bias: Tensor | None, paired: bool, device: torch.device
-    ) -> None:
-        self.format, self.paired = weights.format, paired
-        self.rows, self.inner = weights.shape[1:]
-        self.codes: Tensor
-        self.scales: Tensor
-        self.alpha: Tensor
-        if weights.format == "bf16":
-            plain = weights.data.to(device, torch.bfloat16)
-            self.codes = pair_rows(plain) if paired else plain.contiguous()
-            self.scales = self.alpha = torch.zeros(1, device=device)
-            self.blocks = -(-self.rows // 64), -(-self.inner // 64)
-            self.padded_rows = self.rows
-        else:
-            fragments = to_fragments(weights, paired=paired, device=device)
-            self.codes, self.scales, self.alpha = fragments.codes, fragments.scales, fragments.alpha
-            self.blocks = fragments.codes.shape[1], fragments.codes.shape[2]
-            self.padded_rows = 64 * self.blocks[0]
-        self.bias = None if bias is None else self._bias(bias.to(device, torch.float32))
-
-    def load(self, other: Matrix) -> None:
-        """Take over another's values in the same storage."""
-        for mine, new in (
-            (self.codes, other.codes),
-            (self.scales, other.scales),
-            (self.alpha, other.alpha),
-            (self.bias, other.bias),
-        ):
-            if mine is not None and new is not None:
-                mine.copy_(new)
-
-    def _bias(self, bias_EN: Tensor) -> Tensor:
-        E, N = bias_EN.shape
-        out = bias_EN.new_zeros(E, self.padded_rows)
-        if not self.paired:
-            out[:, :N] = bias_EN
-            return out
-        half, padded = N // 2, self.padded_rows // 2
-        out[:, :half], out[:, padded : padded + half] = bias_EN[:, :half], bias_EN[:, half:]
-        return pair_rows(out.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Buffers for P pairs. Layers run one after another, so those of equal sizes share one."""
+    """Buffers for P pairs. Layers run one after another, so those of equal sizes share one.
 
+    For FP8 only, else empty; e4m3 and float32 scales, flat. quantized: of the widest input of a GEMM of up to
+    UNSORTED_TOKENS tokens per expert, or of the layer's. sorted: of either GEMM, rows sorted by expert.
+    """
+
+    quantized: tuple[Tensor, Tensor]
+    sorted: tuple[Tensor, Tensor]
     h_PI: Tensor
     y_PH: Tensor
     order_P: Tensor
@@ -136,19 +105,28 @@ class Workspace:
 _WORKSPACES: WeakValueDictionary[tuple[object, ...], Workspace] = WeakValueDictionary()
 
 
-def workspace(device: torch.device, pairs: int, hidden: int, inner: int, experts: int) -> Workspace:
-    key = (device, pairs, hidden, inner, experts)
+def workspace(
+    device: torch.device, pairs: int, hidden: int, inner: int, experts: int, quantized: int, sorted: int
+) -> Workspace:
+    key = (device, pairs, hidden, inner, experts, quantized, sorted)
     found = _WORKSPACES.get(key)
     if found is None:
         found = _WORKSPACES[key] = _allocate(*key)
     return found
 
 
-def _allocate(device: torch.device, pairs: int, hidden: int, inner: int, experts: int) -> Workspace:
+def _allocate(
+    device: torch.device, pairs: int, hidden: int, inner: int, experts: int, quantized: int, sorted: int
+) -> Workspace:
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    def codes(size: int) -> tuple[Tensor, Tensor]:
+        return zeros(size, dtype=torch.float8_e4m3fn), zeros(size // FP8_GROUP, dtype=torch.float32)
+
     return Workspace(
+        quantized=codes(quantized),
+        sorted=codes(sorted),
         h_PI=zeros(pairs, inner, dtype=torch.bfloat16),
         y_PH=zeros(pairs, hidden, dtype=torch.bfloat16),
         order_P=zeros(pairs, dtype=torch.int32),
@@ -167,16 +145,15 @@ class TritonRunner:
         self._device = device
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
         self._padded_count = _power_of_two(self._count + 1)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def prepare(self, experts: ExpertWeights) -> None:
         self._w13, self._w2 = self._matrices(experts)
-        self._space = workspace(
-            self._device,
-            self._max_tokens * self._spec.top_k,
-            self._spec.hidden_size,
-            self._w2.inner,
-            self._count,
-        )
+        pairs, H, I = self._max_tokens * self._spec.top_k, self._spec.hidden_size, self._w2.inner
+        fp8 = self._w13.format == "fp8"
+        self._whole_tiles = self._w13.rows % SORTED.rows == 0 and self._w2.rows % SORTED.rows == 0
+        quantized, by_expert = (max(self._max_tokens * H, pairs * I), pairs * max(H, I)) if fp8 else (0, 0)
+        self._space = workspace(self._device, pairs, H, I, self._count, quantized, by_expert)
 
     def update(self, experts: ExpertWeights) -> None:
         for mine, new in zip((self._w13, self._w2), self._matrices(experts), strict=True):
@@ -211,7 +188,7 @@ class TritonRunner:
             self._sort(ids_TK, P, tiles.tokens)
         bound = min(self._count, P) + P // tiles.tokens if sort else P
         table = self._space.tiles if sort else ids_TK
-        h_PI, y_PH = self._space.h_PI, self._space.y_PH
+        h_PI, y_PH = self._space.h_PI[:P], self._space.y_PH[:P]
         self._gemm(self._w13, x_TH, h_PI, table, weights_TK, bound, k, tiles, first=True, direct=not sort)
         self._gemm(self._w2, h_PI, y_PH, table, weights_TK, bound, k, tiles, first=False, direct=not sort)
         self._sum(ids_TK, out_TH, k, clear=P > COUNT_PAIRS)
@@ -219,7 +196,10 @@ class TritonRunner:
 
     def _tiling(self, tokens: int) -> Tiling:
         pairs = tokens * self._spec.top_k
-        return tiling(self._spec.format, pairs / self._spec.num_experts if pairs > SORT_PAIRS else 1)
+        per_expert = pairs / self._spec.num_experts if pairs > SORT_PAIRS else 1
+        if self._spec.format == "fp8" and per_expert > SORTED_ABOVE and self._whole_tiles:
+            return SORTED
+        return tiling(self._spec.format, per_expert)
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.sort import tile_slabs
@@ -260,6 +240,9 @@ class TritonRunner:
         tiles: Tiling, *, first: bool, direct: bool,
     ) -> None:  # fmt: skip
         """weights None: slabs, whose rows are neither gathered nor scattered."""
+        if w.format == "fp8":
+            self._gemm_fp8(w, x, out, table, weights, bound, k, tiles, first=first, direct=direct)
+            return
         from turnout.kernels.expert_gemm import expert_gemm
 
         activation = self._spec.activation
@@ -279,6 +262,82 @@ class TritonRunner:
             w.bias is not None, tiles.rows, tiles.tokens, tiles.k_blocks, tiles.stages,
             tiles.group, pairs, num_warps=tiles.warps, launch_pdl=pairs,
         )  # fmt: skip
+
+    def _gemm_fp8(
+        self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None, bound: int, k: int,
+        tiles: Tiling, *, first: bool, direct: bool,
+    ) -> None:  # fmt: skip
+        from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
+
+        if tiles is SORTED and weights is not None:
+            self._gemm_fp8_sorted(w, x, out, table, weights, k, tiles, first=first)
+            return
+        activation, pairs = self._spec.activation, weights is not None
+        if tiles.tokens == MIN_TOKENS and bound * -(-w.rows // tiles.rows) < _FEW_PROGRAMS:
+            tiles = tiles._replace(rows=64)
+        codes, scales = self._quantize(x, pairs)
+        expert_gemm_fp8[(bound * -(-w.rows // tiles.rows),)](
+            codes, scales, w.codes, w.scales, w.alpha if w.bias is None else w.bias, out, self._space.order_P,
+            table,
+            weights if weights is not None else w.alpha,
+            w.inner, w.rows, self._w2.inner if first else w.rows, w.inner // FP8_GROUP, w.inner,
+            out.stride(0), k, self._first, self._count,
+            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
+            activation.kind if first else "none", pairs and first, pairs and not first, direct, w.paired,
+            w.bias is not None, tiles.rows, tiles.tokens, tiles.k_blocks, tiles.stages, tiles.group, pairs,
+            num_warps=tiles.warps, launch_pdl=pairs,
+        )  # fmt: skip
+
+    def _gemm_fp8_sorted(
+        self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor, k: int, tiles: Tiling, *,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """As `_gemm_fp8`, over quantised rows that lie sorted by expert."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma, gather_sorted, quantize_sorted
+
+        activation, space, programs = self._spec.activation, self._space, 16 * self._processors
+        P, K = len(out), w.inner
+        groups = K // FP8_GROUP
+        codes, scales = space.sorted[0][: P * K], space.sorted[1][: P * groups]
+        if first:
+            token_codes, token_scales = self._quantize(x, True)
+            gather_sorted[(programs,)](
+                token_codes.view(torch.int64), token_scales, space.order_P, table, codes.view(torch.int64),
+                scales, P, k, K // 8, groups, _power_of_two(groups), 8, True, launch_pdl=True,
+            )  # fmt: skip
+        else:
+            quantize_sorted[(programs,)](
+                x, table, codes, scales, K, x.stride(0), P, groups, 32, True, launch_pdl=True
+            )
+        tile = NVMMASharedLayout(128, 8, 2)
+        expert_gemm_fp8_tma[(self._processors,)](
+            TensorDescriptor.from_tensor(codes.view(P, K), [tiles.tokens, FP8_GROUP], tile), scales,
+            TensorDescriptor.from_tensor(w.codes.view(-1, K), [tiles.rows, FP8_GROUP], tile),
+            w.scales, w.alpha if w.bias is None else w.bias, out, space.order_P, table, weights,
+            w.rows, self._w2.inner if first else w.rows, groups, P, out.stride(0), self._first, self._count,
+            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
+            activation.kind if first else "none", not first, w.paired, w.bias is not None, tiles.stages,
+            tiles.group, True, num_warps=tiles.warps, launch_pdl=True,
+        )  # fmt: skip
+
+    def _quantize(self, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:
+        """x as e4m3 [R, K] and float32 [R, K / 128], in the workspace where it is large enough."""
+        from turnout.kernels.expert_gemm_fp8 import quantize_rows
+
+        R, K = x_RK.shape
+        groups = K // FP8_GROUP
+        codes, scales = self._space.quantized
+        if codes.numel() < R * K:  # slabs, whose number the plan does not bound
+            codes = torch.empty(R * K, dtype=torch.float8_e4m3fn, device=self._device)
+            scales = torch.empty(R * groups, dtype=torch.float32, device=self._device)
+        block = 64 if R * groups > 1 << 16 else 16
+        quantize_rows[(-(-R * groups // block),)](
+            x_RK, codes, scales, R, K, x_RK.stride(0), groups, block, dependent, launch_pdl=dependent
+        )
+        return codes, scales
 
     def _sum(self, ids_TK: Tensor, out_TH: Tensor, k: int, *, clear: bool) -> None:
         from turnout.kernels.sort import sum_pairs

@@ -1,0 +1,105 @@
+"""The FP8 GEMMs compile for Hopper without a GPU: within its memory, without spilling in the hot loop.
+
+Their numbers are checked on a GPU (tests/moe/test_matrix.py, mark `gpu`); the quantisation that feeds them
+here, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
+from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
+from turnout.moe.runners.triton import _TILINGS, SORTED, Tiling
+
+TILE = gl.NVMMASharedLayout(128, 8, 2)
+TYPES = {
+    "x_ptr": "*fp8e4nv",
+    "w_ptr": "*fp8e4nv",
+    "out_ptr": "*bf16",
+    "order_ptr": "*i32",
+    "tiles_ptr": "*i32",
+    "x_desc": f"tensordesc<fp8e4nv[{SORTED.tokens}, 128],{TILE!r}>",
+    "w_desc": f"tensordesc<fp8e4nv[{SORTED.rows}, 128],{TILE!r}>",
+}
+SCRIPT = Path(__file__).parent / "quantize_in_interpreter.py"
+
+
+def compiled(kernel, constants: dict, warps: int):
+    signature, values, attributes = {}, {}, {}
+    for place, name in enumerate(inspect.signature(kernel.fn).parameters):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        elif name.endswith(("_ptr", "_desc")):
+            signature[name] = TYPES.get(name, "*fp32")
+            if name.endswith("_ptr"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name.startswith("act_") else "i32"
+            if name in ("K", "x_stride", "out_stride"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+    done = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert done.metadata.shared <= 227 * 1024
+    return done
+
+
+def products(done) -> set[int]:
+    """The widths of the tensor cores' products."""
+    return {int(n) for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k32\.f32\.e4m3\.e4m3", done.asm["ptx"])}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tiles", [t for _, t in _TILINGS["fp8"]], ids=lambda t: "-".join(map(str, t)))
+def test_small_tiles(tiles: Tiling, first: bool):
+    constants = {
+        "ACTIVATION": "silu" if first else "none", "GATHER": first, "SCATTER": not first, "DIRECT": False,
+        "PAIRED": first, "BIAS": False, "BLOCK_N": tiles.rows, "TOKENS": tiles.tokens,
+        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "TILES_GROUP": tiles.group, "PDL": True,
+        "num_warps": tiles.warps,
+    }  # fmt: skip
+    assert products(compiled(expert_gemm_fp8, constants, tiles.warps)) == {tiles.tokens}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_sorted_tiles(first: bool):
+    constants = {
+        "ACTIVATION": "silu" if first else "none", "SCATTER": not first, "PAIRED": first, "BIAS": False,
+        "STAGES": SORTED.stages, "TILES_GROUP": SORTED.group, "PDL": True,
+    }  # fmt: skip
+    done = compiled(expert_gemm_fp8_tma, constants, SORTED.warps)
+    assert products(done) == {SORTED.tokens}
+    assert "cp.async.bulk.tensor.2d" in done.asm["ptx"]
+    assert (
+        done.asm["ptx"].count("setmaxnreg.inc") > 1
+    )  # the multiplying warps take the loading one's registers
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, bool]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", ["rows", "sorted", "gathered"])
+def test_interpreted(results: dict[str, bool], case: str):
+    assert results[case]
