@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from tests.moe.broken import WRONG, offer
 from tests.tiny import QWEN2_MOE, write_model
@@ -148,11 +149,9 @@ def test_several_ranks_are_for_serve(tiny_folder: Path):
 
 
 def test_from_the_command_line(tiny_folder: Path):
-    def turnout(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "turnout.cli", "verify", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    done = turnout(str(tiny_folder), "--device", "cpu", "--json", "--layers", "first", "--seed", "3")
+    words = [str(tiny_folder), "--device", "cpu", "--json", "--layers", "first", "--seed", "3"]
+    command = [sys.executable, "-m", "turnout.cli", "verify", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     assert content["passed"]
@@ -169,9 +168,6 @@ def test_from_the_command_line(tiny_folder: Path):
         "problem": "",
     }
     assert content["refused"]
-    done = turnout("nowhere-to-be-found")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
 
 
 # serve --verify
@@ -220,6 +216,19 @@ def test_a_worker_does_not_serve_with_a_wrong_expert(
     )
     assert "--moe-runner-backend" in message
     assert "--verify off" in message
+
+
+def test_a_server_with_broken_weights_does_not_start(tmp_path: Path):
+    write_model(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.3.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    command = [sys.executable, "-m", "turnout.cli", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
+    done = subprocess.run([*command, "--verify", "quick"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "batch each expert: no runner can be right: weights of expert 3" in done.stderr
+    assert "is ready" not in done.stdout
 
 
 def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):

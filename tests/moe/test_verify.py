@@ -110,6 +110,19 @@ def test_one_wrong_expert_among_many_hides_in_no_mean(monkeypatch: pytest.Monkey
     assert found["experts 40..63"].passed
 
 
+def test_weights_that_are_no_numbers_are_not_blamed_on_a_runner():
+    spec = make_spec()
+    experts = make_experts(spec)
+    experts.w2.data[5, 0, 0] = torch.nan
+    found = results(spec, make_plan(spec), experts)
+    assert found["each expert"].problem == (
+        "no runner can be right: weights of expert 5 or inputs hold NaN or infinities"
+    )
+    assert found["each expert"].repeats
+    assert found["padding"].passed
+    assert not found["40"].passed
+
+
 def test_runners_that_promise_nothing_are_not_held_to_it(monkeypatch: pytest.MonkeyPatch):
     offer(monkeypatch, "Drifts", deterministic=False)
     monkeypatch.setattr(TorchRunner, "same_bits", lambda self, tokens: range(0))
