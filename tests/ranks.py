@@ -77,6 +77,11 @@ class Rank:
             self._made = wanted, found
         return self._made[1]
 
+    def leave(self) -> None:
+        """Leave the groups, for code that makes its own."""
+        disconnect()
+        self._made = None
+
 
 class RankFailed(Exception):
     """A rank died, did not answer in time, or raised what cannot be sent."""
