@@ -147,6 +147,22 @@ def test_close_calls_are_settled_while_others_work(
     assert cluster.settled > FEW
 
 
+def test_drafts_change_no_answer(
+    ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
+):
+    """Ranks with drafts, of different numbers, beside ranks that decode one token or nothing."""
+    drafts = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
+    with Cluster(ranks(4), folder, model, **DATA_PARALLEL, **drafts) as cluster:
+        schedules = Random(cluster, single, prompts + [prompt * 2 for prompt in prompts[:6]])
+        for seed in range(FEW // 2):
+            schedules.run(seed)
+        cluster.add("repeats itself", prompts[0], dp_rank=1, max_tokens=LONG)
+        cluster.wait(["repeats itself"])
+        schedules.check("repeats itself", single.answer(prompts[0], LONG))
+        assert_all_is_free(cluster)
+    assert sum(stats.spec_accepted_tokens for stats in cluster.stats.values()) > 0
+
+
 def test_all_tokens_go_to_the_experts_of_one_rank(
     ranks: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ):
