@@ -39,8 +39,8 @@ def results(spec: MoESpec, plan: MoEPlan, experts=None) -> dict[str, Result]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_works_passes(format: str, dtype: str, storage: str):
-    spec = make_spec("swiglu", format)
-    for activations in ("bf16", "nvfp4") if format == "nvfp4" else ("bf16",):
+    spec = make_spec("swiglu", format, intermediate_size=128)
+    for activations in {"nvfp4": ("bf16", "nvfp4"), "fp8": ("bf16", "fp8")}.get(format, ("bf16",)):
         plan = make_plan(spec, compute_dtype=dtype, weight_storage=storage, activation_format=activations)
         found = results(spec, plan)
         assert list(found) == ["0", "1", "3", "17", "40", "one expert", "each expert", "padding"]
