@@ -172,6 +172,8 @@ class RemoteRanks:
         self._agent.send(wire.Stop(self._number))
 
     async def gone(self) -> None:
+        if not self._number:  # never started
+            return
         try:
             async with asyncio.timeout(GONE_SECONDS):
                 await self._gone.wait()
