@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.writers import write_checkpoint
+from tests.engine.cluster import Cluster
 from tests.models.configs import BASES
 from tests.models.on_ranks import run
 from tests.models.test_logits import BOUND, error, prompt, reference
@@ -111,6 +112,26 @@ def test_tokens_that_travel(name: str, dispatcher: str, model: Any, ranks: Pools
     folder, expected = model
     size, sizes = TOPOLOGIES[name]
     check(ranks, folder, expected, size, sizes, dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize("name", ["tp4", "tp4 ep2", "dp2 tp2 ep4"])
+def test_greedy_answers_are_those_of_transformers(
+    name: str, model: Any, ranks: Pools, tmp_path: Path
+) -> None:
+    """Through the engine: paged KV cache of this rank's heads, chunked prefill, settled close calls."""
+    folder, _ = model
+    size, sizes = TOPOLOGIES[name]
+    with Cluster(ranks(size), tmp_path, folder, **sizes) as cluster:
+        for sequence in LENGTHS:
+            cluster.add(sequence, ids_of(sequence), max_tokens=12, ignore_eos=True)
+        cluster.wait(LENGTHS)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sequence, length in LENGTHS.items():
+        answer = cluster.outputs[sequence].token_ids
+        assert len(answer) == 12
+        logits = reference(theirs, ids_of(sequence) + answer)[length - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert error(chosen, logits.amax(1)) <= BOUND, "a token that is not the likeliest one"
 
 
 @pytest.fixture(scope="module")
