@@ -160,7 +160,12 @@ class Cluster:
             if rank in told[1:]:
                 time.sleep(lag)
             message = command if rank in told else Wake()
-            self._commands.send_multipart([_name(rank), encoder.encode(message)])
+            try:
+                self._commands.send_multipart([_name(rank), encoder.encode(message)])
+            except zmq.ZMQError:  # no such rank any more: say why
+                self._thread.join(20)
+                self._check()
+                raise
 
     def wait(self, ids: Iterable[str], seconds: float = 30) -> None:
         """Until all of these have ended. Fails if a rank did, or if it takes too long."""

@@ -82,6 +82,25 @@ def test_every_rank_gets_what_one_rank_alone_answers(ranks: Pools, folder: Path,
     assert ranks(config.tp_size).run(on_rank, config) == [alone] * config.tp_size
 
 
+def greedy(llm: LLM) -> list[list[int]]:
+    return [completion.token_ids for completion in llm.generate(PROMPTS, SamplingParams(max_tokens=12))]
+
+
+def greedy_on_rank(rank: Rank, config: Config) -> list[list[int]]:
+    with started(rank, config) as llm:
+        return greedy(llm)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_two_gpus_answer_as_one(ranks: Pools, folder: Path, dp_size: int):
+    flags = SETTINGS | {"device": "cuda", "dtype": "float32", "mem_fraction_static": 0.2, "ep_size": 2}
+    sizes = {"tp_size": 2, "dp_size": dp_size, "enable_dp_attention": dp_size > 1}
+    found = ranks(2).run(greedy_on_rank, Config(model=str(folder), **flags, **sizes), timeout=300)
+    with LLM(str(folder), **(flags | {"ep_size": 1})) as llm:
+        assert found == [greedy(llm)] * 2
+
+
 def with_prompts_of_its_own(rank: Rank, config: Config) -> tuple[str, bool]:
     with started(rank, config) as llm:
         with pytest.raises(UserError) as raised:
