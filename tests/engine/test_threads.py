@@ -65,3 +65,13 @@ def test_the_engine_computes_with_as_many_as_asked_for() -> None:
         assert make_core(num_threads=0).info()["num_threads"] <= max(1, usable_cores() - 1)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"), [(8, 1, 7), (8, 2, 3), (8, 4, 1), (2, 4, 1), (64, 8, 7)]
+)
+def test_ranks_share_the_cores_of_their_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, expected: int
+):
+    monkeypatch.setattr(threads, "usable_cores", lambda: cores)
+    assert threads.default_threads(ranks) == expected
