@@ -79,3 +79,37 @@ def test_not_a_number_is_told_on_cuda() -> None:
     logits[1, 4] = float("nan")
     sampler = Sampler(50, 4, torch.device("cuda"))
     assert sampler._greedy(logits)[1] == [True, False, True]
+
+
+def test_decoding_in_graphs_is_what_running_eagerly_gives(folder: Path) -> None:
+    """The second token comes from a decode step; batches of 1 to 12 replay graphs of several sizes."""
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=5)
+    found = []
+    for flags in ({}, {"disable_cuda_graph": True}):
+        with LLM(
+            str(folder), device="cuda", dtype="bfloat16", max_running_requests=12, **(SETTINGS | flags)
+        ) as llm:
+            assert isinstance(llm.info()["decode_graphs"], list) != bool(flags)
+            runs = [llm.generate(prompts(count), sampling) for count in (1, 3, 12)]
+            found.append([completion for run in runs for completion in run])
+    compared = 0
+    for graph, eager in zip(*found, strict=True):
+        if graph.token_ids[0] == eager.token_ids[0]:
+            a, b = (dict(completion.logprobs[1].top) for completion in (graph, eager))
+            shared = a.keys() & b.keys()
+            assert len(shared) >= 3
+            assert all(abs(a[token] - b[token]) < 0.1 for token in shared)
+            compared += 1
+    assert compared >= 12
+
+
+def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Path) -> None:
+    greedy = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(str(folder), device="cuda", dtype="bfloat16", max_running_requests=12, **SETTINGS) as llm:
+        core = llm._open()
+        before = sum(map(sum, core._model.expert_counts()))
+        first = [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
+        routed = sum(map(sum, core._model.expert_counts())) - before
+        assert first == [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
+    tokens = sum(len(prompt) for prompt in prompts(9)) + 9 * 39
+    assert routed == tokens * 2 * 2  # layers, experts of a token

@@ -70,7 +70,10 @@ class PagedAttention:
         self.device, self.dtype = device, dtype
         self._group = shape.num_heads // shape.num_kv_heads
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
-        size = (shape.num_layers, shape.num_kv_heads, num_pages * page_size, 2, shape.head_dim)
+        # One page more than there are, for what padding writes.
+        self.spare_slot = num_pages * page_size
+        slots = self.spare_slot + page_size
+        size = (shape.num_layers, shape.num_kv_heads, slots, 2, shape.head_dim)
         self._cache = torch.zeros(size, dtype=dtype, device=device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
         self._host_offsets = torch.arange(page_size)
@@ -81,6 +84,26 @@ class PagedAttention:
     @property
     def cache_bytes(self) -> int:
         return self._cache.numel() * self._cache.element_size()
+
+    @property
+    def cache(self) -> Tensor:
+        """[layers, Hkv, slots, 2, D], the last page spare."""
+        return self._cache
+
+    @property
+    def pages_per_row(self) -> int:
+        """Of the page table: the longest context."""
+        return self._pages_per_row
+
+    def place_singles(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """On the host, for chunks of one token each: pages [B, P] of their contexts, slots [B] to write."""
+        for chunk in chunks:
+            self._place(chunk.request)
+        rows = [chunk.request.row for chunk in chunks]
+        pages = -(-max((chunk.end for chunk in chunks), default=0) // self.page_size)
+        starts_B = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64)
+        slots_B = self._single_slots(torch.tensor(rows, dtype=torch.int64), starts_B)
+        return self._table_RP[rows, :pages], slots_B
 
     def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
         """Lay out a step: tokens of `decoding`, one each and perhaps drafts, then of `chunks`."""

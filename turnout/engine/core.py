@@ -25,6 +25,8 @@ from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
+from turnout.engine.eager import why_eager
+from turnout.engine.graphs import DecodeGraphs
 from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.meeting import agree
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -95,6 +97,9 @@ class EngineCore:
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
         )
+        self._graphs: DecodeGraphs | None = None
+        if not why_eager(blueprint):
+            self._graphs = self._capture(progress)
         self._settles = blueprint.compute_dtype == "float32"
         self._sampler = Sampler(
             shape.vocab_size, config.max_running_requests, self._device, report_close=self._settles
@@ -196,6 +201,7 @@ class EngineCore:
             "num_threads": self._threads,
             "kv_cache_bytes": self._attention.cache_bytes,
             "verify": self._verified,
+            "decode_graphs": self._graphs.sizes if self._graphs else why_eager(blueprint),
         }
 
     def check(self, message: AddRequest) -> None:
@@ -230,6 +236,17 @@ class EngineCore:
             make_runner=None if check is None else check.make_runner,
         )
 
+    @torch.inference_mode()
+    def _capture(self, progress: ProgressFn | None) -> DecodeGraphs:
+        config = self.blueprint.config
+        return DecodeGraphs(
+            self._model,
+            self._attention,
+            max_batch=min(config.cuda_graph_max_bs, config.max_running_requests),
+            dp_size=self.blueprint.topology.dp_size,
+            progress=progress,
+        )
+
     def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
         phase = ""
         if chunks:
@@ -240,6 +257,8 @@ class EngineCore:
 
     def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
         """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
+        if self._graphs and agreed.phase == "decode" and self._graphs.hold(max(agreed.tokens)):
+            return self._graphs.run(chunks, max(agreed.tokens))
         num_decoding = sum(chunk.decodes for chunk in chunks)
         self._attention.begin(chunks[:num_decoding], chunks[num_decoding:])
         tokens: list[int] = []

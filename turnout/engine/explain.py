@@ -14,6 +14,7 @@ from rich.text import Text
 from turnout.config import Config
 from turnout.engine.arrangements import Arrangement, arrangements, receive_buffers
 from turnout.engine.blueprint import Blueprint, read_model, resolve
+from turnout.engine.eager import why_eager
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
@@ -94,7 +95,8 @@ def _headlines(blueprint: Blueprint) -> list[str]:
         f"{each if topology.tp_size > 1 else ''}), computing in {blueprint.compute_dtype}",
     ]
     if hardware.device == "cuda":
-        lines.append("decoding runs eagerly: this version captures no CUDA graphs")
+        reason = why_eager(blueprint)
+        lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
     if topology.tp_size > 1:
         lines.append(
             f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "

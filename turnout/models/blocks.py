@@ -156,8 +156,8 @@ class GatedMLP:
     def __init__(self, gate_up: Tensor, down: Tensor, group: Group = ALONE.attention_tp):
         self._gate_up, self._down, self._group = gate_up, down, group
 
-    def __call__(self, x_NH: Tensor, phase: str = "prefill", tokens: Sequence[int] | None = None) -> Tensor:
-        """`phase` and `tokens` are for MoE layers, which are called alike."""
+    def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
+        """step: what an MoE layer, which is called alike, is told."""
         gate_NI, up_NI = F.linear(x_NH, self._gate_up).chunk(2, dim=-1)
         return self._group.all_reduce(F.linear(F.silu(gate_NI) * up_NI, self._down))
 

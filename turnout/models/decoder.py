@@ -17,7 +17,7 @@ Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,11 +51,11 @@ class DecoderLayer:
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: Callable[[Tensor, str, Sequence[int] | None], Tensor]  # (x_NH, phase, tokens) -> [N, H]
+    mlp: Callable[..., Tensor]  # (x_NH, phase, tokens, real) -> [N, H]
 
     def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
         x_NH = x_NH + self.attention(self.attention_norm(x_NH), rotary, step.attention)
-        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase, step.tokens)
+        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase, step.tokens, step.real)
 
 
 class Decoder:

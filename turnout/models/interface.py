@@ -29,6 +29,7 @@ class Step:
     """One forward. `phase` is "prefill" if any sequence of any rank brings more than its decode tokens.
 
     tokens: how many each data-parallel rank brings; None where this one is alone.
+    real: which rows are tokens, the others being padding; None: all.
     """
 
     input_ids: Tensor  # int64 [N]
@@ -36,6 +37,7 @@ class Step:
     attention: Attention
     phase: str = "prefill"
     tokens: tuple[int, ...] | None = None
+    real: Tensor | None = None  # bool [N]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,12 +67,22 @@ class MoELayer:
         }
         self.expert_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
 
-    def __call__(self, x_TH: Tensor, phase: str = "prefill", tokens: Sequence[int] | None = None) -> Tensor:
-        """tokens: how many each data-parallel rank brings; needed where there are several."""
+    def __call__(
+        self,
+        x_TH: Tensor,
+        phase: str = "prefill",
+        tokens: Sequence[int] | None = None,
+        real_T: Tensor | None = None,
+    ) -> Tensor:
+        """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
+        which rows are tokens, the others being padding; None: all."""
         logits_TE = F.linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = route(logits_TE, self._spec.routing, self._spec.top_k, self._correction_bias)
+        if real_T is not None:
+            ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
+            weights_TK = weights_TK.masked_fill(~real_T[:, None], 0)
         chosen = ids_TK.flatten().long()
-        self.expert_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # unlike bincount, no host wait
+        self.expert_counts.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())  # no wait for the host
         dispatcher = self._dispatchers[phase]
         batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),))
         out_TH = dispatcher.combine(self._runner(batch), state)
