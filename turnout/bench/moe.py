@@ -303,7 +303,8 @@ class LayerBench:
 
     def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
         """Averaged over the inputs, whose routes touch more experts or fewer."""
-        shape, gemm = self._shape, next(k for k in ceilings if k.endswith("_TFLOPs"))
+        shape, rates = self._shape, [name for name in ceilings if name.endswith("_TFLOPs")]
+        gemm = f"{self._format}_TFLOPs" if f"{self._format}_TFLOPs" in rates else rates[0]
         one = matrix_bytes(self._format, 2 * shape.intermediate, shape.hidden)
         one += matrix_bytes(self._format, shape.hidden, shape.intermediate)
         floors = []

@@ -95,10 +95,16 @@ def measure_ceilings(device: str) -> dict[str, float]:
         copy_us, gemm_us = (
             _events(work) for work in (lambda: torch.add(source, 1, out=target), lambda: a @ b)
         )
-    return {
+    ceilings = {
         "copy_GBps": 2 * source.nbytes / copy_us / 1e3,
         f"{label}_TFLOPs": 2 * size**3 / gemm_us / 1e6,
     }
+    if device != "cpu" and torch.cuda.get_device_capability() >= (8, 9):
+        one = torch.ones((), device=device)
+        a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
+        fp8_us = _events(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=dtype))
+        ceilings["fp8_TFLOPs"] = 2 * size**3 / fp8_us / 1e6
+    return ceilings
 
 
 def _events(call: Call) -> float:
