@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from turnout.formats.packed import PackedTensor, equal_part
@@ -49,6 +50,18 @@ class ExpertWeights:
     @property
     def num_local_experts(self) -> int:
         return self.w13.data.shape[0]
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on `device`, biases and input scales with them."""
+        scales = self.input_scales
+        return replace(
+            self,
+            w13=self.w13.to(device),
+            w2=self.w2.to(device),
+            b13=None if self.b13 is None else self.b13.to(device),
+            b2=None if self.b2 is None else self.b2.to(device),
+            input_scales=scales and InputScales(w13=scales.w13.to(device), w2=scales.w2.to(device)),
+        )
 
     @property
     def nbytes(self) -> int:

@@ -120,7 +120,7 @@ class Oracle:
         self, spec: MoESpec, experts: ExpertWeights, batches: Sequence[Batch], device: torch.device
     ) -> None:
         self._activation, self._batches = spec.activation, batches
-        self._experts = replace(experts, w13=experts.w13.to(device), w2=experts.w2.to(device))
+        self._experts = experts.to(device)
         self._known: dict[tuple[str, bool, str], list[Tensor]] = {}
 
     def __call__(self, plan: MoEPlan) -> list[Tensor]:
