@@ -7,12 +7,7 @@ here, in Triton's interpreter.
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from triton.backends.compiler import GPUTarget
@@ -20,6 +15,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.kernels import interpreted
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
 from turnout.moe.runners.triton import _TILINGS, SORTED, Tiling
@@ -34,7 +30,6 @@ TYPES = {
     "x_desc": f"tensordesc<fp8e4nv[{SORTED.tokens}, 128],{TILE!r}>",
     "w_desc": f"tensordesc<fp8e4nv[{SORTED.rows}, 128],{TILE!r}>",
 }
-SCRIPT = Path(__file__).parent / "quantize_in_interpreter.py"
 
 
 def compiled(kernel, constants: dict, warps: int):
@@ -89,15 +84,7 @@ def test_sorted_tiles(first: bool):
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, bool]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted.results("quantize_in_interpreter.py")
 
 
 @pytest.mark.parametrize("case", ["rows", "sorted", "gathered"])

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-# The interpreter is chosen when the kernels are decorated, so they run in a process of their own.
-SCRIPT = Path(__file__).parent / "attention_in_interpreter.py"
+from tests.kernels import interpreted
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, bool]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted.results("attention_in_interpreter.py")
 
 
 @pytest.mark.parametrize("case", ["short", "pages", "splits", "padding", "odd-heads", "one-kv-head"])

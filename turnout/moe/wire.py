@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, k top-k, W words of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class Wire:
         for dtype, width in (*columns, (torch.int32, k), (torch.float32, k)):
             self._parts.append(_Part(dtype, width, self.words))
             self.words = self._parts[-1].stop
+        whole = H * getattr(torch, plan.compute_dtype).itemsize % WORD == 0
+        self._fused = device.type == "cuda" and self.format == "bf16" and whole and bool(find_spec("triton"))
 
     @property
     def row_bytes(self) -> int:
@@ -82,14 +85,25 @@ class Wire:
     ) -> Tensor:
         """int64 [T, W]; with `rows` above T, padding up to it: zeros, with expert ids -1."""
         T = len(x_TH)
-        hidden = self.encode(x_TH)
         packed = torch.empty(T if rows is None else rows, self.words, dtype=torch.int64, device=self._device)
+        if self._fused:
+            return self._pack_in_one(x_TH, topk_ids_TK, topk_weights_TK, packed)
+        hidden = self.encode(x_TH)
         given = [t for t in (hidden.data, hidden.scale, topk_ids_TK, topk_weights_TK) if t is not None]
         for part, values in zip(self._parts, given, strict=True):
             part.of(packed[:T]).copy_(values)
         if len(packed) > T:
             packed[T:] = 0
             self._parts[-2].of(packed[T:]).fill_(-1)
+        return packed
+
+    def _pack_in_one(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Tensor) -> Tensor:
+        from turnout.kernels.pack import pack
+
+        x_words, (*_, ids, weights) = x_TH.contiguous().view(torch.int64), self._parts
+        ints, floats = packed.view(torch.int32), packed.view(torch.float32)
+        ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
+        pack(x_words, ids_TK, weights_TK, packed, ints, floats, 2 * ids.start, 2 * weights.start)
         return packed
 
     def unpack(self, rows_TW: Tensor) -> TokensBatch:
