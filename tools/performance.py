@@ -18,6 +18,7 @@ def tables(folder: Path) -> dict[str, str]:
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
+        ("a2a-h200", "a2a", "nvidia-h200", exchange),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
@@ -106,6 +107,30 @@ def serving(content: dict[str, Any]) -> str:
         )
     head = ["concurrency", "output tokens/s", "TTFT, ms", "TPOT, ms", "server memory, MB"]
     return table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
+
+
+def exchange(content: dict[str, Any]) -> str:
+    """Dispatch and combine in us, and how many times the bare collectives they take."""
+    lines = [
+        [
+            row["dispatcher"],
+            str(row["tokens"]),
+            *(
+                f"{row[f'{part}_us']:.0f} ({row[f'{part}_us'] / row[f'raw_{part}_us']:.2f})"
+                for part in ("dispatch", "combine")
+            ),
+        ]
+        for row in content["rows"]
+        if "error_message" not in row
+    ]
+    first = content["rows"][0]
+    head = (
+        f"{first['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}, "
+        f"{first['format']}.\n\n"
+    )
+    return head + table(
+        ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)"], lines
+    )
 
 
 def _cell(row: dict[str, Any] | None) -> str:

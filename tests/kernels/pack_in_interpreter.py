@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import torch
 
-from turnout.kernels.pack import pack
+from turnout.kernels.pack import pack, sum_rows
 
 results = {}
 for name, tokens, rows, hidden, k in (
@@ -29,5 +30,21 @@ for name, tokens, rows, hidden, k in (
     )
     good &= torch.equal(floats[:tokens, at[1] : at[1] + k], weights)
     results[name] = good and not floats[tokens:, at[1] : at[1] + k].any()
+
+source = torch.tensor([2, 0, 2, 1, 0])
+x, ids, weights = torch.randn(3, 8), torch.randint(0, 9, (3, 1)).int(), torch.rand(3, 1)
+out = torch.full((5, 6), 77)
+pack(x.view(torch.int64), ids, weights, out, out.view(torch.int32), out.view(torch.float32), 8, 10, source)
+results["some"] = (
+    torch.equal(out.view(torch.float32)[:, :8], x[source])
+    and torch.equal(out.view(torch.int32)[:, 8:9], ids[source])
+    and torch.equal(out.view(torch.float32)[:, 10:11], weights[source])
+)
+
+draw = torch.Generator().manual_seed(0)
+back, order = torch.randn(9, 1100, generator=draw), torch.randperm(9, generator=draw)
+bags = torch.tensor([0, 2, 2, 3, 9])
+wanted = torch.stack([back[order[a:b]].sum(0) for a, b in pairwise(bags.tolist())])
+results["sum"] = torch.allclose(sum_rows(back, order, bags), wanted, atol=1e-5)
 
 print(json.dumps(results))

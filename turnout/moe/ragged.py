@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -79,9 +80,7 @@ class RaggedExchange:
 
         most = self._most * wanted_RT.shape[1]
         token_S = torch.nonzero_static(wanted_RT, size=most, fill_value=0)[:, 1]
-        rows_SW = self.wire.pack(x_TH[mine], topk_ids_TK[mine], topk_weights_TK[mine]).index_select(
-            0, token_S
-        )
+        rows_SW = self.wire.pack_some(x_TH[mine], topk_ids_TK[mine], topk_weights_TK[mine], token_S)
         order_S = _by_token(wanted_RT, most)
         bags_T1 = F.pad(wanted_RT.sum(0).cumsum(0), (1, 0))
 
@@ -94,12 +93,17 @@ class RaggedExchange:
     def bring_back(self, out_NH: Tensor, receipt: Receipt) -> Tensor:
         """Results of the tokens received, to [T, H] of all of this rank's tokens, in the compute dtype."""
         back_SH = self._groups.world.all_to_all(out_NH.to(self._dtype), receipt.receive, receipt.send)
-        if back_SH.device.type == "cpu":
-            back_SH = back_SH.float()  # on CUDA, sums of bfloat16 are made in float32 anyway
-        own_TH = F.embedding_bag(
-            receipt.order_S, back_SH, receipt.bags_T1, mode="sum", include_last_offset=True
-        )
+        own_TH = self._sum(back_SH, receipt)
         return self._groups.attention_tp.all_gather(own_TH.to(self._dtype), receipt.shares)
+
+    def _sum(self, back_SH: Tensor, receipt: Receipt) -> Tensor:
+        if back_SH.device.type == "cuda" and find_spec("triton"):
+            from turnout.kernels.pack import sum_rows
+
+            return sum_rows(back_SH, receipt.order_S, receipt.bags_T1)
+        return F.embedding_bag(
+            receipt.order_S, back_SH.float(), receipt.bags_T1, mode="sum", include_last_offset=True
+        )
 
     def _wanted(self, topk_ids_TK: Tensor) -> Tensor:
         """bool [R, T]: whether rank r holds (a shard of) an expert that token t chose."""

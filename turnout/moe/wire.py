@@ -84,10 +84,28 @@ class Wire:
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, rows: int | None = None
     ) -> Tensor:
         """int64 [T, W]; with `rows` above T, padding up to it: zeros, with expert ids -1."""
+        return self._pack(x_TH, topk_ids_TK, topk_weights_TK, rows, None)
+
+    def pack_some(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, token_R: Tensor
+    ) -> Tensor:
+        """int64 [R, W]: the rows of tokens `token_R`."""
+        if self._fused:
+            return self._pack(x_TH, topk_ids_TK, topk_weights_TK, len(token_R), token_R)
+        return self.pack(x_TH, topk_ids_TK, topk_weights_TK).index_select(0, token_R)
+
+    def _pack(
+        self,
+        x_TH: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        rows: int | None,
+        token_R: Tensor | None,
+    ) -> Tensor:
         T = len(x_TH)
         packed = torch.empty(T if rows is None else rows, self.words, dtype=torch.int64, device=self._device)
         if self._fused:
-            return self._pack_in_one(x_TH, topk_ids_TK, topk_weights_TK, packed)
+            return self._pack_in_one(x_TH, topk_ids_TK, topk_weights_TK, packed, token_R)
         hidden = self.encode(x_TH)
         given = [t for t in (hidden.data, hidden.scale, topk_ids_TK, topk_weights_TK) if t is not None]
         for part, values in zip(self._parts, given, strict=True):
@@ -97,13 +115,15 @@ class Wire:
             self._parts[-2].of(packed[T:]).fill_(-1)
         return packed
 
-    def _pack_in_one(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Tensor) -> Tensor:
+    def _pack_in_one(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Tensor, token_R: Tensor | None
+    ) -> Tensor:
         from turnout.kernels.pack import pack
 
         x_words, (*_, ids, weights) = x_TH.contiguous().view(torch.int64), self._parts
         ints, floats = packed.view(torch.int32), packed.view(torch.float32)
         ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
-        pack(x_words, ids_TK, weights_TK, packed, ints, floats, 2 * ids.start, 2 * weights.start)
+        pack(x_words, ids_TK, weights_TK, packed, ints, floats, 2 * ids.start, 2 * weights.start, token_R)
         return packed
 
     def unpack(self, rows_TW: Tensor) -> TokensBatch:
