@@ -58,6 +58,7 @@ class RaggedExchange:
         self.wire = Wire(spec, plan, phase, device, input_scale)
         self._groups = groups
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+        self._fused = device.type == "cuda" and bool(find_spec("triton"))
         self._experts_per_slice = plan.num_local_experts
         slice_of_rank = [rank // groups.topology.expert_tp for rank in range(groups.world.size)]
         self._slice_R = torch.tensor(slice_of_rank, dtype=torch.int32, device=device)
@@ -97,7 +98,7 @@ class RaggedExchange:
         return self._groups.attention_tp.all_gather(own_TH.to(self._dtype), receipt.shares)
 
     def _sum(self, back_SH: Tensor, receipt: Receipt) -> Tensor:
-        if back_SH.device.type == "cuda" and find_spec("triton"):
+        if self._fused:
             from turnout.kernels.pack import sum_rows
 
             return sum_rows(back_SH, receipt.order_S, receipt.bags_T1)
