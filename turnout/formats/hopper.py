@@ -43,6 +43,11 @@ class Matrix:
             self.padded_rows = 64 * self.blocks[0]
         self.bias = None if bias is None else self._bias(bias.to(device, torch.float32))
 
+    @property
+    def any_bias(self) -> Tensor:
+        """The bias, or something in its place for a kernel that is told to leave it."""
+        return self.alpha if self.bias is None else self.bias
+
     def load(self, other: Matrix) -> None:
         """Take over another's values in the same storage."""
         for mine, new in (

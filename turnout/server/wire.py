@@ -13,6 +13,7 @@ from turnout import __version__
 from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
+from turnout.parallel.topology import split_address
 from turnout.server.ranks import Meeting
 
 PORTS = 4  # from --dist-init-addr on: agents, torch's rendezvous, commands, events
@@ -140,13 +141,13 @@ def _common(config: ServerConfig) -> dict[str, Any]:
 def head_address(config: ServerConfig) -> tuple[str, int]:
     """IPv4 address and first port of the head. Raises UserError."""
     flag = f"--dist-init-addr {config.dist_init_addr}"
-    host, colon, number = config.dist_init_addr.rpartition(":")
-    if not (host and colon and number.isdecimal()):
+    parts = split_address(config.dist_init_addr)
+    if parts is None:
         raise UserError(
             f"{flag}: --nnodes {config.nnodes} needs HOST:PORT of the first host, the same on all of them"
         )
-    port = int(number)
-    if not 0 < port <= 65536 - PORTS:
+    host, port = parts
+    if port > 65536 - PORTS:
         raise UserError(f"{flag}: {PORTS} ports are needed from there on; use one up to {65536 - PORTS}")
     try:
         found = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)

@@ -252,7 +252,7 @@ class TritonRunner:
             tiles = tiles._replace(rows=64)
         grid = bound * -(-n_blocks // (tiles.rows // 64))
         expert_gemm[(grid,)](
-            x, w.codes, w.scales, w.alpha, w.alpha if w.bias is None else w.bias, out, self._space.order_P,
+            x, w.codes, w.scales, w.alpha, w.any_bias, out, self._space.order_P,
             table,
             weights if weights is not None else w.alpha,
             w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
@@ -277,7 +277,7 @@ class TritonRunner:
             tiles = tiles._replace(rows=64)
         codes, scales = self._quantize(x, pairs)
         expert_gemm_fp8[(bound * -(-w.rows // tiles.rows),)](
-            codes, scales, w.codes, w.scales, w.alpha if w.bias is None else w.bias, out, self._space.order_P,
+            codes, scales, w.codes, w.scales, w.any_bias, out, self._space.order_P,
             table,
             weights if weights is not None else w.alpha,
             w.inner, w.rows, self._w2.inner if first else w.rows, w.inner // FP8_GROUP, w.inner,
@@ -316,7 +316,7 @@ class TritonRunner:
         expert_gemm_fp8_tma[(self._processors,)](
             TensorDescriptor.from_tensor(codes.view(P, K), [tiles.tokens, FP8_GROUP], tile), scales,
             TensorDescriptor.from_tensor(w.codes.view(-1, K), [tiles.rows, FP8_GROUP], tile),
-            w.scales, w.alpha if w.bias is None else w.bias, out, space.order_P, table, weights,
+            w.scales, w.any_bias, out, space.order_P, table, weights,
             w.rows, self._w2.inner if first else w.rows, groups, P, out.stride(0), self._first, self._count,
             activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
             activation.kind if first else "none", not first, w.paired, w.bias is not None, tiles.stages,
