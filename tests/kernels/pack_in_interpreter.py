@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from turnout.kernels.pack import pack, sum_rows
+from turnout.kernels.pack import pack, sum_parts, sum_rows
 
 results = {}
 for name, tokens, rows, hidden, k in (
@@ -46,5 +46,8 @@ back, order = torch.randn(9, 1100, generator=draw), torch.randperm(9, generator=
 bags = torch.tensor([0, 2, 2, 3, 9])
 wanted = torch.stack([back[order[a:b]].sum(0) for a, b in pairwise(bags.tolist())])
 results["sum"] = torch.allclose(sum_rows(back, order, bags), wanted, atol=1e-5)
+
+parts = torch.randn(3, 7, 700, generator=draw)
+results["parts"] = torch.equal(sum_parts(parts), parts[0] + parts[1] + parts[2])
 
 print(json.dumps(results))

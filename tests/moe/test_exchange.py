@@ -84,18 +84,27 @@ def test_padding_comes_out_as_zero(ranks: Pools, dispatcher):
 
 
 def received(rank: Rank) -> tuple[list[list[float]], list[list[int]]]:
-    """What arrives where rank 0 holds experts 0 to 3 and rank 1 the others."""
+    """What arrives on ranks with an equal part of 8 experts each, from all of them."""
     sends, _ = built(rank, "collective")
     ids_TK = torch.tensor([[0, 1], [3, 4], [6, 5], [-1, -1]], dtype=torch.int32)
     x_TH = torch.arange(4.0).unsqueeze(1).expand(4, 128) + 10 * rank.number
-    batch, _ = sends.dispatch(x_TH, ids_TK, torch.ones(4, 2), (4, 4))
+    batch, _ = sends.dispatch(x_TH, ids_TK, torch.ones(4, 2), (4,) * rank.size)
     return batch.hidden.data[:, 0].tolist(), batch.topk_ids.tolist()
 
 
 def test_a_token_goes_once_to_each_rank_it_needs(ranks: Pools):
-    first, second = ranks(2).run(received)
-    assert first == ([0, 1, 10, 11], 2 * [[0, 1], [3, 4]])
-    assert second == ([1, 2, 11, 12], 2 * [[3, 4], [6, 5]])
+    """Top-2 over 4 ranks: 44 % of them."""
+    first, second, third, fourth = ranks(4).run(received)
+    assert first == ([0, 10, 20, 30], 4 * [[0, 1]])
+    assert second == ([1, 11, 21, 31], 4 * [[3, 4]])
+    assert third == ([1, 2, 11, 12, 21, 22, 31, 32], 4 * [[3, 4], [6, 5]])
+    assert fourth == ([2, 12, 22, 32], 4 * [[6, 5]])
+
+
+def test_a_token_goes_everywhere_if_most_ranks_need_it(ranks: Pools):
+    """Top-2 over 2 ranks: 75 % of them."""
+    everything = ([0, 1, 2, 3, 10, 11, 12, 13], 2 * [[0, 1], [3, 4], [6, 5], [-1, -1]])
+    assert ranks(2).run(received) == [everything] * 2
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])

@@ -84,3 +84,22 @@ def sum_rows(back_SH: Tensor, order_S: Tensor, bags_T1: Tensor) -> Tensor:
     if T:
         sum_rows_kernel[(T, triton.cdiv(H, BLOCK))](back_SH, order_S, bags_T1, out_TH, H, BLOCK)
     return out_TH
+
+
+@triton.jit
+def sum_parts_kernel(parts_ptr, out_ptr, N, R: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = the sum of parts[r, n] for r in [0, R), in this order, in float32."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for r in tl.static_range(R):
+        acc += tl.load(parts_ptr + r * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def sum_parts(parts_RTH: Tensor) -> Tensor:
+    """[T, H] in the dtype of parts, which are contiguous."""
+    R, T, H = parts_RTH.shape
+    out_TH = torch.empty(T, H, dtype=parts_RTH.dtype, device=parts_RTH.device)
+    if T:
+        sum_parts_kernel[(triton.cdiv(T * H, BLOCK),)](parts_RTH, out_TH, T * H, R, BLOCK)
+    return out_TH

@@ -55,11 +55,11 @@ DISPATCHER_CAPABILITIES = {
         ),
         DispatcherCapability(
             name="collective",
-            summary="ragged all-to-all through torch.distributed: a token goes once to a rank that needs it",
+            summary="all-to-all through torch.distributed: a token goes once to each rank that needs it",
             layout="tokens",
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
-            graph_safe=False,  # the host waits for the counts
+            graph_safe=False,  # the host waits for counts where few ranks need a token
         ),
         DispatcherCapability(
             name="collective-experts",

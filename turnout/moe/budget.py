@@ -102,6 +102,11 @@ def moves(exchange: str, *, dp_size: int) -> bool:
     return exchange == "all_to_all" or dp_size > 1
 
 
+def reach(top_k: int, ep_size: int) -> float:
+    """The share of the expert-parallel ranks that hold an expert of a token, routed evenly."""
+    return 1 - (1 - 1 / ep_size) ** top_k
+
+
 def rows_seen(exchange: str, phase: str, budget: Budget) -> int:
     """The most tokens a runner sees in a step of `phase` behind a dispatcher of that `exchange`.
 

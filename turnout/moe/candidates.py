@@ -88,7 +88,7 @@ class Case:
     @property
     def reach(self) -> float:
         """The share of the expert-parallel ranks that hold an expert of a token, routed evenly."""
-        return 1 - (1 - 1 / self.topology.ep_size) ** self.spec.top_k
+        return sizes.reach(self.spec.top_k, self.topology.ep_size)
 
     def crowds(self, dispatcher: DispatcherCapability) -> bool:
         """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""

@@ -44,7 +44,7 @@ class Receipt:
 
 
 class RaggedExchange:
-    """One layer's exchange over all ranks; every rank calls `send` and `bring_back` for every batch."""
+    """An `exchange.Exchange` that sends only what is needed."""
 
     def __init__(
         self,
@@ -65,10 +65,12 @@ class RaggedExchange:
         # A token is wanted by no more ranks than hold its k experts.
         self._most = min(spec.top_k, groups.topology.ep_size) * groups.topology.expert_tp
 
-    def send(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> tuple[Tensor, Receipt]:
+    def send(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
+    ) -> tuple[Tensor, Receipt]:
         """The tokens sent to this rank, packed rows [N, W], and the receipt for their results.
 
-        Their ids and weights are whole, with experts that are held elsewhere: a runner computes its own.
+        How many others bring, `tokens`, does not say how many of them are sent here.
         """
         share = shares(len(x_TH), self._groups.attention_tp.size)
         start = sum(share[: self._groups.attention_tp.rank])
@@ -92,7 +94,6 @@ class RaggedExchange:
         return received_NW, receipt
 
     def bring_back(self, out_NH: Tensor, receipt: Receipt) -> Tensor:
-        """Results of the tokens received, to [T, H] of all of this rank's tokens, in the compute dtype."""
         back_SH = self._groups.world.all_to_all(out_NH.to(self._dtype), receipt.receive, receipt.send)
         own_TH = self._sum(back_SH, receipt)
         return self._groups.attention_tp.all_gather(own_TH.to(self._dtype), receipt.shares)

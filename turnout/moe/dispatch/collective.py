@@ -1,20 +1,21 @@
-"""A ragged all-to-all through torch.distributed: any backend, any number of hosts.
+"""An all-to-all through torch.distributed: any backend, any number of hosts.
 
-Each rank's runner sees the tokens that chose one of its experts, from all ranks. How they travel and are
-summed is `moe.ragged`. Sizes differ from batch to batch, and the host waits for them once per batch.
+Each rank's runner sees the tokens that chose one of its experts, from all ranks, or everyone's where that
+costs less. How they travel and are summed is `moe.exchange`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import TokensBatch
+from turnout.moe.exchange import make_exchange
 from turnout.moe.plan import MoEPlan
-from turnout.moe.ragged import RaggedExchange, Receipt
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 
@@ -31,13 +32,13 @@ class CollectiveDispatch:
         device: torch.device,
         input_scale: Tensor | None = None,
     ) -> None:
-        self._exchange = RaggedExchange(spec, plan, phase, groups, device, input_scale)
+        self._exchange = make_exchange(spec, plan, phase, groups, device, input_scale)
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
-    ) -> tuple[TokensBatch, Receipt]:
-        rows_NW, receipt = self._exchange.send(x_TH, topk_ids_TK, topk_weights_TK)
+    ) -> tuple[TokensBatch, Any]:
+        rows_NW, receipt = self._exchange.send(x_TH, topk_ids_TK, topk_weights_TK, tokens)
         return self._exchange.wire.unpack(rows_NW), receipt
 
-    def combine(self, out: Tensor, state: Receipt) -> Tensor:
+    def combine(self, out: Tensor, state: Any) -> Tensor:
         return self._exchange.bring_back(out, state)

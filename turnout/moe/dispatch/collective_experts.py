@@ -1,6 +1,6 @@
-"""The ragged all-to-all with one slab per local expert: what masked runners take, on any machine.
+"""The all-to-all with one slab per local expert: what masked runners take, on any machine.
 
-Tokens travel as in `moe.ragged`. Those received are laid out by expert, as many rows per slab as the busiest
+Tokens travel as in `moe.exchange`. Those received are laid out by expert, as many rows per slab as the busiest
 expert got; the host waits for that number. Routing weights are applied here, after the experts, and a
 token's results are summed before its one row goes back.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden
+from turnout.moe.exchange import make_exchange
 from turnout.moe.plan import MoEPlan
-from turnout.moe.ragged import RaggedExchange, Receipt
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 
@@ -46,13 +47,13 @@ class CollectiveExpertsDispatch:
         device: torch.device,
         input_scale: Tensor | None = None,
     ) -> None:
-        self._exchange = RaggedExchange(spec, plan, phase, groups, device, input_scale)
+        self._exchange = make_exchange(spec, plan, phase, groups, device, input_scale)
         self._first, self._count = plan.first_expert, plan.num_local_experts
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
-    ) -> tuple[ExpertsBatch, tuple[Slabs, Receipt]]:
-        rows_NW, receipt = self._exchange.send(x_TH, topk_ids_TK, topk_weights_TK)
+    ) -> tuple[ExpertsBatch, tuple[Slabs, Any]]:
+        rows_NW, receipt = self._exchange.send(x_TH, topk_ids_TK, topk_weights_TK, tokens)
         received = self._exchange.wire.unpack(rows_NW)
         held_NK, expert_NK = self._held(received.topk_ids)
         token_P, slot_P = held_NK.nonzero(as_tuple=True)
@@ -72,7 +73,7 @@ class CollectiveExpertsDispatch:
         batch = ExpertsBatch(hidden=_slabs(hidden, self._count, C), counts=counts_E.int())
         return batch, (slabs, receipt)
 
-    def combine(self, out: Tensor, state: tuple[Slabs, Receipt]) -> Tensor:
+    def combine(self, out: Tensor, state: tuple[Slabs, Any]) -> Tensor:
         slabs, receipt = state
         y_PH = out.flatten(0, 1).index_select(0, slabs.row_P).float()
         out_NH = F.embedding_bag(
