@@ -13,8 +13,9 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base
+$(VENV)/.test: $(VENV)/.base tests/flashinfer-requirements.txt
 	$(PIP) install -q -c constraints.txt -e '.[test]'
+	$(PIP) install -q --no-deps --no-compile -r tests/flashinfer-requirements.txt
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

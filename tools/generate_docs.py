@@ -150,7 +150,7 @@ def _runner(r: RunnerCapability) -> dict[str, str]:
         "a rank's intermediate size, multiple of": str(r.intermediate_multiple),
         "CUDA graphs": _yes(r.graph_safe),
         "deterministic": _yes(r.deterministic),
-        "needs": _code(r.requires) or "-",
+        "needs": _code(str(p) for p in r.requires) or "-",
     }
 
 
@@ -168,7 +168,7 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
         "several hosts": _yes(d.multi_host),
         "expert-parallel ranks": "any" if d.max_ep is None else f"up to {d.max_ep}",
         "CUDA graphs": _yes(d.graph_safe),
-        "needs": _code(d.requires) or "-",
+        "needs": _code(str(p) for p in d.requires) or "-",
     }
 
 

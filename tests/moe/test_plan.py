@@ -19,6 +19,7 @@ from tests.moe.made_up import (
     runner,
 )
 from turnout.errors import PlanRefused
+from turnout.moe.packages import Package
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
@@ -232,11 +233,28 @@ def test_architectures_are_matched_on_gpus_only():
 
 
 def test_packages_count_on_this_machine_only():
-    exotic = runner(requires=("no_such_package",), install="pip install no-such-package")
+    absent = Package(
+        module="no_such_package", distribution="no-such-package", install="pip install no-such-package"
+    )
+    exotic = runner(requires=(absent,))
     assert make(runners=[exotic], hardware=HOPPER).prefill.runner == "oak"
     found = the_refusal(refused(runners=[exotic], hardware=replace(HOPPER, present=True)), "runner oak")
     assert found.remedy == "pip install no-such-package"
-    assert make(runners=[runner(requires=("json",))], hardware=replace(CPU, present=True))
+    present = replace(absent, module="json")
+    assert make(runners=[runner(requires=(present,))], hardware=replace(CPU, present=True))
+
+
+def test_a_package_may_be_too_old():
+    old = Package(
+        module="pytest", distribution="pytest", minimum="1000.1", install="pip install pytest==1000.1"
+    )
+    here = replace(CPU, present=True)
+    found = the_refusal(refused(runners=[runner(requires=(old,))], hardware=here), "runner oak")
+    assert found.limit.startswith("needs pytest>=1000.1; here is ")
+    assert found.remedy == "pip install pytest==1000.1"
+    assert make(runners=[runner(requires=(replace(old, minimum="2"),))], hardware=here)
+    unknown = replace(old, module="json", distribution="no-such-package")
+    assert unknown.lacking().endswith("unknown version")
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer_cutedsl", "flashinfer_trtllm"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.packages import TRITON
 
 RUNNER_CAPABILITIES = {
     declared.name: declared
@@ -36,8 +37,7 @@ RUNNER_CAPABILITIES = {
             intermediate_multiple=8,  # gate and up alternate by as many rows
             weight_storages=frozenset({"packed"}),
             preference=10,  # ahead of torch at every measured point (docs/performance.md)
-            requires=("triton",),
-            install="pip install 'triton>=3.6'",
+            requires=(TRITON,),
         ),
     )
 }

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves
+from turnout.moe.packages import Package
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of
@@ -59,8 +59,7 @@ class RunnerCapability:
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
     deterministic: bool = True
-    requires: tuple[str, ...] = ()  # importable packages
-    install: str = ""  # the command that installs them
+    requires: tuple[Package, ...] = ()
 
     def refusals(
         self, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
@@ -132,8 +131,7 @@ class DispatcherCapability:
     max_ep: int | None = None  # None: any
     preference: int = 0
     graph_safe: bool = True
-    requires: tuple[str, ...] = field(default=())
-    install: str = ""
+    requires: tuple[Package, ...] = ()
 
     def refusals(self, topology: Topology, hardware: Hardware) -> list[Refusal]:
         """Why this dispatcher cannot work between these ranks, whatever the runner."""
@@ -317,16 +315,11 @@ def _place_refusals(
             )
         )
     if hardware.present:
-        missing = [package for package in backend.requires if find_spec(package) is None]
-        if missing:
-            found.append(
-                Refusal(
-                    who=who,
-                    asked="this Python environment",
-                    limit=f"needs {_listed(missing)}, not installed here",
-                    remedy=backend.install or f"pip install {' '.join(missing)}",
-                )
-            )
+        found += [
+            Refusal(who=who, asked="this Python environment", limit=lacking, remedy=package.install)
+            for package in backend.requires
+            if (lacking := package.lacking())
+        ]
     return found
 
 

@@ -1,0 +1,53 @@
+"""Optional packages that backends need: what is imported, which version, and the command that installs it.
+
+A backend declares its packages in `requires`; the planner asks `lacking` about each of them on the machine
+that plans for itself. Nothing is imported to find out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """module: to import; distribution: the name that pip knows; minimum: the first version that does, or ""."""
+
+    module: str
+    distribution: str
+    install: str
+    minimum: str = ""
+
+    def __str__(self) -> str:
+        return self.distribution + (f">={self.minimum}" if self.minimum else "")
+
+    def lacking(self) -> str:
+        """What stands against importing it here: "" if nothing."""
+        if find_spec(self.module) is None:
+            return f"needs {self}, not installed here"
+        if not self.minimum:
+            return ""
+        try:
+            found = version(self.distribution)
+        except PackageNotFoundError:
+            return f"needs {self}; here is a {self.module} of unknown version"
+        return "" if _numbers(found) >= _numbers(self.minimum) else f"needs {self}; here is {found}"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The release of a version, 0.7.2 of 0.7.2.post1 or 0.7.2+cu130."""
+    release = re.match(r"[\d.]*\d", text)
+    numbers = [int(part) for part in release[0].split(".")] if release else []
+    return tuple(numbers + [0] * (4 - len(numbers)))
+
+
+TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")
+FLASHINFER = Package(
+    module="flashinfer",
+    distribution="flashinfer-python",
+    minimum="0.7.2",  # CuteDslMoEWrapper takes quant_mode and no longer preallocates
+    install="pip install 'turnout[flashinfer]'",
+)
