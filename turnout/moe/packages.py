@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """module: to import; distribution: the name that pip knows; minimum: the first version that does, or ""."""
+    """An import, the name that pip knows it by, and the first version that does ("": any)."""
 
     module: str
     distribution: str
