@@ -76,6 +76,11 @@ class PagedAttention:
         size = (shape.num_layers, shape.num_kv_heads, slots, 2, shape.head_dim)
         self._cache = torch.zeros(size, dtype=dtype, device=device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
+        # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
+        # is padding's, and owns the spare page.
+        self.spare_row = max_running
+        self.table = torch.full((max_running + 1, self._pages_per_row), num_pages, device=device)
+        self._copied = [0] * max_running
         self._host_offsets = torch.arange(page_size)
         self._offsets = self._host_offsets.to(device)
         self._places = torch.arange(self._pages_per_row * page_size, device=device)
@@ -90,20 +95,22 @@ class PagedAttention:
         """[layers, Hkv, slots, 2, D], the last page spare."""
         return self._cache
 
-    @property
-    def pages_per_row(self) -> int:
-        """Of the page table: the longest context."""
-        return self._pages_per_row
-
-    def place_singles(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """On the host, for chunks of one token each: pages [B, P] of their contexts, slots [B] to write."""
+    def place_singles(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Slots that chunks of one token each write to. `table` then has the pages of their contexts but for
+        the last, which whoever writes to the slot adds."""
+        slots, behind = [], []
         for chunk in chunks:
+            row = chunk.request.row
             self._place(chunk.request)
-        rows = [chunk.request.row for chunk in chunks]
-        pages = -(-max((chunk.end for chunk in chunks), default=0) // self.page_size)
-        starts_B = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64)
-        slots_B = self._single_slots(torch.tensor(rows, dtype=torch.int64), starts_B)
-        return self._table_RP[rows, :pages], slots_B
+            page, place = divmod(chunk.start, self.page_size)
+            if page > self._copied[row]:
+                behind.append(row)
+            self._copied[row] = max(self._copied[row], page + 1)
+            slots.append(chunk.request.pages[page] * self.page_size + place)
+        if behind:
+            rows, pages_BP = to_device([torch.tensor(behind), self._table_RP[behind]], self.device)
+            self.table.index_copy_(0, rows, pages_BP)
+        return slots
 
     def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
         """Lay out a step: tokens of `decoding`, one each and perhaps drafts, then of `chunks`."""
@@ -160,6 +167,8 @@ class PagedAttention:
     def _place(self, request: Request) -> None:
         """Bring the page table up to date with the pages of `request`."""
         if request.placed < len(request.pages):
+            if not request.placed:
+                self._copied[request.row] = 0
             fresh = torch.tensor(request.pages[request.placed :])
             self._table_RP[request.row, request.placed : len(request.pages)] = fresh
             request.placed = len(request.pages)

@@ -25,8 +25,8 @@ from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
-from turnout.engine.eager import why_eager
-from turnout.engine.graphs import DecodeGraphs
+from turnout.engine.eager import graph_for, graph_sizes, why_eager
+from turnout.engine.graphs import Computed, DecodeGraphs
 from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.meeting import agree
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -154,12 +154,16 @@ class EngineCore:
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, agreed.phase)
-        hidden_NH = self._forward(chunks, agreed)
+        computed = self._forward(chunks, agreed)
         self._scheduler.computed(chunks)
         self._steps += 1
         self._idle_steps += not chunks
-        self._score_prompts(chunks, hidden_NH)
-        return outputs + self._advance(chunks, hidden_NH)
+        self._score_prompts(chunks, computed.hidden_NH)
+        return outputs + self._advance(chunks, computed)
+
+    def close(self) -> None:
+        """Let go of what would keep the ranks from parting; no step may follow."""
+        self._graphs = None
 
     def stats(self) -> EngineStats:
         """Counters now; `expert_tokens` once a second, for reading them waits for the device."""
@@ -238,11 +242,10 @@ class EngineCore:
 
     @torch.inference_mode()
     def _capture(self, progress: ProgressFn | None) -> DecodeGraphs:
-        config = self.blueprint.config
         return DecodeGraphs(
             self._model,
             self._attention,
-            max_batch=min(config.cuda_graph_max_bs, config.max_running_requests),
+            sizes=graph_sizes(self.blueprint.config),
             dp_size=self.blueprint.topology.dp_size,
             progress=progress,
         )
@@ -255,10 +258,11 @@ class EngineCore:
         self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
         return self._agreed
 
-    def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
-        """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
-        if self._graphs and agreed.phase == "decode" and self._graphs.hold(max(agreed.tokens)):
-            return self._graphs.run(chunks, max(agreed.tokens))
+    def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Computed:
+        """Compute the tokens of `chunks`, in their order; keys and values are stored."""
+        size = graph_for(agreed, self._graphs.sizes) if self._graphs else None
+        if self._graphs and size:
+            return self._graphs.run(chunks, size)
         num_decoding = sum(chunk.decodes for chunk in chunks)
         self._attention.begin(chunks[:num_decoding], chunks[num_decoding:])
         tokens: list[int] = []
@@ -267,15 +271,14 @@ class EngineCore:
             tokens += chunk.tokens
             places += range(chunk.start, chunk.end)
         ids_N, positions_N = to_device([_integers(tokens), _integers(places)], self._device)
-        return self._model.forward(
-            Step(
-                input_ids=ids_N,
-                positions=positions_N,
-                attention=self._attention,
-                phase=agreed.phase,
-                tokens=agreed.tokens,
-            )
+        step = Step(
+            input_ids=ids_N,
+            positions=positions_N,
+            attention=self._attention,
+            phase=agreed.phase,
+            tokens=agreed.tokens,
         )
+        return Computed(hidden_NH=self._model.forward(step))
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
         """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""
@@ -296,7 +299,7 @@ class EngineCore:
                     scores_SV, request.tokens[at + 1 : until + 1], counts
                 )
 
-    def _advance(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> list[RequestOutput]:
+    def _advance(self, chunks: Sequence[Chunk], computed: Computed) -> list[RequestOutput]:
         """Sample for every request whose last known token was computed; finish those that are done."""
         outputs: list[RequestOutput] = []
         rows: list[int] = []
@@ -311,10 +314,10 @@ class EngineCore:
             rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
         close: list[tuple[Request, RequestOutput]] = []
         if sampling:
-            hidden_SH = hidden_NH if len(rows) == len(hidden_NH) else hidden_NH[rows]
+            logits_SV, best_2S = self._logits(computed, rows)
             drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
             requests = [chunk.request for chunk in sampling for _ in range(len(chunk.drafts) + 1)]
-            sampled = self._sampler(self._model.logits(hidden_SH), requests, drafted)
+            sampled = self._sampler(logits_SV, requests, drafted, best_2S)
             self._lockstep.sampled(sampled.token_ids)
             row = 0
             for chunk in sampling:
@@ -325,6 +328,15 @@ class EngineCore:
                     close.append((chunk.request, output))
                 row += len(chunk.drafts) + 1
         return outputs + self._settle(close) if self._settles else outputs
+
+    def _logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Of rows [S] of a forward: logits [S, V], and what is best among them, if that is known."""
+        whole = len(rows) == len(computed.hidden_NH)
+        if computed.logits_NV is None or computed.best_2N is None:
+            return self._model.logits(computed.hidden_NH if whole else computed.hidden_NH[rows]), None
+        if whole:
+            return computed.logits_NV, computed.best_2N
+        return computed.logits_NV[rows], computed.best_2N[:, rows]
 
     def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
         """Give a request what was sampled from `row` on, one token more than its drafts foretold.

@@ -1,10 +1,18 @@
-"""Whether decode steps can be CUDA graphs, told from the blueprint alone."""
+"""Which decode steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
+
+A replay is collective. Whether there are graphs follows from the blueprint, which ranks compare when they
+meet (meeting.py); which one a step replays follows from their agreement before it alone: all of them must be
+decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
+from turnout.config import Config
 from turnout.engine.blueprint import Blueprint
+from turnout.engine.lockstep import Agreement
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 
 
@@ -26,3 +34,18 @@ def why_eager(blueprint: Blueprint) -> str:
         if not declared.graph_safe:
             return f"{kind} {declared.name} waits for the host"
     return ""
+
+
+def graph_sizes(config: Config) -> list[int]:
+    """Batches of one rank that are captured: 1, 2, 4, then every 8 up to 256, then every 32, and the most
+    that can be: padding never costs much."""
+    most = min(config.cuda_graph_max_bs, config.max_running_requests)
+    chosen = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
+    return sorted({size for size in chosen if size <= most} | {most})
+
+
+def graph_for(agreed: Agreement, sizes: Sequence[int]) -> int | None:
+    """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
+    if agreed.phase != "decode":
+        return None
+    return next((size for size in sizes if size >= max(agreed.tokens)), None)

@@ -1,12 +1,16 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, for batches padded to a captured size.
 
 Whatever a step brings is copied into tensors of fixed addresses, and the graph of the smallest size that
-holds the largest rank's batch is replayed, so all ranks replay the same one. Rows beyond a rank's own are
-padding: they have no context, write to a page of their own, and the MoE layers drop them.
+holds the largest rank's batch is replayed (eager.py), so all ranks replay the same one. Rows beyond a rank's
+own are padding: they have no context, write to a page of their own, and the MoE layers drop them.
 
-Graphs are captured at start-up, largest first, and share one memory pool.
+A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
+step brings the page that it writes to, so that the table is copied for new requests only.
 
-Legend: B rows of a captured batch, P pages of a row of the table, H hidden, D head size.
+Graphs are captured at start-up, largest first, and share one memory pool. A capture cannot outlive its
+communicators: `DecodeGraphs` has to be dropped before its ranks part.
+
+Legend: B rows of a captured batch, P pages of a row of the table, H hidden, V vocabulary, D head size.
 """
 
 from __future__ import annotations
@@ -22,14 +26,31 @@ from turnout.engine.attention import PagedAttention
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, ProgressFn, Step
 
-FIELDS = 4  # of a row: token id, position, slot to write, context length
+FIELDS = 5  # of a row: token id, position, slot to write, context length, row of the page table
 WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a forward left, for the N tokens of a step; of a graph, until its next replay.
+
+    logits_NV: float32, where they were computed along with it.
+    best_2N:   int64: the token of each row's largest logit, and whether that is finite.
+    """
+
+    hidden_NH: Tensor
+    logits_NV: Tensor | None = None
+    best_2N: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Captured:
+    """rows_FB: int64, what a step brings. hidden_BH, best_2B: what it leaves."""
+
     graph: torch.cuda.CUDAGraph
+    rows_FB: Tensor
     hidden_BH: Tensor
+    best_2B: Tensor
 
 
 class DecodeGraphs:
@@ -40,18 +61,16 @@ class DecodeGraphs:
         model: Model,
         attention: PagedAttention,
         *,
-        max_batch: int,
+        sizes: Sequence[int],
         dp_size: int = 1,
         progress: ProgressFn | None = None,
     ):
-        """Captures a graph per size up to `max_batch`; collective among the ranks of a model."""
+        """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model."""
+        self.sizes = list(sizes)
         self._model, self._attention, self._dp_size = model, attention, dp_size
-        self.sizes = sizes(max_batch)
-        device, width = attention.device, attention.pages_per_row
-        self._host = torch.zeros(FIELDS, self.sizes[-1], dtype=torch.int64).pin_memory()
-        self._rows = torch.zeros(FIELDS, self.sizes[-1], dtype=torch.int64, device=device)
-        self._table_BP = torch.zeros(self.sizes[-1], width, dtype=torch.int64, device=device)
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = attention.device
+        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[int, Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
@@ -59,51 +78,39 @@ class DecodeGraphs:
                 progress("capturing graphs", done, len(self.sizes))
             self._graphs[size] = self._capture(size, pool)
 
-    def hold(self, tokens: int) -> bool:
-        """Whether a batch of `tokens` on the largest rank has a graph."""
-        return tokens <= self.sizes[-1]
-
-    def run(self, chunks: Sequence[Chunk], largest: int) -> Tensor:
-        """Hidden states [len(chunks), H] of chunks of one token each; `largest`: the most of any rank.
-
-        The result lives until the next run.
-        """
-        size = next(size for size in self.sizes if size >= largest)
-        count = len(chunks)
-        ids_B, positions_B, slots_B, ends_B = self._host[:, :size]
-        ids_B[:count] = torch.tensor([c.request.tokens[c.start] for c in chunks], dtype=torch.int64)
-        starts_B = torch.tensor([c.start for c in chunks], dtype=torch.int64)
-        positions_B[:count] = starts_B
-        ends_B[:count] = starts_B + 1
-        table_BP, slots_B[:count] = self._attention.place_singles(chunks)
-        for field in (ids_B, positions_B, ends_B):
-            field[count:] = 0
-        slots_B[count:] = self._attention.spare_slot
-        self._rows.copy_(self._host, non_blocking=True)
-        if count:
-            self._table_BP[:count, : table_BP.shape[1]] = table_BP.to(self._rows.device)
-        captured = self._graphs[size]
+    def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
+        """Replay the graph of `size` for chunks of one token each, of which there may be none."""
+        captured, count = self._graphs[size], len(chunks)
+        rows = fields(chunks, self._attention, size)
+        # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
+        captured.rows_FB.copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.hidden_BH[:count]
+        return Computed(
+            hidden_NH=captured.hidden_BH[:count],
+            logits_NV=self._logits_BV[:count],
+            best_2N=captured.best_2B[:, :count],
+        )
 
     def _capture(self, size: int, pool: Any) -> Captured:
-        self._rows.zero_()
-        self._rows[2] = self._attention.spare_slot
+        rows_FB = torch.tensor(fields([], self._attention, size), device=self._device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):  # compiles kernels, settles their workspaces
-                self._forward(size)
+            for _ in range(WARM_UPS):  # compiles kernels, settles their workspaces, connects ranks
+                self._forward(rows_FB)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            hidden_BH = self._forward(size)
-        return Captured(graph, hidden_BH)
+        # Other threads, such as the one that watches NCCL, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            hidden_BH, best_2B = self._forward(rows_FB)
+        return Captured(graph, rows_FB, hidden_BH, best_2B)
 
-    def _forward(self, size: int) -> Tensor:
-        ids_B, positions_B, slots_B, ends_B = self._rows[:, :size]
-        attention = PaddedAttention(self._attention, slots_B, self._table_BP[:size], ends_B, self._processors)
-        return self._model.forward(
+    def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
+        ids_B, positions_B, slots_B, ends_B, rows_B = rows_FB
+        paged, size = self._attention, len(ids_B)
+        table_BP = contexts(paged, positions_B, slots_B, rows_B)
+        attention = PaddedAttention(paged, slots_B, table_BP, ends_B, self._processors)
+        hidden_BH = self._model.forward(
             Step(
                 input_ids=ids_B,
                 positions=positions_B,
@@ -113,6 +120,27 @@ class DecodeGraphs:
                 real=ends_B > 0,
             )
         )
+        logits_BV = self._logits_BV[:size].copy_(self._model.logits(hidden_BH))
+        values_B, ids_B = logits_BV.max(dim=-1)
+        return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
+
+
+def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:
+    """[FIELDS, size]: the rows of chunks of one token each, then padding; takes their slots."""
+    padding = size - len(chunks)
+    return [
+        [c.request.tokens[c.start] for c in chunks] + [0] * padding,
+        [c.start for c in chunks] + [0] * padding,
+        attention.place_singles(chunks) + [attention.spare_slot] * padding,
+        [c.end for c in chunks] + [0] * padding,
+        [c.request.row for c in chunks] + [attention.spare_row] * padding,
+    ]
+
+
+def contexts(attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, rows_B: Tensor) -> Tensor:
+    """int64 [B, P]: the pages of rows, once the table has the ones that this step writes to."""
+    attention.table[rows_B, positions_B // attention.page_size] = slots_B // attention.page_size
+    return attention.table[rows_B]
 
 
 class PaddedAttention:
@@ -125,7 +153,7 @@ class PaddedAttention:
         from turnout.kernels.paged_attention import spans
 
         self._paged, self._slots_B, self._table_BP, self._ends_B = paged, slots_B, table_BP, ends_B
-        longest = paged.pages_per_row * paged.page_size
+        longest = table_BP.shape[1] * paged.page_size
         self._splits = spans(len(slots_B), paged.cache.shape[1], longest, processors)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
@@ -141,9 +169,3 @@ class PaddedAttention:
             page_size=self._paged.page_size,
             splits=self._splits,
         )
-
-
-def sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256, then every 32: padding never costs much."""
-    chosen = [1, 2, 4, *range(8, min(max_batch, 256) + 1, 8), *range(288, max_batch + 1, 32)]
-    return sorted({size for size in chosen if size <= max_batch} | {max_batch})

@@ -99,8 +99,10 @@ class LLM:
 
     def close(self) -> None:
         """Free weights and KV cache, and leave the other ranks. A closed LLM answers no more."""
-        if self._core is not None and self._groups.world.size > 1:
-            disconnect()
+        if self._core is not None:
+            self._core.close()
+            if self._groups.world.size > 1:
+                disconnect()
         self._core = None
 
     @property

@@ -10,6 +10,7 @@ import torch
 
 from turnout.config import Config, Launched
 from turnout.engine.blueprint import Blueprint
+from turnout.engine.eager import graph_sizes, why_eager
 from turnout.engine.lockstep import Lockstep
 from turnout.errors import UserError
 from turnout.parallel.exchange import SharedExchange
@@ -65,6 +66,7 @@ def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
         "decode": plan.decode,
         "activations": plan.activation_format,
         "shared expert": plan.shared_expert,
+        "decode graphs": why_eager(blueprint) or graph_sizes(blueprint.config),
     }
     everyone = gather_values(groups.world, (blueprint.num_pages, planned))
     first = everyone[0][1]

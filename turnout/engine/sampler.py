@@ -53,15 +53,22 @@ class Sampler:
         self._counts = TokenCounts(vocab_size, max_running, device)
 
     def __call__(
-        self, logits_SV: Tensor, requests: Sequence[Request], drafted: Sequence[int] | None = None
+        self,
+        logits_SV: Tensor,
+        requests: Sequence[Request],
+        drafted: Sequence[int] | None = None,
+        best_2S: Tensor | None = None,
     ) -> Sampled:
         """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten.
 
         drafted: how many draft tokens of its request each row has before it (default: none), where the same
-        request may stand several times. Penalties do not see drafts.
+        request may stand several times. Penalties do not see drafts. best_2S: int64, the token of each row's
+        largest logit and whether that is finite, where the caller knows.
         """
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
+            if best_2S is not None and not self._report_close:
+                return Sampled(*_flags(best_2S.tolist()), logprobs)
             return Sampled(*self._greedy(logits_SV), logprobs)
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
         scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
@@ -96,9 +103,7 @@ class Sampler:
         columns = [ids_S, values_S.isfinite()]
         if self._report_close:
             columns.append(close_calls(logits_SV, ids_S))
-        ids, *flags = torch.stack(columns).tolist()  # one transfer
-        valid = [bool(flag) for flag in flags[0]]
-        return ids, valid, [bool(flag) for flag in flags[1]] if self._report_close else [False] * len(ids)
+        return _flags(torch.stack(columns).tolist())  # one transfer
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
         """Bias, minimum length and penalties, in place; num_outputs: of generated tokens before each row."""
@@ -125,6 +130,16 @@ class Sampler:
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _flags(columns: list[list[int]]) -> tuple[list[int], list[bool], list[bool]]:
+    """(token ids, valid, close) from columns of integers, the last of which may be missing."""
+    ids, valid, *close = columns
+    return (
+        ids,
+        [bool(flag) for flag in valid],
+        [bool(flag) for flag in (close[0] if close else [0] * len(ids))],
+    )
 
 
 class TokenCounts:
