@@ -14,7 +14,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turnout.kernels.expert_gemm import expert_gemm
-from turnout.moe.runners.triton import _TILINGS, Tiling
+from turnout.moe.tiles import RULES, Tiling
 
 POINTERS = {
     "x_ptr": "*bf16",
@@ -23,8 +23,8 @@ POINTERS = {
     "tiles_ptr": "*i32",
     "scales_ptr": "*i32",
 }
-CASES = [(f, t) for f in ("mxfp4", "nvfp4") for _, t in _TILINGS["packed"]]
-CASES += [("bf16", t) for _, t in _TILINGS["bf16"]]
+CASES = [(f, t) for f in ("mxfp4", "nvfp4") for _, t in RULES["packed"]]
+CASES += [("bf16", t) for _, t in RULES["bf16"]]
 
 
 def ptx(format: str, tiles: Tiling, *, first: bool) -> str:

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tests.kernels import interpreted
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
-from turnout.moe.runners.triton import _TILINGS, SORTED, Tiling
+from turnout.moe.tiles import RULES, SORTED, Tiling
 
 TILE = gl.NVMMASharedLayout(128, 8, 2)
 TYPES = {
@@ -27,8 +27,8 @@ TYPES = {
     "out_ptr": "*bf16",
     "order_ptr": "*i32",
     "tiles_ptr": "*i32",
-    "x_desc": f"tensordesc<fp8e4nv[{SORTED.tokens}, 128],{TILE!r}>",
-    "w_desc": f"tensordesc<fp8e4nv[{SORTED.rows}, 128],{TILE!r}>",
+    "x_desc": f"tensordesc<fp8e4nv[{SORTED.first.tokens}, 128],{TILE!r}>",
+    "w_desc": f"tensordesc<fp8e4nv[{SORTED.first.rows}, 128],{TILE!r}>",
 }
 
 
@@ -57,7 +57,7 @@ def products(done) -> set[int]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tiles", [t for _, t in _TILINGS["fp8"]], ids=lambda t: "-".join(map(str, t)))
+@pytest.mark.parametrize("tiles", [t for _, t in RULES["fp8"]], ids=lambda t: "-".join(map(str, t)))
 def test_small_tiles(tiles: Tiling, first: bool):
     constants = {
         "ACTIVATION": "silu" if first else "none", "GATHER": first, "SCATTER": not first, "DIRECT": False,
@@ -72,10 +72,10 @@ def test_small_tiles(tiles: Tiling, first: bool):
 def test_sorted_tiles(first: bool):
     constants = {
         "ACTIVATION": "silu" if first else "none", "SCATTER": not first, "PAIRED": first, "BIAS": False,
-        "STAGES": SORTED.stages, "TILES_GROUP": SORTED.group, "PDL": True,
+        "STAGES": SORTED.first.stages, "TILES_GROUP": SORTED.first.group, "PDL": True,
     }  # fmt: skip
-    done = compiled(expert_gemm_fp8_tma, constants, SORTED.warps)
-    assert products(done) == {SORTED.tokens}
+    done = compiled(expert_gemm_fp8_tma, constants, SORTED.first.warps)
+    assert products(done) == {SORTED.first.tokens}
     assert "cp.async.bulk.tensor.2d" in done.asm["ptx"]
     assert (
         done.asm["ptx"].count("setmaxnreg.inc") > 1

@@ -167,12 +167,13 @@ def test_a_gpu_runner_keeps_its_promises(format: str):
 def test_promised_sizes_agree_with_the_table_of_tiles():
     spec = make_spec(num_experts=8, top_k=2)
     runner = TritonRunner(spec, make_plan(spec, compute_dtype="bfloat16"), torch.device("cuda"))
+    runner.prepare(make_experts(spec))
     promised = [runner.same_bits(tokens) for tokens in range(MAX_TOKENS + 1)]
     assert all(tokens in sizes for tokens, sizes in enumerate(promised))
     assert len({sizes.start for sizes in promised}) > 1
     for tokens, sizes in enumerate(promised):
-        assert {runner._tiling(size) for size in sizes} == {runner._tiling(tokens)}
-        assert sizes.stop > MAX_TOKENS or runner._tiling(sizes.stop) != runner._tiling(tokens)
+        assert {runner._tiles(size) for size in sizes} == {runner._tiles(tokens)}
+        assert sizes.stop > MAX_TOKENS or runner._tiles(sizes.stop) != runner._tiles(tokens)
 
 
 def test_inputs_are_repeated_where_more_are_wanted():

@@ -42,6 +42,7 @@ from turnout.moe.capability import (
     layer_refusals,
 )
 from turnout.moe.spec import MoESpec
+from turnout.moe.tiles import TileTable
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
@@ -90,6 +91,7 @@ class MoEPlan:
     # A shared expert's weights: "sharded" over all ranks, part of the sum that the layer owes in both phases,
     # or "whole", on the tokens of this rank.
     shared_expert: str = "whole"
+    tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tiles.py)
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,59 +28,9 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.moe.tiles import MIN_TOKENS, SORT_PAIRS, ExpertShape, Tiles, Tiling, choose, slab_rule
 
-MIN_TOKENS = 8  # the smallest tile
-SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
-
-
-class Tiling(NamedTuple):
-    """How a GEMM is cut (kernels/expert_gemm.py): weight rows, tokens, 64-wide steps, stages, warps."""
-
-    rows: int
-    tokens: int
-    k_blocks: int
-    stages: int
-    warps: int
-    group: int
-
-
-# Tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
-_TILINGS: dict[str, tuple[tuple[float, Tiling], ...]] = {
-    "packed": (
-        (5, Tiling(128, 8, 2, 5, 4, 1)),
-        (12, Tiling(128, 16, 2, 4, 4, 1)),
-        (24, Tiling(128, 32, 1, 5, 4, 1)),
-        (72, Tiling(128, 64, 1, 5, 4, 1)),
-        (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
-    ),
-    "bf16": (
-        (5, Tiling(64, 8, 2, 4, 4, 1)),
-        (12, Tiling(64, 16, 2, 5, 4, 1)),
-        (24, Tiling(128, 32, 1, 5, 4, 1)),
-        (48, Tiling(128, 64, 1, 4, 4, 1)),
-        (400, Tiling(256, 128, 1, 4, 8, 8)),
-        (math.inf, Tiling(128, 256, 1, 4, 8, 8)),
-    ),
-    "fp8": (  # steps are 128 wide
-        (1, Tiling(64, 8, 2, 4, 4, 1)),
-        (5, Tiling(64, 8, 2, 3, 4, 1)),
-        (12, Tiling(64, 16, 1, 5, 4, 1)),
-        (24, Tiling(128, 32, 1, 4, 4, 1)),
-        (math.inf, Tiling(128, 64, 1, 4, 4, 1)),
-    ),
-}
-# FP8 with more tokens per expert: rows sorted by expert, for the TMA (expert_gemm_fp8_tma.py).
-SORTED_ABOVE = 48
-SORTED = Tiling(256, 128, 1, 4, 4, 8)
-# Fewer programs than this leave multiprocessors idle (an H200 has 132, each holds several): halve the rows.
-_FEW_PROGRAMS = 300
-
-
-def tiling(format: str, tokens_per_expert: float) -> Tiling:
-    """The tiling for a weight format and the mean number of tokens of an expert."""
-    table = _TILINGS[format if format in _TILINGS else "packed"]
-    return next(t for bound, t in table if tokens_per_expert <= bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +93,7 @@ class TritonRunner:
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
+        self._table = plan.tiles
         self._padded_count = _power_of_two(self._count + 1)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -151,7 +101,10 @@ class TritonRunner:
         self._w13, self._w2 = self._matrices(experts)
         pairs, H, I = self._max_tokens * self._spec.top_k, self._spec.hidden_size, self._w2.inner
         fp8 = self._w13.format == "fp8"
-        self._whole_tiles = self._w13.rows % SORTED.rows == 0 and self._w2.rows % SORTED.rows == 0
+        self._shape = ExpertShape(
+            format=self._w13.format, hidden=H, inner=I, w13_rows=self._w13.rows,
+            num_experts=self._spec.num_experts, local_experts=self._count, top_k=self._spec.top_k,
+        )  # fmt: skip
         quantized, by_expert = (max(self._max_tokens * H, pairs * I), pairs * max(H, I)) if fp8 else (0, 0)
         self._space = workspace(self._device, pairs, H, I, self._count, quantized, by_expert)
 
@@ -167,8 +120,12 @@ class TritonRunner:
         )
 
     def same_bits(self, tokens: int) -> range:
-        same = [T for T in range(self._max_tokens + 1) if self._tiling(T) == self._tiling(tokens)]
-        return range(same[0], same[-1] + 1)  # batches that grow go through the table once
+        tiles, first, end = self._tiles(tokens), tokens, tokens + 1
+        while first > 0 and self._tiles(first - 1) == tiles:
+            first -= 1
+        while end <= self._max_tokens and self._tiles(end) == tiles:
+            end += 1
+        return range(first, end)
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         return self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
@@ -183,10 +140,10 @@ class TritonRunner:
             return out_TH
         if self._max_tokens < T:
             raise ValueError(f"{T} tokens, but the plan bounds them by {self._max_tokens}")
-        sort, tiles = P > SORT_PAIRS, self._tiling(T)
+        sort, tiles = P > SORT_PAIRS, self._tiles(T)
         if sort:
             self._sort(ids_TK, P, tiles.tokens)
-        bound = min(self._count, P) + P // tiles.tokens if sort else P
+        bound = self._shape.most_tiles(T, tiles.tokens)
         table = self._space.tiles if sort else ids_TK
         h_PI, y_PH = self._space.h_PI[:P], self._space.y_PH[:P]
         self._gemm(self._w13, x_TH, h_PI, table, weights_TK, bound, k, tiles, first=True, direct=not sort)
@@ -194,12 +151,8 @@ class TritonRunner:
         self._sum(ids_TK, out_TH, k, clear=P > COUNT_PAIRS)
         return out_TH
 
-    def _tiling(self, tokens: int) -> Tiling:
-        pairs = tokens * self._spec.top_k
-        per_expert = pairs / self._spec.num_experts if pairs > SORT_PAIRS else 1
-        if self._spec.format == "fp8" and per_expert > SORTED_ABOVE and self._whole_tiles:
-            return SORTED
-        return tiling(self._spec.format, per_expert)
+    def _tiles(self, tokens: int) -> Tiles:
+        return choose(self._shape, self._table, tokens)
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.sort import tile_slabs
@@ -209,7 +162,7 @@ class TritonRunner:
         if C == 0:
             return out_ECH.to(self._dtype)
         x_RH = batch.hidden.data.to(torch.bfloat16).reshape(E * C, H)
-        tiles = tiling(self._w13.format, C)
+        tiles = slab_rule(self._shape, C)
         bound = E * -(-C // tiles.tokens)
         table = torch.empty(4 + 4 * bound, dtype=torch.int32, device=self._device)
         tile_slabs[(1,)](batch.counts, table, C, E, tiles.tokens, self._padded_count)
@@ -237,20 +190,23 @@ class TritonRunner:
 
     def _gemm(
         self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None, bound: int, k: int,
-        tiles: Tiling, *, first: bool, direct: bool,
+        tiles: Tiles, *, first: bool, direct: bool,
     ) -> None:  # fmt: skip
         """weights None: slabs, whose rows are neither gathered nor scattered."""
+        cut = tiles.first if first else tiles.second
+        if tiles.sorted:
+            assert weights is not None, "slabs are cut by slab_rule"
+            self._gemm_fp8_sorted(w, x, out, table, weights, k, cut, first=first)
+            return
         if w.format == "fp8":
-            self._gemm_fp8(w, x, out, table, weights, bound, k, tiles, first=first, direct=direct)
+            self._gemm_fp8(w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
             return
         from turnout.kernels.expert_gemm import expert_gemm
 
         activation = self._spec.activation
         pairs = weights is not None
         n_blocks, k_blocks = w.blocks
-        if tiles.tokens == MIN_TOKENS and bound * n_blocks < 2 * _FEW_PROGRAMS:
-            tiles = tiles._replace(rows=64)
-        grid = bound * -(-n_blocks // (tiles.rows // 64))
+        grid = bound * -(-n_blocks // (cut.rows // 64))
         expert_gemm[(grid,)](
             x, w.codes, w.scales, w.alpha, w.any_bias, out, self._space.order_P,
             table,
@@ -259,24 +215,19 @@ class TritonRunner:
             out.stride(0), k, self._first, self._count,
             activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
             w.format, activation.kind if first else "none", pairs and first, pairs and not first, direct,
-            w.bias is not None, tiles.rows, tiles.tokens, tiles.k_blocks, tiles.stages,
-            tiles.group, pairs, num_warps=tiles.warps, launch_pdl=pairs,
+            w.bias is not None, cut.rows, cut.tokens, cut.k_blocks, cut.stages,
+            cut.group, pairs, num_warps=cut.warps, launch_pdl=pairs,
         )  # fmt: skip
 
     def _gemm_fp8(
         self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None, bound: int, k: int,
-        tiles: Tiling, *, first: bool, direct: bool,
+        cut: Tiling, *, first: bool, direct: bool,
     ) -> None:  # fmt: skip
         from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 
-        if tiles is SORTED and weights is not None:
-            self._gemm_fp8_sorted(w, x, out, table, weights, k, tiles, first=first)
-            return
         activation, pairs = self._spec.activation, weights is not None
-        if tiles.tokens == MIN_TOKENS and bound * -(-w.rows // tiles.rows) < _FEW_PROGRAMS:
-            tiles = tiles._replace(rows=64)
         codes, scales = self._quantize(x, pairs)
-        expert_gemm_fp8[(bound * -(-w.rows // tiles.rows),)](
+        expert_gemm_fp8[(bound * -(-w.rows // cut.rows),)](
             codes, scales, w.codes, w.scales, w.any_bias, out, self._space.order_P,
             table,
             weights if weights is not None else w.alpha,
@@ -284,12 +235,12 @@ class TritonRunner:
             out.stride(0), k, self._first, self._count,
             activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
             activation.kind if first else "none", pairs and first, pairs and not first, direct, w.paired,
-            w.bias is not None, tiles.rows, tiles.tokens, tiles.k_blocks, tiles.stages, tiles.group, pairs,
-            num_warps=tiles.warps, launch_pdl=pairs,
+            w.bias is not None, cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, pairs,
+            num_warps=cut.warps, launch_pdl=pairs,
         )  # fmt: skip
 
     def _gemm_fp8_sorted(
-        self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor, k: int, tiles: Tiling, *,
+        self, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor, k: int, cut: Tiling, *,
         first: bool,
     ) -> None:  # fmt: skip
         """As `_gemm_fp8`, over quantised rows that lie sorted by expert."""
@@ -314,13 +265,13 @@ class TritonRunner:
             )
         tile = NVMMASharedLayout(128, 8, 2)
         expert_gemm_fp8_tma[(self._processors,)](
-            TensorDescriptor.from_tensor(codes.view(P, K), [tiles.tokens, FP8_GROUP], tile), scales,
-            TensorDescriptor.from_tensor(w.codes.view(-1, K), [tiles.rows, FP8_GROUP], tile),
+            TensorDescriptor.from_tensor(codes.view(P, K), [cut.tokens, FP8_GROUP], tile), scales,
+            TensorDescriptor.from_tensor(w.codes.view(-1, K), [cut.rows, FP8_GROUP], tile),
             w.scales, w.any_bias, out, space.order_P, table, weights,
             w.rows, self._w2.inner if first else w.rows, groups, P, out.stride(0), self._first, self._count,
             activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            activation.kind if first else "none", not first, w.paired, w.bias is not None, tiles.stages,
-            tiles.group, True, num_warps=tiles.warps, launch_pdl=True,
+            activation.kind if first else "none", not first, w.paired, w.bias is not None, cut.stages,
+            cut.group, True, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
 
     def _quantize(self, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,99 @@
+"""How GEMMs are cut: rule, tables, and what no kernel runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from turnout.moe.tiles import (
+    RULES,
+    SORTED,
+    ExpertShape,
+    Tiles,
+    Tiling,
+    choose,
+    pinned,
+    refuse,
+    rule,
+    shared_bytes,
+    slab_rule,
+)
+
+
+def shape(format: str = "mxfp4", **fields) -> ExpertShape:
+    sizes = {
+        "hidden": 2048, "inner": 768, "w13_rows": 1536, "num_experts": 128, "local_experts": 128, "top_k": 8,
+    }  # fmt: skip
+    return ExpertShape(format=format, **(sizes | fields))
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "nvfp4"])
+def test_the_rule_gives_what_kernels_run_and_wider_tiles_to_larger_batches(format: str):
+    some = shape(format)
+    found = [rule(some, tokens) for tokens in range(1, 20000, 7)]
+    assert not any(refuse(some, tiles) for tiles in found)
+    widths = [tiles.tokens for tiles in found]
+    assert widths == sorted(widths)
+    assert widths[0] == 8
+    assert widths[-1] >= 128
+    assert found[-1].sorted == (format == "fp8")
+    assert not any(refuse(some, slab_rule(some, capacity)) for capacity in (1, 40, 4000))
+
+
+def test_few_programs_are_made_of_fewer_rows():
+    assert rule(shape(), 1).first.rows == 64
+    assert rule(shape(), 64).first.rows == 128
+
+
+def test_fp8_is_sorted_only_where_tiles_are_whole():
+    assert rule(shape("fp8"), 4096) == SORTED
+    assert rule(shape("fp8", hidden=2048 + 128), 4096).sorted is False
+    assert "whole tiles" in refuse(shape("fp8", hidden=2048 + 128), SORTED)
+    assert "whole tiles" in refuse(shape("bf16"), SORTED)
+
+
+def test_the_nearest_entry_of_a_table_counts():
+    some = shape()
+    one, two, three = (rule(some, tokens) for tokens in (1, 256, 4096))
+    table = ((1, one), (16, two), (4096, three))
+    wanted = {1: one, 3: one, 4: two, 16: two, 255: two, 256: three, 4096: three, 10**6: three}
+    assert {tokens: choose(some, table, tokens) for tokens in wanted} == wanted
+    assert {choose(some, pinned(some, 256), tokens) for tokens in (1, 300, 9999)} == {two}
+    assert choose(some, (), 4096) == three
+
+
+@pytest.mark.parametrize(
+    ("tiling", "why"),
+    [
+        (Tiling(192, 8, 2, 5, 4, 1), "192 weight rows"),
+        (Tiling(128, 24, 2, 5, 4, 1), "24 tokens"),
+        (Tiling(64, 8, 2, 5, 8, 1), "64 rows with 8 warps"),
+        (Tiling(128, 8, 2, 2, 4, 1), "2 stages"),
+        (Tiling(128, 8, 3, 4, 4, 1), "3 blocks a step"),
+        (Tiling(256, 256, 1, 3, 8, 1), "in the registers of 8 warps"),
+        (Tiling(128, 128, 2, 8, 4, 1), "bytes of shared memory"),
+        (Tiling(128, 8, 2, 5, 4, 0), "0 tiles taking turns"),
+    ],
+)
+def test_what_no_kernel_runs_is_refused(tiling: Tiling, why: str):
+    assert why in refuse(shape(), Tiles(tiling, tiling))
+
+
+def test_gemms_that_disagree_on_tokens_are_refused():
+    assert "differ in their tokens" in refuse(shape(), Tiles(*(tiling for _, tiling in RULES["bf16"][:2])))
+
+
+def test_batches_fall_into_no_more_tiles_than_are_allowed_for():
+    some = shape(num_experts=8, local_experts=4, top_k=2)
+    for tokens, width in ((5, 8), (9, 8), (100, 16), (1000, 64)):
+        pairs = tokens * 2
+        for busiest in range(pairs + 1):  # that many in one expert, the rest as evenly as can be in three
+            rest = [(pairs - busiest + i) // 3 for i in range(3)]
+            tiles = sum(math.ceil(n / width) for n in (busiest, *rest))
+            assert tiles <= some.most_tiles(tokens, width)
+
+
+def test_bytes_of_shared_memory_are_those_of_all_stages():
+    assert shared_bytes("bf16", Tiling(256, 128, 1, 4, 8, 8)) == 4 * 64 * 2 * (256 + 128)
+    assert shared_bytes("fp8", Tiling(128, 64, 1, 4, 4, 1)) == 4 * (128 * (128 + 64) + 4 * 64)

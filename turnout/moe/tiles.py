@@ -1,0 +1,198 @@
+"""How the Hopper kernels cut a layer's two GEMMs: the values, the rule that picks them, and what is possible.
+
+Any tiling gives right results for any batch; which is fast depends on tokens per expert and sizes. `rule`
+serves every layer. Where a layer was measured (tuned.py), its table decides instead: tilings by tokens of the
+batch, the nearest entry counts. Which tiling ran may show in the last bits of a result, so whoever needs the
+same bits for every batch gives a table of one entry.
+
+No torch here: plans hold these values.
+
+Legend: T tokens, P = T top_k pairs (token, expert), N weight rows, E local experts, C slab capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MIN_TOKENS = 8  # the smallest tile
+SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
+# FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
+SORTED_ABOVE = 48
+SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
+# Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
+_FEW_PROGRAMS = 600
+
+
+class Tiling(NamedTuple):
+    """How a GEMM is cut (kernels/expert_gemm.py): weight rows, tokens, column blocks a step (64 wide; FP8:
+    128), stages, warps, tiles of tokens that take turns with the same weights."""
+
+    rows: int
+    tokens: int
+    k_blocks: int
+    stages: int
+    warps: int
+    group: int
+
+
+class Tiles(NamedTuple):
+    """Both GEMMs of a layer. They share one table of tiles, hence `tokens`.
+
+    sorted: FP8 rows are put in the order of experts, for the TMA.
+    """
+
+    first: Tiling
+    second: Tiling
+    sorted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.first.tokens
+
+
+TileTable = tuple[tuple[int, Tiles], ...]  # tokens of a batch, ascending, and what was best there
+
+SORTED = Tiles(Tiling(256, 128, 1, 4, 4, 8), Tiling(256, 128, 1, 4, 4, 8), sorted=True)
+
+# Mean tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
+RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
+    "packed": (
+        (5, Tiling(128, 8, 2, 5, 4, 1)),
+        (12, Tiling(128, 16, 2, 4, 4, 1)),
+        (24, Tiling(128, 32, 1, 5, 4, 1)),
+        (72, Tiling(128, 64, 1, 5, 4, 1)),
+        (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
+    ),
+    "bf16": (
+        (5, Tiling(64, 8, 2, 4, 4, 1)),
+        (12, Tiling(64, 16, 2, 5, 4, 1)),
+        (24, Tiling(128, 32, 1, 5, 4, 1)),
+        (48, Tiling(128, 64, 1, 4, 4, 1)),
+        (400, Tiling(256, 128, 1, 4, 8, 8)),
+        (math.inf, Tiling(128, 256, 1, 4, 8, 8)),
+    ),
+    "fp8": (
+        (1, Tiling(64, 8, 2, 4, 4, 1)),
+        (5, Tiling(64, 8, 2, 3, 4, 1)),
+        (12, Tiling(64, 16, 1, 5, 4, 1)),
+        (24, Tiling(128, 32, 1, 4, 4, 1)),
+        (math.inf, Tiling(128, 64, 1, 4, 4, 1)),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """One rank's share of a layer, as far as tilings depend on it."""
+
+    format: str  # of the weights
+    hidden: int  # columns of GEMM1, rows of GEMM2
+    inner: int  # columns of GEMM2
+    w13_rows: int
+    num_experts: int  # of all ranks
+    local_experts: int
+    top_k: int
+
+    @property
+    def kernel(self) -> str:
+        """Which of RULES."""
+        return self.format if self.format in RULES else "packed"
+
+    @property
+    def sortable(self) -> bool:
+        """Whether the TMA kernel, whose tiles are whole, can take both GEMMs."""
+        return self.format == "fp8" and not (self.w13_rows % 256 or self.hidden % 256)
+
+    def per_expert(self, tokens: int) -> float:
+        """Mean tokens of an expert that got any."""
+        pairs = tokens * self.top_k
+        return pairs / self.num_experts if pairs > SORT_PAIRS else 1
+
+    def most_tiles(self, tokens: int, width: int) -> int:
+        """The most tiles of `width` tokens that a batch can fall into, whatever its routes."""
+        pairs = tokens * self.top_k
+        return min(self.local_experts, pairs) + pairs // width if pairs > SORT_PAIRS else pairs
+
+
+def choose(shape: ExpertShape, table: TileTable, tokens: int) -> Tiles:
+    """For a batch of `tokens`: the nearest entry of `table`, as a ratio; without one, what `rule` says."""
+    if not table:
+        return rule(shape, tokens)
+    after = bisect_left(table, tokens, key=lambda entry: entry[0])
+    if after == len(table) or (after and tokens**2 < table[after - 1][0] * table[after][0]):
+        after -= 1
+    return table[after][1]
+
+
+def rule(shape: ExpertShape, tokens: int) -> Tiles:
+    """By the mean number of tokens of an expert."""
+    per_expert = shape.per_expert(tokens)
+    if shape.sortable and per_expert > SORTED_ABOVE:
+        return SORTED
+    tiling = _by_tokens(shape, per_expert)
+    return _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
+
+
+def pinned(shape: ExpertShape, tokens: int) -> TileTable:
+    """The tiles that batches of `tokens` get, for batches of any size."""
+    return ((tokens, rule(shape, tokens)),)
+
+
+def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
+    """For slabs of `capacity` rows, of which nobody knows how many are filled."""
+    tiling = _by_tokens(shape, capacity)
+    return _narrow(shape, tiling, shape.local_experts * -(-capacity // tiling.tokens))
+
+
+def refuse(shape: ExpertShape, tiles: Tiles) -> str:
+    """Why no kernel runs `tiles`; "" if one does."""
+    if tiles.first.tokens != tiles.second.tokens:
+        return "the two GEMMs share a table of tiles, and differ in their tokens"
+    if tiles.sorted:
+        return "" if shape.sortable and tiles == SORTED else "the TMA kernel has one tiling, and whole tiles"
+    for tiling in tiles[:2]:
+        reason = _refuse_one(shape.kernel, tiling)
+        if reason:
+            return reason
+    return ""
+
+
+def shared_bytes(kernel: str, tiling: Tiling) -> int:
+    """Shared memory of one program: STAGES * K_BLOCKS slots of weights, tokens and scales."""
+    rows, tokens = tiling.rows, tiling.tokens
+    one = {
+        "packed": rows // 64 * (2048 + 256) + 128 * tokens,
+        "bf16": 128 * (rows + tokens),
+        "fp8": 128 * (rows + tokens) + 4 * tokens,
+    }[kernel]
+    return tiling.stages * tiling.k_blocks * one
+
+
+def _refuse_one(kernel: str, tiling: Tiling) -> str:
+    rows, tokens, k_blocks, stages, warps, group = tiling
+    if rows not in (64, 128, 256) or tokens not in (8, 16, 32, 64, 128, 256):
+        return f"tiles of {rows} weight rows by {tokens} tokens"
+    if warps not in (4, 8) or rows < 16 * warps or k_blocks not in (1, 2, 4) or not 3 <= stages <= 8:
+        return f"{rows} rows with {warps} warps, {k_blocks} blocks a step and {stages} stages"
+    if rows * tokens > 128 * 32 * warps:  # float32 sums, in registers
+        return f"{rows} x {tokens} sums in the registers of {warps} warps"
+    if shared_bytes(kernel, tiling) > SHARED_BYTES:
+        return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
+    return "" if 1 <= group <= 64 else f"{group} tiles taking turns"
+
+
+def _by_tokens(shape: ExpertShape, per_expert: float) -> Tiling:
+    return next(tiling for bound, tiling in RULES[shape.kernel] if per_expert <= bound)
+
+
+def _narrow(shape: ExpertShape, tiling: Tiling, most_tiles: int) -> Tiles:
+    """With half the rows where there would be few programs."""
+
+    def one(rows: int) -> Tiling:
+        few = tiling.tokens == MIN_TOKENS and most_tiles * -(-rows // 64) < _FEW_PROGRAMS
+        return tiling._replace(rows=64) if few else tiling
+
+    return Tiles(one(shape.w13_rows), one(shape.hidden))
