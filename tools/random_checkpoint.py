@@ -1,0 +1,210 @@
+"""A Qwen3-MoE checkpoint with random weights, in NVFP4 as ModelOpt exports it: for measuring, not for use.
+
+    python -m tools.random_checkpoint /tmp/qwen3-30b            # 17.5 GB, shaped like Qwen3-30B-A3B
+    python -m tools.random_checkpoint OUT --num-layers 4
+
+Names, types, shapes and files are those of a real checkpoint; only values are made up. They come from one
+pool of random numbers, each tensor starting elsewhere in it: drawing 17 GB takes minutes, this as long as
+writing. The scales give weights a standard deviation of 0.02, so that hidden states stay finite and routing
+is spread over the experts.
+
+The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
+says is text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from turnout.checkpoint.encoders import PROJECTIONS, ExpertLayer, Nvfp4
+from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
+from turnout.formats import nvfp4
+
+# https://huggingface.co/Qwen/Qwen3-30B-A3B: config.json
+QWEN3_30B: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SPREAD = 0.02  # standard deviation of weights
+POOL_BYTES = 64 * 2**20
+SHARD_BYTES = 5 * 10**9
+CODE_RMS = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of e2m1, all codes alike
+SCALES = (0x58, 0x68)  # e4m3 codes of block scales: 16 to 64, less one step
+INPUT_AMAX = 8.0
+
+
+class Pool:
+    """Random tensors, cheaply: views of one block of random numbers."""
+
+    def __init__(self, seed: int):
+        draw = torch.Generator().manual_seed(seed)
+        self._bytes = torch.randint(256, (POOL_BYTES,), dtype=torch.uint8, generator=draw)
+        self._scales = torch.randint(*SCALES, (POOL_BYTES // 4,), dtype=torch.uint8, generator=draw)
+        self._weights = torch.empty(POOL_BYTES // 4, dtype=torch.bfloat16).normal_(0, SPREAD, generator=draw)
+        mean_square = self._scales.view(torch.float8_e4m3fn).float().square().mean()
+        self._global_scale = SPREAD / (CODE_RMS * mean_square.sqrt())
+        self._draw = draw
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """What `entry` holds; norms are 1."""
+        if entry.name.endswith("weight_scale_2"):
+            return self._global_scale
+        if entry.name.endswith("input_scale"):
+            return torch.tensor(INPUT_AMAX / nvfp4.GLOBAL_MAX)
+        if entry.name.endswith("norm.weight"):
+            return torch.ones(entry.shape, dtype=entry.dtype)
+        if entry.dtype == torch.uint8:
+            return self._view(self._bytes, entry)
+        if entry.dtype == torch.bfloat16:
+            return self._view(self._weights, entry)
+        return self._view(self._scales, entry).view(entry.dtype)
+
+    def _view(self, block: Tensor, entry: Entry) -> Tensor:
+        size = math.prod(entry.shape)
+        start = int(torch.randint(len(block), (), generator=self._draw))
+        if start + size <= len(block):
+            return block[start : start + size].view(entry.shape)
+        repeats = -(-(start + size) // len(block))
+        return block.repeat(repeats)[start : start + size].view(entry.shape)
+
+
+def entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
+    """All tensors of a Qwen3-MoE model, in groups that belong into one file."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    yield [_entry("model.embed_tokens", vocab, hidden)]
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        yield [
+            _entry(f"{prefix}.input_layernorm", hidden),
+            _entry(f"{prefix}.self_attn.q_proj", queries, hidden),
+            _entry(f"{prefix}.self_attn.k_proj", keys, hidden),
+            _entry(f"{prefix}.self_attn.v_proj", keys, hidden),
+            _entry(f"{prefix}.self_attn.o_proj", hidden, queries),
+            _entry(f"{prefix}.self_attn.q_norm", config["head_dim"]),
+            _entry(f"{prefix}.self_attn.k_norm", config["head_dim"]),
+            _entry(f"{prefix}.post_attention_layernorm", hidden),
+            _entry(f"{prefix}.mlp.gate", config["num_experts"], hidden),
+        ]
+        yield from Nvfp4({}).groups(_experts(config, i))
+    yield [_entry("model.norm", hidden)]
+    yield [_entry("lm_head", vocab, hidden)]
+
+
+def write(out: Path, config: Mapping[str, Any], *, seed: int = 0) -> int:
+    """A model folder at `out`; how many bytes its weights have. Raises UserError if it cannot be written."""
+    groups = list(entries(config))
+    size = sum(entry.nbytes for group in groups for entry in group)
+    pool = Pool(seed)
+    with new_folder(out, needed_bytes=size) as folder:
+        writer = ShardWriter(folder, groups, SHARD_BYTES)
+        for group in groups:
+            for entry in group:
+                writer.write(entry.name, pool.tensor(entry))
+        writer.finish()
+        write_tokenizer(folder, config["vocab_size"])
+        kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]
+        layers = [_experts(config, i) for i in range(config["num_hidden_layers"])]
+        names = [
+            f"{layer.expert(e)}.{p}"
+            for layer in layers
+            for e in range(layer.num_experts)
+            for p in PROJECTIONS
+        ]
+        quantization, beside = Nvfp4({}).declare(kept, names)
+        for name, value in beside.items():
+            write_json(folder / name, value)
+        write_json(folder / "config.json", {**config, "quantization_config": quantization})
+    return size
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """tokenizer.json and tokenizer_config.json: ids 0 to 255 are bytes, then words, the last `<|end|>`."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{i}" for i in range(len(symbols), vocab_size - 1)]
+    core = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate([*symbols, *words])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|end|>"])
+    core.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end|>"}))
+
+
+def _entry(module: str, *shape: int) -> Entry:
+    return Entry(f"{module}.weight", torch.bfloat16, shape)
+
+
+def _experts(config: Mapping[str, Any], layer: int) -> ExpertLayer:
+    return ExpertLayer(
+        prefix=f"model.layers.{layer}.mlp.experts",
+        num_experts=config["num_experts"],
+        intermediate_size=config["moe_intermediate_size"],
+        hidden_size=config["hidden_size"],
+    )
+
+
+def _stays(entry: Entry) -> bool:
+    """Whether this is a linear layer that is not quantised."""
+    return entry.dtype == torch.bfloat16 and len(entry.shape) == 2 and "embed" not in entry.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--num-layers", type=int, default=QWEN3_30B["num_hidden_layers"])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    size = write(options.out, {**QWEN3_30B, "num_hidden_layers": options.num_layers}, seed=options.seed)
+    seconds = time.perf_counter() - start
+    print(f"{options.out}: {size / 1e9:.1f} GB of weights in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
