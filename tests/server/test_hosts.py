@@ -56,10 +56,13 @@ def hosts(tiny_folder: Path) -> Iterator[Hosts]:
 class Cluster:
     """A head and an agent that serve."""
 
-    def __init__(self, hosts: Hosts, agent: ServerProcess | None = None):
+    def __init__(self, hosts: Hosts):
         self.hosts = hosts
-        self.head = hosts.start(0)
-        self.agent = agent or hosts.start(1)
+        self.agent = hosts.start(1)
+        self.restart_head()
+
+    def restart_head(self) -> None:
+        self.head = self.hosts.start(0)
         self.root = self.head.wait_ready().removesuffix("/v1")
 
     def at_head(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -128,6 +131,21 @@ def test_an_agent_that_leaves_is_waited_for(cluster: Cluster):
     cluster.complete("together again")
 
 
+def test_agents_outlive_a_killed_head_and_ranks_do_not_outlive_a_killed_agent(cluster: Cluster):
+    ranks = [*ranks_of(cluster.head), *ranks_of(cluster.agent)]
+    cluster.head.process.kill()
+    assert eventually(lambda: all(has_ended(rank) for rank in ranks))
+    cluster.head.stop()
+    cluster.restart_head()
+    running, ranks = cluster.streams(), ranks_of(cluster.agent)
+    cluster.agent.process.kill()
+    for stream in running:
+        assert stream.error()["code"] == "engine_failed"
+    assert eventually(lambda: all(has_ended(rank) for rank in ranks))
+    cluster.agent = cluster.hosts.start(1)
+    assert cluster.ready()
+
+
 def test_told_to_stop_the_head_drains_and_sends_all_home(cluster: Cluster):
     ranks = [*ranks_of(cluster.head), *ranks_of(cluster.agent)]
     running = cluster.streams()
@@ -137,21 +155,6 @@ def test_told_to_stop_the_head_drains_and_sends_all_home(cluster: Cluster):
     assert cluster.head.process.wait(20) == 0
     assert cluster.agent.process.wait(20) == 0
     assert all(has_ended(rank) for rank in ranks)
-
-
-def test_agents_outlive_a_killed_head_and_ranks_do_not_outlive_a_killed_agent(hosts: Hosts):
-    cluster = Cluster(hosts)
-    ranks = [*ranks_of(cluster.head), *ranks_of(cluster.agent)]
-    cluster.head.process.kill()
-    assert eventually(lambda: all(has_ended(rank) for rank in ranks))
-    cluster.head.stop()
-    cluster = Cluster(hosts, cluster.agent)
-    running, ranks = cluster.streams(), ranks_of(cluster.agent)
-    cluster.agent.process.kill()
-    for stream in running:
-        assert stream.error()["code"] == "engine_failed"
-    assert eventually(lambda: all(has_ended(rank) for rank in ranks))
-    assert cluster.head.stop() == 0  # while it waits for the agent
 
 
 def test_an_agent_without_a_head_gives_up(hosts: Hosts):

@@ -146,19 +146,23 @@ def test_a_request_starts_at_once_on_resting_ranks(ready: Served):
     assert min(took) < 0.5, took
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_fails_its_requests_at_once_and_is_replaced(ready: Served, victim: int):
-    server, root = ready
-    before, old, folder = shared_memory(), ranks_of(server), folder_of(server)
+def kill(server: ServerProcess, root: str, victim: int) -> None:
+    """Everyone's requests end with an error that says so, soon."""
     running = streams(root)
-    restarts = info(root)["restarts"]
     killed = time.monotonic()
-    old[victim].kill()
+    ranks_of(server)[victim].kill()
     for stream in running:
         error = stream.error()
         assert error["code"] == "engine_failed"
         assert f"rank {victim} was killed by SIGKILL" in error["message"]
         assert stream.ended - killed < NOTICED
+
+
+def test_a_killed_rank_fails_its_requests_at_once_and_is_replaced(ready: Served):
+    server, root = ready
+    before, old, folder = shared_memory(), ranks_of(server), folder_of(server)
+    restarts = info(root)["restarts"]
+    kill(server, root, 0)
     assert eventually(lambda: httpx.get(f"{root}/ready").status_code == 503, NOTICED)
     refused = httpx.post(f"{root}/v1/completions", json={"prompt": "meanwhile"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
@@ -173,7 +177,7 @@ def test_a_killed_rank_fails_its_requests_at_once_and_is_replaced(ready: Served,
 
 def test_kills_during_recovery_are_survived(ready: Served):
     server, root = ready
-    ranks_of(server)[1].kill()
+    kill(server, root, 1)
     for _ in range(2):
         known = {process.pid for process in ranks_of(server)}
         assert eventually(lambda: len({p.pid for p in ranks_of(server)} - known) == 2, RECOVERED)  # noqa: B023
