@@ -149,7 +149,8 @@ def _runner(r: RunnerCapability) -> dict[str, str]:
         "hidden size, multiple of": str(r.hidden_multiple),
         "a rank's intermediate size, multiple of": str(r.intermediate_multiple),
         "CUDA graphs": _yes(r.graph_safe),
-        "deterministic": _yes(r.deterministic),
+        "the same batch gives the same bits": _yes(r.deterministic),
+        "`--deterministic`": _yes(r.batch_invariant),
         "needs": _code(str(p) for p in r.requires) or "-",
     }
 
@@ -168,6 +169,7 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
         "several hosts": _yes(d.multi_host),
         "expert-parallel ranks": "any" if d.max_ep is None else f"up to {d.max_ep}",
         "CUDA graphs": _yes(d.graph_safe),
+        "`--deterministic`": _yes(d.batch_invariant),
         "needs": _code(str(p) for p in d.requires) or "-",
     }
 

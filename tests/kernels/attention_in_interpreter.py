@@ -1,4 +1,4 @@
-"""Run by test_paged_attention.py with TRITON_INTERPRET=1: decode attention on small cases; prints JSON.
+"""Run by test_paged_attention.py with TRITON_INTERPRET=1: attention and products by rows; prints JSON.
 
 In float32: the interpreter's products of bfloat16 are wrong.
 """
@@ -11,6 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 from turnout.kernels.paged_attention import attend
+from turnout.kernels.row_gemm import linear
 
 results = {}
 patch = interpreter._patch_lang_tensor
@@ -46,11 +47,21 @@ def error(ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1) -> float
     return float((found.float() - wanted).abs().max())
 
 
+def product(N: int, M: int, K: int, *, bias: bool = False, rows: int | None = None) -> bool:
+    """Whether `linear` is right for x [N, K] of a wider matrix."""
+    draw = torch.Generator().manual_seed(N)
+    x, w = torch.randn(N, 2 * K, generator=draw)[:, :K], torch.randn(M, K, generator=draw)
+    b = torch.randn(M, generator=draw) if bias else None
+    return torch.allclose(linear(x, w, b, rows), torch.nn.functional.linear(x, w, b), atol=1e-4)
+
+
 results["short"] = error([1, 5, 17]) < 1e-5
 results["pages"] = error([130, 64, 65, 200]) < 1e-5
 results["splits"] = error([300, 7, 129], splits=4) < 1e-5
 results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
 results["odd-heads"] = error([90, 33], heads=(6, 2), size=24, page=4) < 1e-5
 results["one-kv-head"] = error([70], heads=(20, 1), size=32) < 1e-5
+results["product"] = product(1, 70, 128, bias=True) and product(0, 8, 64)
+results["product-odd"] = product(37, 5, 72) and product(37, 64, 72, bias=True, rows=16)
 
 print(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Decode attention in Triton's interpreter, against a softmax written out; and on a GPU, at real sizes."""
+"""Attention and products by rows in Triton's interpreter, against torch's; and on a GPU, at real sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def results() -> dict[str, bool]:
     return interpreted.results("attention_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["short", "pages", "splits", "padding", "odd-heads", "one-kv-head"])
+@pytest.mark.parametrize(
+    "case",
+    ["short", "pages", "splits", "padding", "odd-heads", "one-kv-head", "product", "product-odd"],
+)
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
 

@@ -21,6 +21,7 @@ RUNNER_CAPABILITIES = {
             wire_formats=frozenset(WIRE_GROUP),
             activation_formats=frozenset({"bf16", "nvfp4", "fp8"}),
             graph_safe=False,
+            batch_invariant=True,
         ),
         RunnerCapability(
             name="triton",
@@ -37,6 +38,7 @@ RUNNER_CAPABILITIES = {
             intermediate_multiple=8,  # gate and up alternate by as many rows
             weight_storages=frozenset({"packed"}),
             preference=10,  # ahead of torch at every measured point (docs/performance.md)
+            batch_invariant=True,
             requires=(TRITON,),
         ),
     )
@@ -52,6 +54,7 @@ DISPATCHER_CAPABILITIES = {
             exchange="gather",
             wire_formats=frozenset(WIRE_GROUP),
             preference=10,  # two collectives a layer, and no waits of the host
+            batch_invariant=True,
         ),
         DispatcherCapability(
             name="collective",
@@ -60,6 +63,7 @@ DISPATCHER_CAPABILITIES = {
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
             graph_safe=False,  # the host waits for counts where few ranks need a token
+            batch_invariant=True,
         ),
         DispatcherCapability(
             name="collective-experts",
@@ -68,6 +72,7 @@ DISPATCHER_CAPABILITIES = {
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
             graph_safe=False,
+            batch_invariant=True,
         ),
     )
 }

@@ -13,6 +13,7 @@ from itertools import product
 from turnout.moe import budget as sizes
 from turnout.moe.budget import WIRE_GROUP, Budget, gigabytes
 from turnout.moe.capability import (
+    OTHER_DISPATCHER,
     OTHER_RUNNER,
     DispatcherCapability,
     Refusal,
@@ -39,6 +40,7 @@ class Wishes:
     dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
     activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
     weight_storage: str = "auto"  # auto, packed, decoded
+    deterministic: bool = False  # a token's bits must not depend on what else is in the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +144,14 @@ def search(
     working, refused = [], []
     for dispatcher in dispatchers:
         reasons = dispatcher.refusals(case.topology, case.hardware)
+        reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
         refused += reasons
         if not reasons:
             working.append(dispatcher)
     candidates = []
     for place, runner in enumerate(runners):
         own = runner.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
+        own += _variance_refusals(case, f"runner {runner.name}", runner, OTHER_RUNNER)
         activations, no_activation = _activations(case, runner)
         storages, no_storage = _storages(case, runner)
         feeders, no_feeder = _feeders(case, runner, dispatchers)
@@ -163,6 +167,21 @@ def search(
             elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
                 refused += reasons
     return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
+
+
+def _variance_refusals(
+    case: Case, who: str, backend: RunnerCapability | DispatcherCapability, other: str
+) -> list[Refusal]:
+    if backend.batch_invariant or not case.wishes.deterministic:
+        return []
+    return [
+        Refusal(
+            who=who,
+            asked="--deterministic",
+            limit="what a token gets may depend on what else is in the batch",
+            remedy=f"leave --deterministic out, or {other}",
+        )
+    ]
 
 
 def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:

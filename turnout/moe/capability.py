@@ -58,7 +58,9 @@ class RunnerCapability:
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
-    deterministic: bool = True
+    deterministic: bool = True  # the same batch gives the same bits
+    # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
+    batch_invariant: bool = False
     requires: tuple[Package, ...] = ()
 
     def refusals(
@@ -131,6 +133,7 @@ class DispatcherCapability:
     max_ep: int | None = None  # None: any
     preference: int = 0
     graph_safe: bool = True
+    batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
     requires: tuple[Package, ...] = ()
 
     def refusals(self, topology: Topology, hardware: Hardware) -> list[Refusal]:

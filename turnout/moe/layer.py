@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
+from turnout.kernels import rowwise
 from turnout.moe.dispatch import Dispatcher
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import route
@@ -55,6 +56,7 @@ class MoELayer:
         self._router_weight, self._router_bias = router_weight, router_bias
         self._correction_bias = correction_bias
         self._shared_expert, self._groups = shared_expert, groups
+        self._linear = rowwise.linear if plan.deterministic else F.linear
         device = router_weight.device
         self._runner: Experts = runner or RUNNERS.get(plan.prefill.runner)(spec, plan, device)
         self._runner.prepare(self._checked(experts))
@@ -76,7 +78,7 @@ class MoELayer:
     ) -> Tensor:
         """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
         which rows are tokens, the others being padding; None: all."""
-        logits_TE = F.linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
+        logits_TE = self._linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = route(logits_TE, self._spec.routing, self._spec.top_k, self._correction_bias)
         if real_T is not None:
             ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)

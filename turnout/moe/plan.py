@@ -88,6 +88,7 @@ class MoEPlan:
     weight_bytes: int  # of one layer on this rank, as stored for use
     workspace_bytes: int
     dispatch_bytes: int
+    deterministic: bool = False  # a token's bits depend on nothing else in the batch
     # A shared expert's weights: "sharded" over all ranks, part of the sum that the layer owes in both phases,
     # or "whole", on the tokens of this rank.
     shared_expert: str = "whole"
@@ -150,6 +151,7 @@ def plan(
         weight_bytes=best.weight_bytes,
         workspace_bytes=best.workspace_bytes,
         dispatch_bytes=best.dispatch_bytes,
+        deterministic=wishes.deterministic,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates, measured),

@@ -5,7 +5,8 @@ order, with rows or without. A group of one rank does nothing and needs no proce
 runs alone without torch.distributed.
 
 All results are the same bits on every rank of the group that gets them. Between CPUs, sums are made in the
-order of ranks, in float32 at least. NCCL's own are used on GPUs: it rounds to the tensor's dtype at each hop.
+order of ranks, in float32 at least. NCCL's own are used on GPUs: it rounds to the tensor's dtype at each hop,
+in an order that varies with the place of a value. With `fixed_order`, sums on GPUs are made as between CPUs.
 
 Legend: R rows of this rank, n ranks of the group.
 """
@@ -65,12 +66,16 @@ class Group:
 class ProcessGroup(Group):
     """Ranks that talk through torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, handle: dist.ProcessGroup):
+    def __init__(
+        self, ranks: Sequence[int], rank: int, handle: dist.ProcessGroup, *, fixed_order: bool = False
+    ):
         super().__init__(ranks, rank)
-        self._handle = handle
+        self._handle, self._fixed_order = handle, fixed_order
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":  # gloo's own takes twice as long, and its order depends on the size
+        if (
+            x.device.type == "cpu" or self._fixed_order
+        ):  # gloo's own takes twice as long, and its order depends on the size
             return _all_reduce(self, x)
         self.calls += 1
         dist.all_reduce(x, group=self._handle)
@@ -90,7 +95,7 @@ class ProcessGroup(Group):
 
     def reduce_scatter(self, x_R: Tensor, counts: Sequence[int]) -> Tensor:
         own = counts[self.rank]
-        if x_R.device.type != "cpu" and len(set(counts)) == 1:
+        if x_R.device.type != "cpu" and len(set(counts)) == 1 and not self._fixed_order:
             self.calls += 1
             out = x_R.new_empty(own, *x_R.shape[1:])
             _reduce_scatter(out, x_R.contiguous(), group=self._handle)
@@ -151,7 +156,10 @@ def _reduce_scatter_by_parts(group: Group, x_R: Tensor, counts: Sequence[int]) -
 def _sum(parts: Tensor) -> Tensor:
     """The sum over dimension 0, in its order; floats are summed in float32 and rounded once."""
     exact = torch.float32 if parts.is_floating_point() and parts.itemsize < 4 else parts.dtype
-    return parts.sum(0, dtype=exact).to(parts.dtype)
+    total = parts[0].to(exact)
+    for part in parts[1:]:  # `sum` has an order of its own, which varies with the place of a value
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -193,12 +201,14 @@ def connect(
     device: torch.device,
     timeout: float = JOIN_SECONDS,
     shared_memory: bool = True,
+    fixed_order: bool = False,
 ) -> Groups:
     """Meet the other ranks and make the groups; collective. Nothing to meet for a single rank.
 
     init_method: where, as torch.distributed has it: "file:///path" for one host, "tcp://host:port" of rank
     0 for several, "env://" under torchrun. CUDA ranks talk over NCCL and, for host values, gloo. CPU ranks
     of one host meet over gloo and talk through shared memory, if `shared_memory` and the host let them.
+    fixed_order: of all sums, at the price of moving every part by itself.
     """
     if topology.tp_size == 1:
         return Groups(topology=topology)
@@ -214,7 +224,7 @@ def connect(
     attention, stride = topology.attention_tp_groups(), topology.attention_tp
     parallel = [list(range(first, topology.tp_size, stride)) for first in range(stride)]
     partitions = ([list(range(topology.tp_size))], attention, parallel)
-    found = [_own_group(partition, topology.rank) for partition in partitions]
+    found = [_own_group(partition, topology.rank, fixed_order) for partition in partitions]
     if shared_memory and device.type == "cpu" and topology.nnodes == 1:
         found = [_through_shared_memory(group) for group in found]
     world, attention_tp, data_parallel = found
@@ -227,13 +237,13 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _own_group(partition: Sequence[Sequence[int]], rank: int) -> Group:
+def _own_group(partition: Sequence[Sequence[int]], rank: int, fixed_order: bool) -> Group:
     """The member of `partition` that holds `rank`; every rank makes every group, as torch demands."""
     own = next(ranks for ranks in partition if rank in ranks)
     handles = {tuple(ranks): dist.new_group(list(ranks)) for ranks in partition if len(ranks) > 1}
     if len(own) == 1:
         return Group(own)
-    return ProcessGroup(own, own.index(rank), handles[tuple(own)])
+    return ProcessGroup(own, own.index(rank), handles[tuple(own)], fixed_order=fixed_order)
 
 
 def _through_shared_memory(group: Group) -> Group:

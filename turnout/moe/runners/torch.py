@@ -9,7 +9,9 @@ shape alone:
 * otherwise: pairs sorted by expert, one GEMM per expert that has any. GEMM libraries choose their order
   of summation by the number of rows, so here a token's last bits may vary with its company.
 
-Both are deterministic: the same batch gives the same bits. GEMMs on a CPU accumulate in float32, and
+A `deterministic` plan has tokens, and rows of slabs, computed one by one: then it never does.
+
+All are deterministic: the same batch gives the same bits. GEMMs on a CPU accumulate in float32, and
 between them values stay float32, whatever the compute dtype; on CUDA they are of the compute dtype.
 
 NVFP4 with `activation_format` "nvfp4" emulates FP4 tensor cores: inputs of both GEMMs are rounded to NVFP4
@@ -35,6 +37,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import ActivationScales, resolve_per_expert, resolve_shared
 from turnout.kernels.panels import Panels, panel_width
+from turnout.kernels.rowwise import one_by_one
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
@@ -82,8 +85,10 @@ class TorchRunner:
         self._quantize = plan.activation_format == "nvfp4"
         self._round = ROUNDINGS[plan.activation_format]
         self._decoded = plan.weight_storage == "decoded"
+        self._alone = plan.deterministic
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
+        self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
         self._gemm_dtype = torch.float32 if device.type == "cpu" else self._dtype
 
     # Weights
@@ -127,13 +132,39 @@ class TorchRunner:
     # Batches
 
     def same_bits(self, tokens: int) -> range:
+        if self._alone:
+            return range(self._max_tokens + 1)
         gathered = isinstance(self._w13, Panels) and isinstance(self._w2, Panels)
         most = GATHER_PAIRS_PER_EXPERT * self._count // self._top_k if gathered else 0
         return range(most + 1 if tokens <= most else 0)
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
-        out = self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
+        if self._alone:
+            out = self._tokens_alone(batch) if isinstance(batch, TokensBatch) else self._rows_alone(batch)
+        else:
+            out = self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
         return out.to(self._dtype)
+
+    def _tokens_alone(self, batch: TokensBatch) -> Tensor:
+        def token(data: Tensor, ids: Tensor, weights: Tensor, *scale: Tensor) -> Tensor:
+            hidden = replace(batch.hidden, data=data, scale=scale[0] if scale else None)
+            return self._tokens(TokensBatch(hidden=hidden, topk_ids=ids, topk_weights=weights))
+
+        scale = [] if batch.hidden.scale is None else [batch.hidden.scale]
+        return one_by_one(token, batch.hidden.data, batch.topk_ids, batch.topk_weights, *scale)
+
+    def _rows_alone(self, batch: ExpertsBatch) -> Tensor:
+        """Slabs as `_slabs` computes them, each row as if all other rows were unused."""
+        hidden, counts = batch.hidden, batch.counts
+        out = torch.zeros(*hidden.data.shape[:2], self._w2.outputs, device=self._device)
+        for expert, count in enumerate(counts.tolist()):
+            one_E = torch.zeros_like(counts)
+            one_E[expert] = 1
+            for row in range(count):
+                scale = None if hidden.scale is None else hidden.scale[:, row : row + 1]
+                one = replace(hidden, data=hidden.data[:, row : row + 1], scale=scale)
+                out[expert, row] = self._slabs(ExpertsBatch(hidden=one, counts=one_E))[expert, 0]
+        return out
 
     def _tokens(self, batch: TokensBatch) -> Tensor:
         s1, s2 = self._shared if self._quantize else (None, None)

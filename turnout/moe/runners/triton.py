@@ -92,6 +92,7 @@ class TritonRunner:
         self._first, self._count = plan.first_expert, plan.num_local_experts
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
+        self._deterministic = plan.deterministic
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
         self._table = plan.tiles
         self._padded_count = _power_of_two(self._count + 1)
@@ -120,6 +121,8 @@ class TritonRunner:
         )
 
     def same_bits(self, tokens: int) -> range:
+        if self._deterministic:
+            return range(self._max_tokens + 1)
         tiles, first, end = self._tiles(tokens), tokens, tokens + 1
         while first > 0 and self._tiles(first - 1) == tiles:
             first -= 1

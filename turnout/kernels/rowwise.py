@@ -1,0 +1,43 @@
+"""Products whose rows depend on nothing but themselves: the same bits alone and in any company.
+
+GEMM libraries choose tiles and the order of summation by the number of rows, so a row's last bits vary with
+how many others there are. Here they do not:
+
+* On a CPU every row is a call of its own, of one shape. Other work of a model has the same trouble there
+  (vector loops end in scalar ones, which round otherwise), so whoever wants a whole forward invariant gives
+  it one token at a time; this is for the products that then still see several rows.
+* On CUDA one kernel, in Triton. As in expert_gemm.py weights are the first operand of the tensor cores and
+  rows the second, so that a tile's width follows their number, while each row's products are added in the
+  same order, 64 columns at a time into one accumulator, whatever the width. No split of the inner dimension.
+
+Legend: N rows, K inputs, M outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as torch.nn.functional.linear
+
+
+def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """[N, M] in x's dtype, which is the weight's and the bias's; the inner dimensions are contiguous."""
+    if x_NK.device.type == "cuda" and find_spec("triton"):
+        from turnout.kernels.row_gemm import linear as fused
+
+        return fused(x_NK, weight_MK, bias_M)
+    return one_by_one(lambda row: F.linear(row, weight_MK, bias_M), x_NK)
+
+
+def one_by_one(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """`function` of one row of each at a time, put together; rows [N, ...] are copied, hence aligned alike.
+
+    Without rows it is called once, for the shape of nothing.
+    """
+    singles = list(zip(*(x.split(1) for x in rows), strict=True)) if len(rows[0]) else [rows]
+    return torch.cat([function(*(x.clone() for x in single)) for single in singles])
