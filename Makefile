@@ -3,23 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what it imports; compiling all of every package would take longer than the tests' imports.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 
 .PHONY: demo test test-gpu lint bench clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e .
+	$(INSTALL) torch
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base tests/flashinfer-requirements.txt
-	$(PIP) install -q -c constraints.txt -e '.[test]'
-	$(PIP) install -q --no-deps --no-compile -r tests/flashinfer-requirements.txt
+	$(INSTALL) -e '.[test]'
+	$(INSTALL) --no-deps -r tests/flashinfer-requirements.txt
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) install -q -c constraints.txt -e '.[lint]'
+	$(INSTALL) -e '.[lint]'
 	touch $@
 
 demo: $(VENV)/.base
