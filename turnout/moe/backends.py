@@ -9,6 +9,7 @@ from __future__ import annotations
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.packages import TRITON
+from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
 
 RUNNER_CAPABILITIES = {
     declared.name: declared
@@ -37,6 +38,7 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=8,  # 16-byte copies of rows
             intermediate_multiple=8,  # gate and up alternate by as many rows
             weight_storages=frozenset({"packed"}),
+            workspace=hopper_workspace_bytes,
             preference=10,  # ahead of torch at every measured point (docs/performance.md)
             batch_invariant=True,
             requires=(TRITON,),

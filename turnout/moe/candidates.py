@@ -96,9 +96,11 @@ class Case:
         """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""
         return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
 
-    def workspace(self, dispatcher: DispatcherCapability, phase: str, storage: str) -> int:
-        """What a runner needs beside its weights behind `dispatcher`, in bytes."""
-        return sizes.workspace_bytes(
+    def workspace(
+        self, runner: RunnerCapability, dispatcher: DispatcherCapability, phase: str, storage: str
+    ) -> int:
+        """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
+        return runner.workspace(
             self.spec,
             rows=self.rows(dispatcher, phase),
             layout=dispatcher.layout,
@@ -310,7 +312,7 @@ def _join(
         storage=storage,
         wire=wire,
         weight_bytes=case.weight_bytes(storage),
-        workspace_bytes=max(case.workspace(feeds[phase], phase, storage) for phase in PHASES),
+        workspace_bytes=max(case.workspace(runner, feeds[phase], phase, storage) for phase in PHASES),
         dispatch_bytes=_dispatch_bytes(case, feeds, wire),
         order=(
             -runner.preference,
@@ -348,7 +350,9 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
 def _needed(case: Case, candidate: Candidate) -> int:
     """Experts of all layers and the shared buffers; the rest of the model comes on top."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
-    workspace = max(case.workspace(feeds[phase], phase, candidate.storage) for phase in PHASES)
+    workspace = max(
+        case.workspace(candidate.runner, feeds[phase], phase, candidate.storage) for phase in PHASES
+    )
     return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)
 
 

@@ -9,11 +9,11 @@ values; none knows a backend's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves, workspace_bytes
 from turnout.moe.packages import Package
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
@@ -56,6 +56,7 @@ class RunnerCapability:
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
+    workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
     deterministic: bool = True  # the same batch gives the same bits

@@ -1,0 +1,129 @@
+"""The arena of the Hopper kernels: what is planned, what is allocated, and that layers share it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.moe.build import make_experts, make_plan, make_spec
+from turnout.moe.arena import Arena, shared
+from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.plan import MoEPlan
+from turnout.moe.spec import MoESpec
+from turnout.moe.workspace import aligned, regions, shape_of, workspace_bytes
+from turnout.registry import RUNNERS
+
+CPU = torch.device("cpu")
+FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
+
+
+def planned(spec: MoESpec, layout: str, rows: int) -> int:
+    assert RUNNER_CAPABILITIES["triton"].workspace is workspace_bytes
+    return workspace_bytes(
+        spec,
+        rows=rows,
+        layout=layout,
+        num_local_experts=spec.num_experts,
+        expert_tp=1,
+        decoded=False,
+        itemsize=2,
+    )
+
+
+def test_regions_lie_apart_and_fill_the_arena():
+    spec = make_spec(format="fp8", hidden_size=256, intermediate_size=256)
+    shape = shape_of(spec, num_local_experts=8, expert_tp=1)
+    sets = {"tokens": regions(shape, "tokens", 100), "experts": regions(shape, "experts", 9)}
+    arena = Arena(CPU, sets)
+    for layout, sizes in sets.items():
+        parts = {name: arena.take(layout, name, size, dtype=torch.uint8) for name, size in sizes.items()}
+        for value, part in enumerate(parts.values(), start=1):
+            part.fill_(value)
+        assert [part.unique().tolist() for part in parts.values()] == [[v + 1] for v in range(len(parts))]
+        assert all(part.data_ptr() % 16 == 0 for part in parts.values())
+    assert arena.nbytes == max(sum(map(aligned, sizes.values())) for sizes in sets.values())
+    # What must stay zero between calls is the same memory in both layouts.
+    assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
+    assert sets["tokens"]["counts"] == sets["experts"]["counts"] == 2 * 4 * 16
+
+
+def test_more_than_planned_names_what_asked_for_it():
+    arena = Arena(CPU, {"tokens": {"h": 64}})
+    assert arena.take("tokens", "h", 4, 8, dtype=torch.bfloat16).shape == (4, 8)
+    with pytest.raises(RuntimeError, match=r"workspace 'h' of layout 'tokens': 66 bytes wanted, 64 planned"):
+        arena.take("tokens", "h", 33, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"'y' of layout 'experts': 2 bytes wanted, 0 planned"):
+        arena.take("experts", "y", 1, dtype=torch.bfloat16)
+
+
+def test_layers_share_an_arena_for_as_long_as_one_of_them_lives():
+    first, second = (shared(CPU, {"tokens": {"h": 64}}) for _ in range(2))
+    other = shared(CPU, {"tokens": {"h": 128}})
+    assert first is second
+    assert first is not other
+    last = weakref.ref(first)
+    del first
+    gc.collect()
+    assert last() is second
+    del second
+    gc.collect()
+    assert last() is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 17, 5000])
+def test_planned_bytes_grow_with_the_batch_and_count_what_is_quantised(format: str, rows: int):
+    spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
+    pairs = rows * spec.top_k
+    least = pairs * (2 * 256 + 2 * 256 + 4) + 2 * rows * 256  # h, y, order; the output
+    least += pairs * 2 * (256 + 256 // 32) if format == "fp8" else 0
+    size = planned(spec, "tokens", rows)
+    assert least <= size <= 1.1 * least + 4 * pairs + 8 * 256 + 4096
+    assert planned(spec, "tokens", rows + 1) >= size
+    slabs = planned(spec, "experts", rows)
+    assert slabs >= 8 * rows * (2 * 256 + 2 * 256)
+
+
+def allocated(spec: MoESpec, plan: MoEPlan, tokens: int, calls: int) -> tuple[int, int]:
+    """Bytes of the arena, and the most that a call allocates besides."""
+    device = torch.device("cuda")
+    runner = RUNNERS.get("triton")(spec, plan, device)
+    runner.prepare(make_experts(spec))
+    draw = torch.Generator().manual_seed(0)
+    weights_TK, ids_TK = torch.rand(tokens, spec.num_experts, generator=draw).topk(spec.top_k)
+    batch = TokensBatch(
+        hidden=Hidden(data=torch.randn(tokens, spec.hidden_size, generator=draw).bfloat16().cuda()),
+        topk_ids=ids_TK.int().cuda(),
+        topk_weights=weights_TK.cuda(),
+    )
+    most = 0
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner(batch)
+        torch.cuda.synchronize()
+        most = max(most, torch.cuda.max_memory_allocated() - before)
+    return runner._arena.nbytes, most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_allocates_what_was_planned(format: str):
+    spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
+    plan = make_plan(
+        spec,
+        runner="triton",
+        activation_format="fp8" if format == "fp8" else "bf16",
+        compute_dtype="bfloat16",
+    )
+    plan = replace(plan, prefill=replace(plan.prefill, max_tokens=1024))
+    for tokens in (7, 1024):  # whatever comes first, the arena is that of the bound
+        arena, besides = allocated(spec, plan, tokens, calls=2)
+        assert arena + 2 * 256 * 1024 == planned(spec, "tokens", 1024)
+        assert besides == max(512, 2 * 256 * tokens)

@@ -1,0 +1,78 @@
+"""What the Hopper kernels need beside weights, region by region: what plans count and arenas hold.
+
+No torch here. All sizes are bytes; regions of an arena begin at multiples of ALIGN.
+
+Legend: R rows of a batch, P = R top_k pairs (token, expert), H hidden, I inner, E local experts, C rows of
+a slab.
+"""
+
+from __future__ import annotations
+
+from turnout.moe.spec import MoESpec
+from turnout.moe.tiles import MIN_TOKENS, ExpertShape
+
+ALIGN = 256
+FP8_GROUP = 128  # columns that share a float32 scale
+
+
+def aligned(size: int) -> int:
+    """Up to the next multiple of ALIGN."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def shape_of(spec: MoESpec, *, num_local_experts: int, expert_tp: int) -> ExpertShape:
+    """One rank's share of `spec`."""
+    return ExpertShape(
+        format=spec.format,
+        hidden=spec.hidden_size,
+        inner=spec.intermediate_size // expert_tp,
+        w13_rows=spec.w13_rows // expert_tp,
+        num_experts=spec.num_experts,
+        local_experts=num_local_experts,
+        top_k=spec.top_k,
+    )
+
+
+def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
+    """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
+
+    counts: int32 [2, power of two above E], zero between calls, hence first in every set.
+    tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
+    GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
+    scale per group; by_expert, the same with rows sorted by expert.
+    """
+    fp8, H, I = shape.format == "fp8", shape.hidden, shape.inner
+    found = {"counts": 2 * 4 * (1 << shape.local_experts.bit_length())}
+    if layout == "experts":
+        held = shape.local_experts * rows
+        found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))
+        found["h"] = 2 * held * I
+        return found | (_quantized("quantized", held * max(H, I)) if fp8 else {})
+    pairs = rows * shape.top_k
+    found["tiles"] = 16 * (1 + shape.most_tiles(rows, MIN_TOKENS))
+    found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
+    if fp8:
+        found |= _quantized("quantized", max(rows * H, pairs * I))
+        found |= _quantized("by_expert", pairs * max(H, I)) if shape.sortable else {}
+    return found
+
+
+def workspace_bytes(
+    spec: MoESpec,
+    *,
+    rows: int,
+    layout: str,
+    num_local_experts: int,
+    expert_tp: int,
+    decoded: bool,
+    itemsize: int,
+) -> int:
+    """The arena for batches of `rows` in one layout, and the output that a call hands out."""
+    shape = shape_of(spec, num_local_experts=num_local_experts, expert_tp=expert_tp)
+    slabs = num_local_experts if layout == "experts" else 1
+    arena = sum(map(aligned, regions(shape, layout, rows).values()))
+    return arena + itemsize * slabs * rows * spec.hidden_size
+
+
+def _quantized(name: str, values: int) -> dict[str, int]:
+    return {name: values, f"{name}_scales": 4 * values // FP8_GROUP}
