@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from turnout.moe.routing import route
+from turnout.moe.routing import Router, route
 from turnout.moe.spec import Routing
 
 T, H, E, K = 33, 24, 16, 4
@@ -93,3 +93,18 @@ def test_no_tokens(kind):
     routing = Routing(kind=kind, n_group=4, topk_group=2)
     ids, weights = route(torch.empty(0, E), routing, K)
     assert ids.shape == weights.shape == (0, K)
+
+
+def test_padding_is_named_and_not_counted():
+    torch.manual_seed(0)
+    logits, real = torch.randn(T, E), torch.rand(T) < 0.5
+    counts = torch.ones(E, dtype=torch.int64)
+    routing = Routing(kind="softmax_topk", renormalize=True)
+    router = Router(routing, num_experts=E, top_k=K, device=logits.device)
+    ids, weights = router(logits, real, counts)
+    wanted = route(logits, routing, K)
+    assert torch.equal(ids[real], wanted[0][real])
+    assert torch.equal(weights[real], wanted[1][real])
+    assert (ids[~real] == -1).all()
+    assert not weights[~real].any()
+    assert torch.equal(counts, 1 + torch.bincount(ids[real].flatten().long(), minlength=E))

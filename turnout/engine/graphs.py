@@ -154,13 +154,14 @@ class PaddedAttention:
 
         self._paged, self._slots_B, self._table_BP, self._ends_B = paged, slots_B, table_BP, ends_B
         longest = table_BP.shape[1] * paged.page_size
-        self._splits = spans(len(slots_B), paged.cache.shape[1], longest, processors)
+        self._splits = paged.fixed_spans or spans(len(slots_B), paged.cache.shape[1], longest, processors)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         from turnout.kernels.paged_attention import attend
+        from turnout.kernels.rows import store
 
         cache_HS2D = self._paged.cache[layer]
-        cache_HS2D.index_copy_(1, self._slots_B, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
+        store(k_NHD, v_NHD, self._slots_B, cache_HS2D)
         return attend(
             q_NHD.contiguous(),
             cache_HS2D,

@@ -1,7 +1,8 @@
 """The parts of a decoder: embedding, norm, rotary embedding, attention projections, gated MLP, head.
 
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
-matrix product costs mostly its call. Parts that ranks share take the `Group` of these ranks, which may be
+matrix product costs mostly its call. For the same reason what lies between products is one kernel each on
+CUDA (kernels/rows.py). Parts that ranks share take the `Group` of these ranks, which may be
 this one alone; their sizes are then this rank's.
 
 Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, Hq/Hkv query/KV heads,
@@ -12,15 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.kernels.rowwise import Linear
 from turnout.models import interface
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.parallel.groups import ALONE, Group
+
+
+def one_kernel(device: torch.device) -> bool:
+    """Whether Triton can make one kernel of what torch composes."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 class Embedding:
@@ -41,14 +49,17 @@ class Embedding:
 class Head:
     """Logits of the whole vocabulary. weight: [V, H], or counts[rank] rows of it on each rank of `group`."""
 
-    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group):
+    def __init__(
+        self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = F.linear
+    ):
         self._weight_VH, self._counts, self._group = weight_VH, counts, group
+        self._linear = linear
 
     def __call__(self, hidden_SH: Tensor) -> Tensor:
         """float32 [S, V]."""
         if self._group.size == 1:
-            return F.linear(hidden_SH, self._weight_VH).float()
-        logits_VS = F.linear(self._weight_VH, hidden_SH)
+            return self._linear(hidden_SH, self._weight_VH).float()
+        logits_VS = self._linear(hidden_SH, self._weight_VH).T
         return self._group.all_gather(logits_VS, self._counts).T.float().contiguous()
 
 
@@ -62,7 +73,8 @@ class Norm:
 
     def __init__(self, weight: Tensor, eps: float):
         K = weight.shape[-1]
-        self._weight, self._eps, self._shape = weight, eps, (K,)
+        self.weight, self.eps, self._shape = weight, eps, (K,)
+        self._fused = one_kernel(weight.device) and weight.dim() == 1
         self._composed = weight.device.type == "cpu"
         self._scaled = weight.float() * math.sqrt(K)
         self._floor = torch.tensor(math.sqrt(K * eps), device=weight.device)
@@ -71,9 +83,18 @@ class Norm:
         if self._composed:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             return (x * self._scaled).div_(length.hypot_(self._floor)).to(x.dtype)
-        if self._weight.dim() == 1:
-            return F.rms_norm(x, self._shape, self._weight, self._eps)
-        return F.rms_norm(x, self._shape, eps=self._eps) * self._weight
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, self._shape, self.weight, self.eps)
+        return F.rms_norm(x, self._shape, eps=self.eps) * self.weight
+
+    def of_sum(self, x_NH: Tensor, delta_NH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm); x [N, H] itself where there is no delta."""
+        if self._fused:
+            from turnout.kernels import rows
+
+            return rows.norm(x_NH, self.weight, self.eps, delta_NH)
+        total_NH = x_NH if delta_NH is None else x_NH + delta_NH
+        return total_NH, self(total_NH)
 
 
 class RotaryEmbedding:
@@ -121,30 +142,41 @@ class Attention:
         out_bias: Tensor | None = None,
         qk_norm: Norm | None = None,
         group: Group = ALONE.attention_tp,
+        linear: Linear = F.linear,
     ):
-        self._layer, self._group = layer, group
+        self._layer, self._group, self._linear = layer, group, linear
         self._num_q, self._head_dim = shape.num_heads, shape.head_dim
         self._num_qk = shape.num_heads + shape.num_kv_heads
         self._num_qkv = self._num_qk + shape.num_kv_heads
         self._qkv, self._qkv_bias = qkv, qkv_bias
         self._out, self._out_bias = out, out_bias
         self._qk_norm = qk_norm
+        self._fused = one_kernel(qkv.device)
 
     def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention) -> Tensor:
         N, D = x_NH.shape[0], self._head_dim
-        heads_NGD = F.linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
+        heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
+        heads_NGD = heads_NX.view(N, self._num_qkv, D)
+        q_NHD, k_NHD = self._fuse(heads_NX, *rotary) if self._fused else self._compose(heads_NGD, *rotary)
+        out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :])
+        out_NH = self._linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
+        return self._group.all_reduce(out_NH)
+
+    def _compose(self, heads_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated."""
         qk_NGD = heads_NGD[:, : self._num_qk]
         if self._qk_norm is not None:
             qk_NGD = self._qk_norm(qk_NGD)
-        qk_NGD = rotate(qk_NGD, *rotary)
-        out_NHD = attention(
-            self._layer,
-            qk_NGD[:, : self._num_q],
-            qk_NGD[:, self._num_q :],
-            heads_NGD[:, self._num_qk :],
-        )
-        out_NH = F.linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
-        return self._group.all_reduce(out_NH)
+        qk_NGD = rotate(qk_NGD, cos_N1D, sin_N1D)
+        return qk_NGD[:, : self._num_q], qk_NGD[:, self._num_q :]
+
+    def _fuse(self, heads_NX: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_compose`, in one launch."""
+        from turnout.kernels import rows
+
+        norm, num_k = self._qk_norm, self._num_qk - self._num_q
+        weight_GD, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return rows.rotate(heads_NX, self._num_q, num_k, cos_N1D[:, 0], sin_N1D[:, 0], weight_GD, eps)
 
 
 class GatedMLP:
@@ -153,13 +185,19 @@ class GatedMLP:
     group: the ranks whose results are summed, each having a share of I.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, group: Group = ALONE.attention_tp):
-        self._gate_up, self._down, self._group = gate_up, down, group
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        group: Group = ALONE.attention_tp,
+        linear: Linear = F.linear,
+    ):
+        self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
         """step: what an MoE layer, which is called alike, is told."""
-        gate_NI, up_NI = F.linear(x_NH, self._gate_up).chunk(2, dim=-1)
-        return self._group.all_reduce(F.linear(F.silu(gate_NI) * up_NI, self._down))
+        gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
+        return self._group.all_reduce(self._linear(F.silu(gate_NI) * up_NI, self._down))
 
 
 class GatedSharedExpert:
@@ -168,8 +206,8 @@ class GatedSharedExpert:
     The gate of a share of the MLP is whole: it scales each part of the sum.
     """
 
-    def __init__(self, mlp: GatedMLP, gate_1H: Tensor):
-        self._mlp, self._gate_1H = mlp, gate_1H
+    def __init__(self, mlp: GatedMLP, gate_1H: Tensor, linear: Linear = F.linear):
+        self._mlp, self._gate_1H, self._linear = mlp, gate_1H, linear
 
     def __call__(self, x_NH: Tensor) -> Tensor:
-        return torch.sigmoid(F.linear(x_NH, self._gate_1H)) * self._mlp(x_NH)
+        return torch.sigmoid(self._linear(x_NH, self._gate_1H)) * self._mlp(x_NH)

@@ -2,6 +2,8 @@
 
     x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  logits = head(norm(x))
 
+What is added to x travels beside it to the next norm, which on CUDA adds it too.
+
 An MLP is an MoE layer (with a gated shared expert where the model has one) or a dense gated MLP; the
 expert computation is the planned `MoELayer`'s.
 
@@ -53,9 +55,13 @@ class DecoderLayer:
     mlp_norm: Norm
     mlp: Callable[..., Tensor]  # (x_NH, phase, tokens, real) -> [N, H]
 
-    def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
-        x_NH = x_NH + self.attention(self.attention_norm(x_NH), rotary, step.attention)
-        return x_NH + self.mlp(self.mlp_norm(x_NH), step.phase, step.tokens, step.real)
+    def __call__(
+        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """(x, what is yet to be added to it) to the same after this layer."""
+        x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
+        x_NH, normed_NH = self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
+        return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
 
 
 class Decoder:
@@ -88,11 +94,11 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
-        x_NH = self._embed(step.input_ids)
+        x_NH, delta_NH = self._embed(step.input_ids), None
         rotary = self._rotary(step.positions)
         for layer in self._layers:
-            x_NH = layer(x_NH, rotary, step)
-        return self._norm(x_NH)
+            x_NH, delta_NH = layer(x_NH, delta_NH, rotary, step)
+        return self._norm.of_sum(x_NH, delta_NH)[1]
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """See `interface.Model.logits`."""
@@ -120,7 +126,8 @@ class Decoder:
         if not self._spec.tied_embeddings:
             head_VH = self._weights.linear("lm_head", rows, hidden)
         embed = Embedding(embedding_VH, rows, self._group)
-        return embed, Head(head_VH, shares(size, self._group.size), self._group)
+        head = Head(head_VH, shares(size, self._group.size), self._group, self._weights.multiply)
+        return embed, head
 
     def _read_norm(self, prefix: str) -> Norm:
         weight_H = self._weights.tensor(f"{prefix}.weight", self.shape.hidden_size)
@@ -140,6 +147,7 @@ class Decoder:
             out_bias=out_bias if self._group.rank == 0 else None,
             qk_norm=self._read_qk_norm(prefix) if spec.qk_norm else None,
             group=self._group,
+            linear=weights.multiply,
         )
 
     def _read_qk_norm(self, prefix: str) -> Norm:
@@ -187,5 +195,7 @@ class Decoder:
             inner = whole(self._spec.shared_intermediate_size)
         mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, ALONE.world)
         return GatedSharedExpert(
-            mlp, self._weights.linear(f"{prefix}.shared_expert_gate", whole(1), whole(H))
+            mlp,
+            self._weights.linear(f"{prefix}.shared_expert_gate", whole(1), whole(H)),
+            self._weights.multiply,
         )

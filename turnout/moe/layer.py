@@ -19,7 +19,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
 from turnout.moe.dispatch import Dispatcher
 from turnout.moe.plan import MoEPlan
-from turnout.moe.routing import route
+from turnout.moe.routing import Router
 from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import ALONE, Groups
@@ -54,10 +54,16 @@ class MoELayer:
         """
         self._spec, self._plan = spec, plan
         self._router_weight, self._router_bias = router_weight, router_bias
-        self._correction_bias = correction_bias
         self._shared_expert, self._groups = shared_expert, groups
         self._linear = rowwise.linear if plan.deterministic else F.linear
         device = router_weight.device
+        self._route = Router(
+            spec.routing,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            device=device,
+            correction_bias=correction_bias,
+        )
         self._runner: Experts = runner or RUNNERS.get(plan.prefill.runner)(spec, plan, device)
         self._runner.prepare(self._checked(experts))
         self._input_scale = _input_scale(experts, device)
@@ -79,12 +85,7 @@ class MoELayer:
         """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
         which rows are tokens, the others being padding; None: all."""
         logits_TE = self._linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
-        ids_TK, weights_TK = route(logits_TE, self._spec.routing, self._spec.top_k, self._correction_bias)
-        if real_T is not None:
-            ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
-            weights_TK = weights_TK.masked_fill(~real_T[:, None], 0)
-        chosen = ids_TK.flatten().long()
-        self.expert_counts.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())  # no wait for the host
+        ids_TK, weights_TK = self._route(logits_TE, real_T, self.expert_counts)
         dispatcher = self._dispatchers[phase]
         batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),))
         out_TH = dispatcher.combine(self._runner(batch), state)

@@ -1,7 +1,9 @@
 """Routers: logits to expert ids and weights.
 
 Everything that shapes a weight (renormalisation, group limits, correction bias, scaling factor) is
-folded in here, once; nobody downstream scales again.
+folded in here, once; nobody downstream scales again. Padding gets its name here too.
+
+On CUDA the choice of most models is one kernel (kernels/route.py).
 
 Legend: T tokens, E experts, k top-k, G groups of experts.
 """
@@ -9,11 +11,59 @@ Legend: T tokens, E experts, k top-k, G groups of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from turnout.moe.spec import Routing
+
+FUSED = ("softmax_topk", "topk_softmax")
+FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
+
+
+class Router:
+    """Chooses experts from a layer's logits, and counts how often it chose each."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        *,
+        num_experts: int,
+        top_k: int,
+        device: torch.device,
+        correction_bias: Tensor | None = None,
+    ) -> None:
+        self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
+        self._fused = (
+            device.type == "cuda"
+            and find_spec("triton") is not None
+            and routing.kind in FUSED
+            and num_experts <= FUSED_EXPERTS
+        )
+
+    def __call__(self, logits_TE: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        """As `route`; rows that `real`, bool [T], denies get ids -1 and weights 0. counts, int64 [E], grow by
+        the choices. Never waits for the device."""
+        if self._fused:
+            from turnout.kernels.route import choose
+
+            return choose(
+                logits_TE,
+                self._top_k,
+                of_all=self._routing.kind == "softmax_topk",
+                renormalize=self._routing.renormalize,
+                scaling=self._routing.scaling_factor,
+                real_T=real_T,
+                counts_E=counts_E,
+            )
+        ids_TK, weights_TK = route(logits_TE, self._routing, self._top_k, self._correction_bias)
+        if real_T is not None:
+            ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
+            weights_TK = weights_TK.masked_fill(~real_T[:, None], 0)
+        chosen = ids_TK.flatten().long()
+        counts_E.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+        return ids_TK, weights_TK
 
 
 def route(
@@ -68,9 +118,9 @@ def _topk_softmax(logits_TE: Tensor, _: Routing, top_k: int, __: Tensor | None) 
     return ids_TK, chosen_TK.softmax(dim=-1)
 
 
-Router = Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]
+Choice = Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]
 
-ROUTERS: dict[str, Router] = {
+ROUTERS: dict[str, Choice] = {
     "softmax_topk": _softmax_topk,
     "sigmoid_topk": _sigmoid_topk,
     "topk_softmax": _topk_softmax,

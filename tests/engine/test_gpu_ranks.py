@@ -1,0 +1,99 @@
+"""Decode graphs of several GPUs: the bundled model answers as on one, with ranks idle and batches uneven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import Pools, Rank
+from turnout import LLM, SamplingParams
+from turnout.config import Config, Launched
+from turnout.evals import wordmath
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
+
+pytestmark = pytest.mark.multigpu
+
+SETTINGS = {
+    "model": "demo",
+    "device": "cuda",
+    "load_progress": False,
+    "mem_fraction_static": 0.2,
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "disable_prefix_cache": True,
+}
+COUNTS = (1, 3, 13)  # prompts of a call: one rank has none; batches of 2 and 1; more than run at once
+SAME = 0.9  # of answers of up to 60 tokens, in bfloat16, where sums in another order decide close calls
+TIMEOUT = 300  # seconds: kernels are compiled
+SAFE = [name for name, d in DISPATCHER_CAPABILITIES.items() if d.exchange == "all_to_all" and d.graph_safe]
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "dp": {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "none"},
+    "tp": {"moe_a2a_backend": "none"},
+    **{name: {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": name} for name in SAFE},
+}
+
+
+def questions(count: int) -> list[list[dict[str, str]]]:
+    problems = wordmath.generate("heldout", count, seed=11)
+    return [[{"role": "user", "content": problem.question}] for problem in problems]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    """Token ids of every call; limits differ, so that ranks come to have fewer requests at other times."""
+    found = []
+    for count in COUNTS:
+        sampling = [SamplingParams(max_tokens=60 - 7 * (i % 5), temperature=0) for i in range(count)]
+        found += [c.token_ids for c in llm.chat(questions(count), sampling, progress=False)]
+    return found
+
+
+def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
+    rank.leave()
+    place = Launched(
+        rank=rank.number,
+        size=rank.size,
+        ranks_per_node=rank.size,
+        init_method=f"file://{rank.folder}/join",
+    )
+    with LLM.from_config(config, place) as llm:
+        core = llm._open()
+        first = answers(llm)
+        routed = sum(map(sum, core._model.expert_counts()))
+        steps, idle = core.stats().steps, core.stats().idle_steps
+        return {
+            "graphs": llm.info()["decode_graphs"],
+            "tokens": first,
+            "repeated": answers(llm) == first,
+            "routed": routed,
+            "steps": steps,
+            "idle": idle,
+        }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    with LLM(**SETTINGS) as llm:
+        assert isinstance(llm.info()["decode_graphs"], list)
+        tokens = answers(llm)
+        return {"tokens": tokens, "routed": sum(map(sum, llm._open()._model.expert_counts()))}
+
+
+def share(a: list[list[int]], b: list[list[int]]) -> float:
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+
+
+@pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], name: str):
+    config = Config(**SETTINGS, tp_size=2, ep_size=2, **ARRANGEMENTS[name])
+    found = ranks(2).run(on_rank, config, timeout=TIMEOUT)
+    assert [own["graphs"] for own in found] == [[1, 2, 4, 8]] * 2
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert all(own["repeated"] for own in found)
+    assert share(found[0]["tokens"], alone["tokens"]) >= SAME
+    assert found[0]["steps"] == found[1]["steps"]
+    if config.dp_size == 2:
+        assert found[1]["idle"] > 10, "the second rank keeps the first one's only request company"
+        if found[0]["tokens"] == alone["tokens"]:  # then padding was never routed
+            assert sum(own["routed"] for own in found) == alone["routed"]
