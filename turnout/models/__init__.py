@@ -60,12 +60,14 @@ def load_model(
     """
     import torch
 
+    from turnout.kernels import rowwise
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights
 
     spec = _read_spec(checkpoint.config)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
-    weights = Weights(checkpoint, device=torch.device(device), dtype=dtype)
+    multiply = rowwise.linear if plan.deterministic else torch.nn.functional.linear
+    weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
     model = Decoder(spec, weights, plan, groups, progress or _silent, make_runner)
     _refuse_unread(checkpoint, spec)
     return model

@@ -6,9 +6,11 @@ import ctypes
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.checkpoint import Checkpoint
+from turnout.kernels.rowwise import Linear
 from turnout.models.blocks import GatedMLP
 from turnout.models.shares import Share, whole
 from turnout.parallel.groups import Group
@@ -20,8 +22,16 @@ class Weights:
     What is not in a rank's share is not kept; rows that are not are not even read, unless quantised.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype):
-        self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        multiply: Linear = F.linear,
+    ):
+        """multiply: what linear layers made of these weights compute with."""
+        self.checkpoint, self.device, self.dtype, self.multiply = checkpoint, device, dtype, multiply
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
@@ -50,7 +60,8 @@ class Weights:
         """group: the ranks that sum up their shares of it."""
         outer = whole(hidden)
         gate_up = self.fused({f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}, outer)
-        return GatedMLP(gate_up, self.linear(f"{prefix}.down_proj", outer, intermediate), group)
+        down = self.linear(f"{prefix}.down_proj", outer, intermediate)
+        return GatedMLP(gate_up, down, group, self.multiply)
 
     def _read(self, prefix: str, rows: Share, columns: Share) -> Tensor:
         shape = rows.total, columns.total
