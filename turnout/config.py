@@ -71,6 +71,11 @@ class Config:
         "torch runner: decode weights once at load or at every use",
         choices=("auto", "packed", "decoded"),
     )
+    deterministic: bool = flag(
+        False,
+        "a request's tokens and log-probabilities are the same bits in every run and in whatever company; "
+        "slower",
+    )
     max_dispatch_tokens_per_rank: int = flag(0, "all-to-all capacity per rank; 0: the budget's", minimum=0)
 
     tp_size: int = flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)

@@ -65,8 +65,10 @@ class PagedAttention:
         max_context: int,
         device: torch.device,
         dtype: torch.dtype,
+        fixed_spans: int = 0,
     ):
-        self.page_size = page_size
+        """fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch."""
+        self.page_size, self.fixed_spans = page_size, fixed_spans
         self.device, self.dtype = device, dtype
         self._group = shape.num_heads // shape.num_kv_heads
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
@@ -111,6 +113,19 @@ class PagedAttention:
             rows, pages_BP = to_device([torch.tensor(behind), self._table_RP[behind]], self.device)
             self.table.index_copy_(0, rows, pages_BP)
         return slots
+
+    def place_rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """On the host: slots [N] that the tokens of `chunks` write to, pages [B, P] of each chunk's context,
+        and which chunk is each token's [N]."""
+        for chunk in chunks:
+            self._place(chunk.request)
+        rows_B = torch.tensor([c.request.row for c in chunks], dtype=torch.int64)
+        lengths_B = torch.tensor([c.length for c in chunks], dtype=torch.int64)
+        places_N = torch.tensor([p for c in chunks for p in range(c.start, c.end)], dtype=torch.int64)
+        owners_N = torch.repeat_interleave(lengths_B)
+        pages = -(-max((c.end for c in chunks), default=0) // self.page_size)
+        slots_N = self._single_slots(rows_B[owners_N], places_N)
+        return slots_N, self._table_RP[rows_B, :pages], owners_N
 
     def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
         """Lay out a step: tokens of `decoding`, one each and perhaps drafts, then of `chunks`."""

@@ -209,6 +209,7 @@ def _wishes(config: Config) -> Wishes:
         dispatch_format=config.moe_dispatch_dtype,
         activation_format=config.moe_activation_dtype,
         weight_storage=config.moe_weight_storage,
+        deterministic=config.deterministic,
     )
 
 

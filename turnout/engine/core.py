@@ -23,6 +23,7 @@ from torch import Tensor
 
 from turnout import __version__
 from turnout.checkpoint import open_checkpoint
+from turnout.engine import alone
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
 from turnout.engine.eager import graph_for, graph_sizes, why_eager
@@ -96,13 +97,18 @@ class EngineCore:
             max_context=blueprint.max_context,
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
+            fixed_spans=alone.SPANS if config.deterministic else 0,
         )
         self._graphs: DecodeGraphs | None = None
         if not why_eager(blueprint):
             self._graphs = self._capture(progress)
-        self._settles = blueprint.compute_dtype == "float32"
+        self._settles = blueprint.compute_dtype == "float32" and not config.deterministic
         self._sampler = Sampler(
-            shape.vocab_size, config.max_running_requests, self._device, report_close=self._settles
+            shape.vocab_size,
+            config.max_running_requests,
+            self._device,
+            report_close=self._settles,
+            one_by_one=config.deterministic,
         )
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
@@ -263,6 +269,8 @@ class EngineCore:
         size = graph_for(agreed, self._graphs.sizes) if self._graphs else None
         if self._graphs and size:
             return self._graphs.run(chunks, size)
+        if self.blueprint.config.deterministic:
+            return Computed(hidden_NH=alone.forward(self._model, self._attention, chunks, agreed))
         num_decoding = sum(chunk.decodes for chunk in chunks)
         self._attention.begin(chunks[:num_decoding], chunks[num_decoding:])
         tokens: list[int] = []

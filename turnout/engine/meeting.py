@@ -28,7 +28,8 @@ def meet(blueprint: Blueprint, *, init_method: str) -> tuple[Groups, Lockstep]:
     if device.type == "cuda":
         device = torch.device("cuda", topology.rank % topology.ranks_per_node)
         torch.cuda.set_device(device)
-    groups = connect(topology, init_method=init_method, device=device)
+    fixed_order = blueprint.config.deterministic
+    groups = connect(topology, init_method=init_method, device=device, fixed_order=fixed_order)
     if topology.tp_size == 1:
         return groups, Lockstep(topology)
     if topology.nnodes > 1:

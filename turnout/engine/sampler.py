@@ -46,9 +46,19 @@ class Sampled:
 class Sampler:
     """Stateless but for the token counts that penalties need."""
 
-    def __init__(self, vocab_size: int, max_running: int, device: torch.device, *, report_close: bool = True):
-        """`report_close` False: `Sampled.close` is all False, and costs nothing."""
+    def __init__(
+        self,
+        vocab_size: int,
+        max_running: int,
+        device: torch.device,
+        *,
+        report_close: bool = True,
+        one_by_one: bool = False,
+    ):
+        """`report_close` False: `Sampled.close` is all False, and costs nothing. one_by_one: rows that draw
+        do so apart, since sums over a vocabulary may be made in another order for another number of rows."""
         self.device = device
+        self._one_by_one = one_by_one
         self._report_close = report_close
         self._counts = TokenCounts(vocab_size, max_running, device)
 
@@ -80,11 +90,11 @@ class Sampler:
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
             drawn = [i for i in random if _needs_order(requests[i].sampling) is ordered]
-            if drawn:
-                params = [requests[i].sampling for i in drawn]
-                uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in drawn]
-                chosen = _draw(logits_SV[drawn], params, uniforms, ordered=ordered)
-                for i, token in zip(drawn, chosen, strict=True):
+            for rows in [[i] for i in drawn] if self._one_by_one else [drawn] * bool(drawn):
+                params = [requests[i].sampling for i in rows]
+                uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
+                chosen = _draw(logits_SV[rows], params, uniforms, ordered=ordered)
+                for i, token in zip(rows, chosen, strict=True):
                     token_ids[i], close[i] = token, False
         if scores_SV is not None:
             counts = [requests[i].sampling.logprobs or 0 for i in wanted]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 BLOCK = 64  # tokens of a context at a time
 JOINED_BLOCK = 64
+ROWS = 256  # of one launch: bounds the spans' partial results
 
 
 @triton.jit
@@ -108,6 +109,11 @@ def attend(
     int32 or int64 [B], 0 for a row that is padding: it gives 0.
     """
     B, Hq, D = q_BHD.shape
+    if B > ROWS:
+        parts = zip(q_BHD.split(ROWS), table_BP.split(ROWS), ends_B.split(ROWS), strict=True)
+        return torch.cat(
+            [attend(q, cache_HS2D, t, e, page_size=page_size, splits=splits) for q, t, e in parts]
+        )
     Hkv = len(cache_HS2D)
     G, DP = Hq // Hkv, max(16, triton.next_power_of_2(D))
     partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)

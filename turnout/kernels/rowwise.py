@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as torch.nn.functional.linear
+
+class Linear(Protocol):
+    """torch.nn.functional.linear, or what computes the same."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
 
 
 def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:

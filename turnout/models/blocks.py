@@ -49,9 +49,7 @@ class Embedding:
 class Head:
     """Logits of the whole vocabulary. weight: [V, H], or counts[rank] rows of it on each rank of `group`."""
 
-    def __init__(
-        self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = F.linear
-    ):
+    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = F.linear):
         self._weight_VH, self._counts, self._group = weight_VH, counts, group
         self._linear = linear
 
