@@ -182,8 +182,7 @@ class PagedAttention:
     def _place(self, request: Request) -> None:
         """Bring the page table up to date with the pages of `request`."""
         if request.placed < len(request.pages):
-            if not request.placed:
-                self._copied[request.row] = 0
+            self._copied[request.row] = min(self._copied[request.row], request.placed)
             fresh = torch.tensor(request.pages[request.placed :])
             self._table_RP[request.row, request.placed : len(request.pages)] = fresh
             request.placed = len(request.pages)
