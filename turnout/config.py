@@ -76,6 +76,9 @@ class Config:
         "a request's tokens and log-probabilities are the same bits in every run and in whatever company; "
         "slower",
     )
+    disable_shared_expert_overlap: bool = flag(
+        False, "CUDA: compute a shared expert after the routed ones, not beside their dispatch and combine"
+    )
     max_dispatch_tokens_per_rank: int = flag(0, "all-to-all capacity per rank; 0: the budget's", minimum=0)
 
     tp_size: int = flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)

@@ -210,6 +210,7 @@ def _wishes(config: Config) -> Wishes:
         activation_format=config.moe_activation_dtype,
         weight_storage=config.moe_weight_storage,
         deterministic=config.deterministic,
+        overlap_shared_expert=not config.disable_shared_expert_overlap,
     )
 
 

@@ -41,6 +41,7 @@ class Wishes:
     activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
     weight_storage: str = "auto"  # auto, packed, decoded
     deterministic: bool = False  # a token's bits must not depend on what else is in the batch
+    overlap_shared_expert: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
 from turnout.moe.dispatch import Dispatcher
+from turnout.moe.overlap import beside, later
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runners import Experts
@@ -84,17 +85,20 @@ class MoELayer:
     ) -> Tensor:
         """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
         which rows are tokens, the others being padding; None: all."""
+        shared = None
+        if self._shared_expert is not None:  # needs nothing of what follows
+            start = beside if self._plan.shared_expert_beside else later
+            shared = start(self._shared_expert, x_TH)
         logits_TE = self._linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = self._route(logits_TE, real_T, self.expert_counts)
         dispatcher = self._dispatchers[phase]
         batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),))
         out_TH = dispatcher.combine(self._runner(batch), state)
-        shared = self._shared_expert
         if shared is not None and self._plan.shared_expert == "sharded":
-            out_TH, shared = out_TH + shared(x_TH), None
+            out_TH, shared = out_TH + shared(), None
         if self._plan.phase(phase).reduce == "layer":
             out_TH = self._groups.world.all_reduce(out_TH)
-        return out_TH if shared is None else out_TH + shared(x_TH)
+        return out_TH if shared is None else out_TH + shared()
 
     def update(self, experts: ExpertWeights) -> None:
         """Replace the experts' weights in place; shapes and format stay."""

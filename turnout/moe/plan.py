@@ -92,6 +92,7 @@ class MoEPlan:
     # A shared expert's weights: "sharded" over all ranks, part of the sum that the layer owes in both phases,
     # or "whole", on the tokens of this rank.
     shared_expert: str = "whole"
+    shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
     tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tiles.py)
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
@@ -153,6 +154,7 @@ def plan(
         dispatch_bytes=best.dispatch_bytes,
         deterministic=wishes.deterministic,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
+        shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates, measured),
     )
