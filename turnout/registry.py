@@ -52,6 +52,8 @@ RUNNERS: Registry[Any] = Registry(
     {
         "torch": "turnout.moe.runners.torch:TorchRunner",
         "triton": "turnout.moe.runners.triton:TritonRunner",
+        "flashinfer_cutedsl": "turnout.moe.runners.flashinfer_cutedsl:CuteDslRunner",
+        "flashinfer_trtllm": "turnout.moe.runners.flashinfer_trtllm:TrtllmRunner",
     },
 )
 

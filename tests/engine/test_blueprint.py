@@ -136,7 +136,7 @@ def test_everything_wrong_is_said_at_once(model):
         ep_size=3,
         quantization="fp8",
         context_length=10**6,
-        moe_runner_backend="flashinfer_trtllm",
+        moe_runner_backend="no_such_runner",
         max_dispatch_tokens_per_rank=7,
         device="cuda",
     )
@@ -145,7 +145,7 @@ def test_everything_wrong_is_said_at_once(model):
         "--ep-size 3 with --tp-size 8",
         "--quantization fp8",
         "--context-length 1000000",
-        "--moe-runner-backend flashinfer_trtllm",
+        "--moe-runner-backend no_such_runner",
         "--max-dispatch-tokens-per-rank 7",
         "--device cuda",
     }

@@ -129,12 +129,12 @@ def test_json_is_the_whole_plan(model):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_refusal_prints_every_reason_and_exits_with_2(model, as_json):
-    config = model(quantization="fp8", moe_runner_backend="flashinfer_trtllm", context_length=10**6)
+    config = model(quantization="fp8", moe_runner_backend="no_such_runner", context_length=10**6)
     code, text = run(config, hardware="b200", as_json=as_json)
     assert code == 2
     for reason in (
         "--quantization fp8",
-        "--moe-runner-backend flashinfer_trtllm",
+        "--moe-runner-backend no_such_runner",
         "--context-length 1000000",
     ):
         assert reason in text

@@ -16,6 +16,7 @@ Rows of W1. Checkpoints and Turnout hold all gate rows, then all up rows ("gate,
 * up/gate blocks: 64 up rows, 64 gate rows, ... so that one tile of GEMM1 holds both factors of a
   product (FlashInfer's CuTe DSL kernels); weights and block scales alike
 * gate/up rows: gate, up, gate, up, ... (GPT-OSS checkpoints; weights, scales and biases alike)
+* shuffled rows: of every 32, rows 0, 4, ..., 28, then 1, 5, ..., 29, and so on (TensorRT-LLM's batched GEMMs)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 TILE_ROWS = 128
 TILE_GROUPS = 4
 BLOCK_ROWS = 64
+SHUFFLE_ROWS = 32
 
 
 def swizzle(scale: Tensor) -> Tensor:
@@ -98,6 +100,28 @@ def deinterleave_gate_up_rows(rows: Tensor, dim: int = -2) -> Tensor:
     """Gate, up, gate, up, ... along `dim` (GPT-OSS) to gate, up halves."""
     dim %= rows.ndim
     return rows.unflatten(dim, (_half(rows, dim), 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def swap_halves(w13: Tensor) -> Tensor:
+    """Gate, up halves [..., 2I, X] to up, gate halves."""
+    return w13.roll(_half(w13, -2), -2)
+
+
+def shuffle_rows(x: Tensor) -> Tensor:
+    """Rows [..., R, X] as TensorRT-LLM's kernels take them; R must be a multiple of 32."""
+    return _blocks_of_rows(x, 8, 4)
+
+
+def unshuffle_rows(x: Tensor) -> Tensor:
+    """The inverse of `shuffle_rows`."""
+    return _blocks_of_rows(x, 4, 8)
+
+
+def _blocks_of_rows(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Every 32 rows, numbered along `rows` x `columns`, in the order of the transpose."""
+    if x.shape[-2] % SHUFFLE_ROWS:
+        raise ValueError(f"{x.shape[-2]} rows are not blocks of {SHUFFLE_ROWS}")
+    return x.unflatten(-2, (-1, rows, columns)).transpose(-3, -2).flatten(-4, -2)
 
 
 def _half(w13: Tensor, dim: int) -> int:

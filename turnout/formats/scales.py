@@ -153,6 +153,21 @@ def resolve_per_expert(weights: ExpertWeights, *, layer: str = "experts") -> Act
     return _activation_scales(s1[_local(weights)], s2[_local(weights)], w1, w2)
 
 
+def weight_scales(weights: ExpertWeights, *, layer: str = "experts") -> tuple[Tensor, Tensor]:
+    """float32 [E_loc] each: the global scales of w13 and w2, all that W4A16 kernels take."""
+    first = weights.first_expert
+    w1, w2 = (
+        per_expert(
+            packed.global_scale,
+            name=f"{layer} global scale of {gemm}",
+            num_experts=weights.num_experts,
+            experts=range(first, first + weights.num_local_experts),
+        )
+        for gemm, packed in (("w13", weights.w13), ("w2", weights.w2))
+    )
+    return w1, w2
+
+
 def _wrong_shape(scale: Tensor, name: str, file: Path | str, num_experts: int, experts: range) -> ScaleError:
     counts = sorted({num_experts, len(experts)}, reverse=True)
     accepted = ", ".join(["a scalar", *(f"[{n}]" for n in counts), *(f"[{n}, 2]" for n in counts)])
@@ -166,17 +181,7 @@ def _checked(weights: ExpertWeights, layer: str) -> tuple[Tensor, Tensor, Tensor
         input_scale(scale, name=f"{layer} input_scale of {gemm}", num_experts=weights.num_experts)
         for gemm, scale in (("w13", given.w13 if given else None), ("w2", given.w2 if given else None))
     )
-    first = weights.first_expert
-    w1, w2 = (
-        per_expert(
-            packed.global_scale,
-            name=f"{layer} global scale of {gemm}",
-            num_experts=weights.num_experts,
-            experts=range(first, first + weights.num_local_experts),
-        )
-        for gemm, packed in (("w13", weights.w13), ("w2", weights.w2))
-    )
-    return s1, s2, w1, w2
+    return s1, s2, *weight_scales(weights, layer=layer)
 
 
 def _local(weights: ExpertWeights) -> slice:

@@ -164,7 +164,7 @@ def search(
         feeders = [(place, dispatcher) for place, dispatcher in feeders if dispatcher in working]
         for choice in product(enumerate(activations), enumerate(storages), feeders, feeders):
             candidate = _join(case, (place, runner), *choice)
-            reasons = _memory_refusals(case, candidate)
+            reasons = _layout_refusals(candidate) or _memory_refusals(case, candidate)
             if not reasons:
                 candidates.append(candidate)
             elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
@@ -294,6 +294,7 @@ def _join(
         decode_at,
     )
     feeds = {"prefill": prefill, "decode": decode}
+    copies = 2 if runner.weights_per_layout and prefill.layout != decode.layout else 1
     wire = {
         phase: wire_format(
             runner,
@@ -312,7 +313,7 @@ def _join(
         activation=activation,
         storage=storage,
         wire=wire,
-        weight_bytes=case.weight_bytes(storage),
+        weight_bytes=case.weight_bytes(storage) * copies,
         workspace_bytes=max(case.workspace(runner, feeds[phase], phase, storage) for phase in PHASES),
         dispatch_bytes=_dispatch_bytes(case, feeds, wire),
         order=(
@@ -355,6 +356,22 @@ def _needed(case: Case, candidate: Candidate) -> int:
         case.workspace(candidate.runner, feeds[phase], phase, candidate.storage) for phase in PHASES
     )
     return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)
+
+
+def _layout_refusals(candidate: Candidate) -> list[Refusal]:
+    """Weight-only numerics in a layout for which the runner has no such kernel."""
+    layouts = {candidate.prefill.layout, candidate.decode.layout}
+    allowed = candidate.runner.weight_only_layouts
+    if candidate.activation != "bf16" or layouts <= allowed:
+        return []
+    return [
+        Refusal(
+            who=f"runner {candidate.runner.name} with dispatcher {candidate.prefill.name}",
+            asked=f"weights multiplied with bf16 in layout {candidate.prefill.layout!r}",
+            limit=f"does so in layout {', '.join(sorted(allowed))}",
+            remedy=f"use a calibrated checkpoint and --moe-activation-dtype auto, or {OTHER_DISPATCHER}",
+        )
+    ]
 
 
 def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
