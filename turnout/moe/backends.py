@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.packages import FLASHINFER, TRITON
+from turnout.moe.packages import TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
 
 RUNNER_CAPABILITIES = {
@@ -38,52 +38,11 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=8,  # 16-byte copies of rows
             intermediate_multiple=8,  # gate and up alternate by as many rows
             weight_storages=frozenset({"packed"}),
+            tiled=True,
             workspace=hopper_workspace_bytes,
             preference=10,  # ahead of torch at every measured point (docs/performance.md)
             batch_invariant=True,
             requires=(TRITON,),
-        ),
-        RunnerCapability(
-            name="flashinfer_cutedsl",
-            summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones for slabs",
-            layouts=frozenset({"tokens", "experts"}),
-            weight_formats=frozenset({"nvfp4"}),
-            wire_formats=frozenset({"bf16", "nvfp4"}),
-            activation_formats=frozenset({"bf16", "nvfp4"}),
-            weight_only_layouts=frozenset({"tokens"}),
-            fp4_units=True,
-            compute_dtypes=frozenset({"bfloat16"}),
-            expert_bias=False,
-            devices=frozenset({"cuda"}),
-            architectures=frozenset({100, 103}),
-            hidden_multiple=128,  # rows of W2 in whole tiles of scales
-            intermediate_multiple=64,  # up and gate in blocks of as many rows
-            ungated_multiple=128,  # rows of W1 in whole tiles of scales
-            weight_storages=frozenset({"packed"}),
-            weights_per_layout=True,
-            preference=10,
-            deterministic=False,  # the sum over a token's experts is atomic
-            requires=(FLASHINFER,),
-        ),
-        RunnerCapability(
-            name="flashinfer_trtllm",
-            summary="TensorRT-LLM's kernels through FlashInfer: NVFP4 W4A4 on Blackwell",
-            layouts=frozenset({"tokens"}),
-            weight_formats=frozenset({"nvfp4"}),
-            wire_formats=frozenset({"bf16", "nvfp4"}),
-            activation_formats=frozenset({"nvfp4"}),
-            weight_only_formats=frozenset(),
-            fp4_units=True,
-            compute_dtypes=frozenset({"bfloat16"}),
-            activations=frozenset({"silu"}),
-            expert_bias=False,
-            devices=frozenset({"cuda"}),
-            architectures=frozenset({100, 103}),
-            hidden_multiple=128,
-            intermediate_multiple=64,
-            weight_storages=frozenset({"packed"}),
-            preference=5,
-            requires=(FLASHINFER,),
         ),
     )
 }

@@ -46,7 +46,6 @@ class RunnerCapability:
     # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8; and weights they multiply with "bf16".
     activation_formats: frozenset[str] = frozenset({"bf16"})
     weight_only_formats: frozenset[str] = frozenset(WEIGHT_GROUP)
-    weight_only_layouts: frozenset[str] = frozenset({"tokens", "experts"})  # in which it does so
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
     activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
     expert_bias: bool = True
@@ -54,11 +53,10 @@ class RunnerCapability:
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     hidden_multiple: int = 1
     intermediate_multiple: int = 1  # of this rank's shard
-    ungated_multiple: int = 1  # the same where W1 has no gate rows
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
-    weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
+    tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
     workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
@@ -105,15 +103,13 @@ class RunnerCapability:
             asked = f"hidden size {spec.hidden_size}"
             found.append(Refusal(who=who, asked=asked, limit=limit, remedy=OTHER_RUNNER))
         shard, rest = divmod(spec.intermediate_size, topology.expert_tp)
-        gated = spec.activation.gated
-        multiple = math.lcm(self.intermediate_multiple, 1 if gated else self.ungated_multiple)
-        if not rest and shard % multiple:  # a rest is refused by layer_refusals
+        if not rest and shard % self.intermediate_multiple:  # a rest is refused by layer_refusals
             found.append(
                 Refusal(
                     who=who,
                     asked=_shards(spec, topology),
-                    limit=f"a rank's shard must be a multiple of {multiple}",
-                    remedy=f"{_arrangement(spec, topology, multiple)}, or {OTHER_RUNNER}",
+                    limit=f"a rank's shard must be a multiple of {self.intermediate_multiple}",
+                    remedy=f"{_arrangement(spec, topology, self.intermediate_multiple)}, or {OTHER_RUNNER}",
                 )
             )
         return found

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from turnout.moe import tuned
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget, gigabytes
 from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, search
@@ -43,6 +44,7 @@ from turnout.moe.capability import (
 )
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiles import TileTable
+from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
@@ -114,13 +116,15 @@ def plan(
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
     measured: Mapping[str, float] = MappingProxyType({}),
+    tiles: TileTable | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
     `dispatchers` default to those of this version. `measured`: us by runner (measured.py), which decide
-    between runners that are left to `auto`. Raises PlanRefused with everything that
-    stands in the way, ValueError for a budget made for another number of data-parallel groups.
+    between runners that are left to `auto`. `tiles`: for runners that are tiled; None: those shipped for
+    this layer and device (tuned.py). Raises PlanRefused with everything that stands in the way, ValueError
+    for a budget made for another number of data-parallel groups.
     """
     if budget.dp_size != topology.dp_size:
         raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
@@ -155,6 +159,7 @@ def plan(
         deterministic=wishes.deterministic,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
+        tiles=_tiles(case, best, tiles),
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates, measured),
     )
@@ -210,6 +215,16 @@ def _hint(
         return ""
     best = candidates[0]
     return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
+
+
+def _tiles(case: Case, best: Candidate, given: TileTable | None) -> TileTable:
+    """Under --deterministic the rule alone: every machine then runs the same kernels."""
+    if not best.runner.tiled or case.wishes.deterministic:
+        return ()
+    if given is not None:
+        return given
+    shape = shape_of(case.spec, num_local_experts=case.num_local_experts, expert_tp=case.topology.expert_tp)
+    return tuned.find(shape, case.hardware)
 
 
 def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
+REVISION = 1  # of the kernels; raised when tables must be measured again
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 # FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).

@@ -28,7 +28,7 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiles import SORT_PAIRS, ExpertShape, Tiles, Tiling, choose, slab_rule
+from turnout.moe.tiles import SORT_PAIRS, ExpertShape, Tiles, TileTable, Tiling, choose, slab_rule
 from turnout.moe.workspace import regions
 
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
@@ -96,11 +96,11 @@ class TritonRunner:
 
     def prepare(self, experts: ExpertWeights) -> None:
         self._w13, self._w2 = self._matrices(experts)
-        self._shape = ExpertShape(
+        self.shape = ExpertShape(
             format=self._w13.format, hidden=self._w2.rows, inner=self._w2.inner, w13_rows=self._w13.rows,
             num_experts=self._spec.num_experts, local_experts=self._count, top_k=self._spec.top_k,
         )  # fmt: skip
-        self._arena, self._spaces = workspaces(self._shape, self._plan, self._device)
+        self._arena, self._spaces = workspaces(self.shape, self._plan, self._device)
 
     def update(self, experts: ExpertWeights) -> None:
         for mine, new in zip((self._w13, self._w2), self._matrices(experts), strict=True):
@@ -112,6 +112,12 @@ class TritonRunner:
             Matrix(experts.w13, experts.b13, gated, self._device),
             Matrix(experts.w2, experts.b2, False, self._device),
         )
+
+    def use_tiles(self, table: TileTable) -> None:
+        """Cut GEMMs by `table` from now on; empty: by rule."""
+        self._table = table
+        for space in self._spaces.values():
+            space.counts.zero_()  # a call that failed midway leaves some
 
     def same_bits(self, tokens: int) -> range:
         if self._deterministic:
@@ -138,7 +144,7 @@ class TritonRunner:
         sort, tiles = P > SORT_PAIRS, self._tiles(T)
         if sort:
             self._sort(space, ids_TK, P, tiles.tokens)
-        bound = self._shape.most_tiles(T, tiles.tokens)
+        bound = self.shape.most_tiles(T, tiles.tokens)
         table = space.tiles if sort else ids_TK
         h_PI, y_PH = space.h[: P * self._w2.inner].view(P, -1), space.y[: P * H].view(P, H)
         self._gemm(
@@ -151,7 +157,7 @@ class TritonRunner:
         return out_TH
 
     def _tiles(self, tokens: int) -> Tiles:
-        return choose(self._shape, self._table, tokens)
+        return choose(self.shape, self._table, tokens)
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.sort import tile_slabs
@@ -162,7 +168,7 @@ class TritonRunner:
             return out_ECH.to(self._dtype)
         space = self._space("experts", C)
         x_RH = batch.hidden.data.to(torch.bfloat16).reshape(E * C, H)
-        tiles = slab_rule(self._shape, C)
+        tiles = slab_rule(self.shape, C)
         bound = E * -(-C // tiles.tokens)
         table = space.tiles
         tile_slabs[(1,)](batch.counts, table, C, E, tiles.tokens, self._padded_count)

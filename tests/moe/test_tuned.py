@@ -1,0 +1,124 @@
+"""Tables of tilings on disk: found by layer and device; left aside, with a reason, when they do not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.moe.build import make_spec
+from turnout.moe import tuned
+from turnout.moe.budget import Budget
+from turnout.moe.plan import Wishes, plan
+from turnout.moe.tiles import REVISION, Tiling, rule
+from turnout.moe.tuned import Entry, Table, TileFile
+from turnout.moe.workspace import shape_of
+from turnout.parallel.hardware import GB, Hardware
+from turnout.parallel.topology import Topology
+
+H200 = Hardware(
+    name="NVIDIA H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=True, devices=1
+)
+SHAPE = shape_of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
+FIRST, SECOND = Tiling(128, 16, 2, 4, 4, 1), Tiling(64, 16, 2, 4, 4, 1)
+
+
+def content(*tables: Table, **fields) -> TileFile:
+    entries = tuple(
+        Entry(tokens=tokens, first=FIRST, second=SECOND, us=10.0, rule_us=11.0) for tokens in (1, 64)
+    )
+    values = {
+        "device": H200.name,
+        "versions": tuned.versions(),
+        "revision": REVISION,
+        "date": "2026-11-21",
+        "tables": tables or (Table(shape=SHAPE, entries=entries),),
+    }
+    return TileFile(**(values | fields))
+
+
+def kept(folder: Path, **fields) -> Path:
+    return tuned.write(tuned.path(folder, SHAPE, H200), content(**fields))
+
+
+def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
+    assert tuned.find(SHAPE, H200, tmp_path) == ()
+    file = kept(tmp_path)
+    table = tuned.find(SHAPE, H200, tmp_path)
+    assert [tokens for tokens, _ in table] == [1, 64]
+    assert {tiles for _, tiles in table} == {(FIRST, SECOND, False)}
+    assert list(file.parent.iterdir()) == [file]
+    assert len(file.read_text().splitlines()) == 12  # an entry a line
+    for other in (
+        shape_of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1),
+        shape_of(make_spec(format="mxfp4"), num_local_experts=4, expert_tp=1),
+        shape_of(make_spec(format="mxfp4", top_k=1), num_local_experts=8, expert_tp=1),
+    ):
+        assert tuned.find(other, H200, tmp_path) == ()
+    elsewhere = Hardware(name="NVIDIA H100", device="cuda", architecture=90, memory_bytes=GB, present=True)
+    assert tuned.find(SHAPE, elsewhere, tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "cannot be read"),
+        (lambda text: text.replace('"entries"', '"lines"'), "cannot be read"),
+        (lambda text: text.replace("[128, 16, 2, 4, 4, 1]", '["wide"]'), "cannot be read"),
+        (lambda text: text.replace('"top_k": 2', '"top_k": 4'), "it holds no tilings of this layer"),
+        (lambda text: text.replace("NVIDIA H200", "NVIDIA H20"), "no tilings of this layer on NVIDIA H200"),
+        (lambda text: text.replace('"revision": 1', '"revision": 99'), "kernels of revision 99"),
+        (lambda text: text.replace(tuned.versions()["triton"], "2.0"), "measured with triton 2.0"),
+        (lambda text: text.replace('"tokens": 64', '"tokens": 1'), "its batches do not ascend"),
+        (lambda text: text.replace('"us": 10.0', '"us": -1.0'), "the times at 1 tokens are none"),
+        (
+            lambda text: text.replace("[128, 16, 2, 4, 4, 1]", "[128, 16, 2, 4, 2, 1]"),
+            "no kernel runs what it has for 1 tokens: 128 rows with 2 warps",
+        ),
+        (
+            lambda text: text.replace("[64, 16, 2, 4, 4, 1]", "[64, 32, 2, 4, 4, 1]"),
+            "differ in their tokens",
+        ),
+    ],
+)
+def test_tables_that_do_not_count_are_left_aside_with_a_warning(
+    damage, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = kept(tmp_path)
+    file.write_text(damage(file.read_text()))
+    assert tuned.find(SHAPE, H200, tmp_path) == ()
+    assert said in caplog.text
+    assert str(file) in caplog.text
+    assert "turnout tune" in caplog.text
+
+
+def test_a_machines_own_table_comes_before_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    entry = Entry(tokens=1, first=SECOND, second=SECOND, us=1.0, rule_us=1.0)
+    tuned.write(tuned.shipped(H200.name), content(Table(shape=SHAPE, entries=(entry,))))
+    assert [tiles.first for _, tiles in tuned.find(SHAPE, H200, tmp_path)] == [SECOND]
+    file = kept(tmp_path)
+    assert tuned.find(SHAPE, H200, tmp_path)[0][1].first == FIRST
+    file.write_text("{}")
+    assert [tiles.first for _, tiles in tuned.find(SHAPE, H200, tmp_path)] == [SECOND]
+    assert "left aside" in caplog.text
+
+
+def planned(spec, **fields):
+    budget = Budget.from_limits(
+        chunked_prefill_size=256, max_prefill_tokens=256, max_running_requests=16, graph_max_batch=16
+    )
+    return plan(spec, topology=Topology(), budget=budget, hardware=H200, compute_dtype="bfloat16", **fields)
+
+
+def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    spec, given = make_spec(format="mxfp4"), ((1, rule(SHAPE, 1)),)
+    assert planned(spec).tiles == ()
+    tuned.write(tuned.shipped(H200.name), content())
+    assert [tokens for tokens, _ in planned(spec).tiles] == [1, 64]
+    assert planned(spec, tiles=given).tiles == given
+    assert planned(spec, tiles=given, wishes=Wishes(runner="torch")).tiles == ()
+    assert planned(spec, tiles=given, wishes=Wishes(deterministic=True)).tiles == ()

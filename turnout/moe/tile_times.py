@@ -1,0 +1,178 @@
+"""Which tilings are fastest for a layer, by measurement: what `turnout tune` keeps and the package ships.
+
+For each batch size the candidates of tile_search.py are timed as whole layers, in CUDA graphs over several
+copies of the weights, so that no copy stays in the L2 cache. The GEMMs are tuned one after the other: the
+first with the second as the rule has it, then the second with the best first. Last, the best and the rule's
+take turns, and the rule's stays unless it is beaten by more than the noise. Batch sizes in between get the
+better of their neighbours' tilings, or the rule's.
+
+Legend: T tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.tile_search import as_tiles, candidates
+from turnout.moe.tiles import ExpertShape, Tiles, TileTable, rule
+from turnout.moe.tuned import Entry
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+BETWEEN = (2, 8, 32, 128, 512, 2048, 8192)
+WORTH = 0.985  # of the rule's time
+GRAPH_US = 250.0  # a graph of calls lasts about so long at least
+REPLAYS, TURNS = 3, 5
+MOST_PROCESSES = 16
+
+Progress = Callable[[str, int, int], None]
+Batches = Callable[[int], Sequence[TokensBatch]]
+
+log = logging.getLogger("turnout.moe")
+
+
+class Tiled(Protocol):
+    """A runner whose tilings can be chosen."""
+
+    @property
+    def shape(self) -> ExpertShape: ...
+
+    def use_tiles(self, table: TileTable) -> None:
+        """Cut by `table` from now on; empty: by rule."""
+        ...
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor: ...
+
+
+def tile_times(runners: Sequence[Tiled], batches: Batches, most: int, progress: Progress) -> list[Entry]:
+    """By ascending tokens, up to `most`. runners: the same layer, each with weights of its own; batches: for
+    a number of tokens at least one, used in turn. Runners are left with the table that was found."""
+    shape = runners[0].shape
+    sizes = [tokens for tokens in TOKENS if tokens <= most] or [most]
+    _compile_ahead(runners[0], batches, sizes, progress)
+    timer = _Timer(runners, batches)
+    found: dict[int, Entry] = {}
+    for done, tokens in enumerate(sizes):
+        progress("timing tilings", done, len(sizes))
+        found[tokens] = _tune(timer, shape, tokens)
+    for tokens in BETWEEN:
+        below, above = (found.get(size) for size in (tokens // 2, 2 * tokens))
+        if below is not None and above is not None:
+            found[tokens] = _settle(timer, shape, tokens, (below.tiles, above.tiles))
+    progress("timing tilings", len(sizes), len(sizes))
+    entries = [found[tokens] for tokens in sorted(found)]
+    timer.use(tuple((entry.tokens, entry.tiles) for entry in entries))
+    return entries
+
+
+def _tune(timer: _Timer, shape: ExpertShape, tokens: int) -> Entry:
+    said = rule(shape, tokens)
+    best, best_us = said, timer.time(tokens, said)
+    for choices in candidates(shape, tokens):
+        second = said.second if said.tokens == choices.second[0].tokens else choices.second[0]
+        by_first = {first: timer.time(tokens, as_tiles(first, second)) for first in choices.first}
+        first = min(by_first, key=by_first.__getitem__)
+        by_second = {second: by_first[first]} | {
+            other: timer.time(tokens, as_tiles(first, other)) for other in choices.second if other != second
+        }
+        second = min(by_second, key=by_second.__getitem__)
+        if by_second[second] < best_us:
+            best, best_us = as_tiles(first, second), by_second[second]
+    return _settle(timer, shape, tokens, (best,))
+
+
+def _settle(timer: _Timer, shape: ExpertShape, tokens: int, found: Iterable[Tiles]) -> Entry:
+    said = rule(shape, tokens)
+    times = timer.in_turn(tokens, list(dict.fromkeys((said, *found))))
+    best = min(times, key=times.__getitem__)
+    if times[best] > WORTH * times[said]:
+        best = said
+    return Entry(
+        tokens=tokens,
+        first=best.first,
+        second=best.second,
+        sorted=best.sorted,
+        us=round(times[best], 2),
+        rule_us=round(times[said], 2),
+    )
+
+
+class _Timer:
+    """Times of calls in graphs, by tokens and tiles."""
+
+    def __init__(self, runners: Sequence[Tiled], batches: Batches) -> None:
+        self._runners, self._batches = runners, batches
+
+    def use(self, table: TileTable) -> None:
+        for runner in self._runners:
+            runner.use_tiles(table)
+
+    def time(self, tokens: int, tiles: Tiles) -> float:
+        """us of a call; infinite if no kernel can be made of `tiles`."""
+        from turnout.kernels.compilation import FAILURES
+
+        try:
+            replay = self._graph(tokens, tiles)
+        except FAILURES as error:
+            log.info("no kernel for %s: %s", tiles, error)
+            return math.inf
+        return min(replay() for _ in range(REPLAYS))
+
+    def in_turn(self, tokens: int, choices: Sequence[Tiles]) -> dict[Tiles, float]:
+        """Medians of turns that each had alike."""
+        replays = {tiles: self._graph(tokens, tiles) for tiles in choices}
+        turns = [{tiles: replay() for tiles, replay in replays.items()} for _ in range(TURNS)]
+        return {tiles: statistics.median(turn[tiles] for turn in turns) for tiles in choices}
+
+    def _graph(self, tokens: int, tiles: Tiles) -> Callable[[], float]:
+        self.use(((tokens, tiles),))
+        batches, runners = self._batches(tokens), self._runners
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        runners[0](batches[0])  # compiles
+        start.record()
+        runners[-1](batches[0])
+        end.record()
+        end.synchronize()
+        once_us = 1e3 * start.elapsed_time(end)
+        calls = len(runners) * max(1, math.ceil(GRAPH_US / once_us / len(runners)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                runners[i % len(runners)](batches[i % len(batches)])
+        graph.replay()
+
+        def replay() -> float:
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return 1e3 * start.elapsed_time(end) / calls
+
+        return replay
+
+
+def _compile_ahead(runner: Tiled, batches: Batches, sizes: Sequence[int], progress: Progress) -> None:
+    """Compile all that will be timed, in as many processes as there are cores."""
+    from turnout.kernels.compilation import compile_all, recording
+
+    for tokens in sizes:  # what is not tuned
+        runner(batches(tokens)[0])
+    with recording() as records:
+        for tokens in sizes:
+            batch = batches(tokens)[0]
+            for choices in candidates(runner.shape, tokens):
+                pairs = [(first, choices.second[0]) for first in choices.first]
+                pairs += [(choices.first[0], second) for second in choices.second]
+                for first, second in pairs:
+                    runner.use_tiles(((tokens, as_tiles(first, second)),))
+                    runner(batch)
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    compile_all(list(records), processes, lambda done, of: progress("compiling kernels", done, of))
