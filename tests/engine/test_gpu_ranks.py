@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import Pools, Rank
+from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
 from turnout.config import Config, Launched
 from turnout.evals import wordmath
@@ -26,7 +29,11 @@ SETTINGS = {
 COUNTS = (1, 3, 13)  # prompts of a call: one rank has none; batches of 2 and 1; more than run at once
 SAME = 0.9  # of answers of up to 60 tokens, in bfloat16, where sums in another order decide close calls
 TIMEOUT = 300  # seconds: kernels are compiled
-SAFE = [name for name, d in DISPATCHER_CAPABILITIES.items() if d.exchange == "all_to_all" and d.graph_safe]
+SAFE = [
+    name
+    for name, d in DISPATCHER_CAPABILITIES.items()
+    if d.exchange == "all_to_all" and d.graph_safe and not any(package.lacking() for package in d.requires)
+]
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "dp": {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "none"},
     "tp": {"moe_a2a_backend": "none"},
@@ -63,6 +70,7 @@ def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
         steps, idle = core.stats().steps, core.stats().idle_steps
         return {
             "graphs": llm.info()["decode_graphs"],
+            "beside": llm.info()["plan"]["shared_expert_beside"],
             "tokens": first,
             "repeated": answers(llm) == first,
             "routed": routed,
@@ -97,3 +105,19 @@ def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], n
         assert found[1]["idle"] > 10, "the second rank keeps the first one's only request company"
         if found[0]["tokens"] == alone["tokens"]:  # then padding was never routed
             assert sum(own["routed"] for own in found) == alone["routed"]
+
+
+@pytest.mark.timeout(2 * TIMEOUT + 30)
+@pytest.mark.parametrize("name", ["dp", "tp"])
+def test_a_shared_expert_beside_the_others_changes_no_bit(ranks: Pools, tmp_path: Path, name: str):
+    """Whole where tokens travel, a share of the sum where they do not."""
+    write_model(tmp_path, QWEN2_MOE, dtype=torch.bfloat16)
+    settings = SETTINGS | ARRANGEMENTS[name] | {"model": str(tmp_path), "tp_size": 2, "ep_size": 2}
+    found = {
+        beside: ranks(2).run(
+            on_rank, Config(**settings, disable_shared_expert_overlap=not beside), timeout=TIMEOUT
+        )[0]
+        for beside in (True, False)
+    }
+    assert all(own["beside"] is beside and own["graphs"] == [1, 2, 4, 8] for beside, own in found.items())
+    assert found[True]["tokens"] == found[False]["tokens"]
