@@ -97,6 +97,11 @@ def dispatchers() -> list[DispatcherCapability]:
     return list(DISPATCHER_CAPABILITIES.values())
 
 
+def _names() -> set[str]:
+    """What `--moe-a2a-backend` takes: dispatchers, and families of them."""
+    return set(DISPATCHER_CAPABILITIES) | {d.family for d in DISPATCHER_CAPABILITIES.values()}
+
+
 def backends() -> str:
     return "\n\n".join(
         [
@@ -113,7 +118,7 @@ def backends() -> str:
             "## Not part of this version",
             "Asked for by name, these are refused with a pointer to those above: runners "
             f"{_code(n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES)}; dispatchers "
-            f"{_code(n for n in KNOWN_DISPATCHERS if n not in DISPATCHER_CAPABILITIES)}.",
+            f"{_code(n for n in KNOWN_DISPATCHERS if n not in _names())}.",
             "## Hardware that `turnout plan --hardware` knows",
             table(
                 ("name", "compute capability", "memory", "FP4 tensor cores"),
@@ -159,6 +164,7 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
     return {
         "": f"`{d.name}`",
         "what it is": d.summary,
+        "chosen by": f"`{d.family}`, `--{d.family}-mode {d.mode}`" if d.family else "its name",
         "layout": d.layout,
         "moves": EXCHANGES[d.exchange],
         "sums over ranks": SUMS[d.exchange],
@@ -167,7 +173,8 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
         "tokens travel in": _list(d.wire_formats),
         "devices": _list(d.devices),
         "several hosts": _yes(d.multi_host),
-        "expert-parallel ranks": "any" if d.max_ep is None else f"up to {d.max_ep}",
+        "compute capabilities": _list(f"{a / 10}" for a in d.architectures) if d.architectures else "any",
+        "limits": d.limits.described(),
         "CUDA graphs": _yes(d.graph_safe),
         "`--deterministic`": _yes(d.batch_invariant),
         "needs": _code(str(p) for p in d.requires) or "-",

@@ -79,6 +79,11 @@ class Config:
     disable_shared_expert_overlap: bool = flag(
         False, "CUDA: compute a shared expert after the routed ones, not beside their dispatch and combine"
     )
+    deepep_mode: str = flag(
+        "auto",
+        "which of DeepEP's kernels: normal, low_latency; auto: normal in prefill, low_latency in decode",
+        choices=("auto", "normal", "low_latency"),
+    )
     max_dispatch_tokens_per_rank: int = flag(0, "all-to-all capacity per rank; 0: the budget's", minimum=0)
 
     tp_size: int = flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)

@@ -19,6 +19,7 @@ from tests.moe.made_up import (
     runner,
 )
 from turnout.errors import PlanRefused
+from turnout.moe.limits import Limits
 from turnout.moe.packages import Package
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import Activation, MoESpec
@@ -198,7 +199,9 @@ def test_every_reason_is_given_at_once():
     error = refused(
         GPT_OSS,
         runners=[picky],
-        dispatchers=[dispatcher(devices=frozenset({"cuda"}), max_ep=1, multi_host=False)],
+        dispatchers=[
+            dispatcher(devices=frozenset({"cuda"}), limits=Limits(ep_sizes=frozenset({1})), multi_host=False)
+        ],
         topology=Topology(tp_size=4, dp_size=2, ep_size=2, nnodes=2, enable_dp_attention=True),
         wishes=Wishes(dispatch_format="fp8", activation_format="nvfp4", weight_storage="decoded"),
         budget=replace(BUDGET, capacity=5, dp_size=2),

@@ -11,6 +11,7 @@ from tests.moe.made_up import ALL_FORMATS, BLACKWELL, CPU, HOPPER, dispatcher, r
 from turnout.errors import PlanRefused
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
+from turnout.moe.limits import Limits
 from turnout.moe.plan import PHASES, Wishes, plan
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
@@ -54,7 +55,7 @@ DISPATCHERS = st.builds(
     wire_formats=WIRES,
     devices=DEVICES,
     multi_host=seldom(True, False),
-    max_ep=seldom(None, 1, 4),
+    limits=seldom(Limits(), Limits(ep_sizes=frozenset({1, 2, 4})), Limits(one_to_one=True, max_tokens=1024)),
     preference=st.integers(-2, 2),
 )
 SPECS = st.builds(

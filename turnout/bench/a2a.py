@@ -42,6 +42,7 @@ from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
 from turnout.moe import MoELayer, plan
 from turnout.moe.accuracy import BOUNDS, relative_error
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden
 from turnout.moe.budget import WIRE_GROUP, Budget
 from turnout.moe.plan import MoEPlan, Wishes
@@ -93,9 +94,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure on `world_size` ranks of this machine, which it starts, or on those that torchrun started.
 
-    `tokens` are per rank; no `dispatchers`: all. Returns the result, on rank 0 after printing a table and
-    saving it; other ranks of torchrun get none of its rows. Raises UserError for names that are not known
-    and for more ranks than GPUs.
+    `tokens` are per rank; no `dispatchers`: all for the device. Returns the result, on rank 0 after printing
+    a table and saving it; other ranks of torchrun get none of its rows. Raises UserError for names that are
+    not known and for more ranks than GPUs.
     """
     ranks = launched()
     machine = hardware.detect(device)
@@ -105,7 +106,7 @@ def run(
         experts=experts,
         top_k=top_k,
         tokens=tuple(tokens),
-        dispatchers=tuple(dispatchers) or tuple(DISPATCHERS),
+        dispatchers=tuple(dispatchers) or _dispatchers(machine.device),
         formats=tuple(formats),
         routing=routing,
         device=machine.device,
@@ -291,6 +292,10 @@ class RankBench:
 
     def _mean(self, value: float) -> int:
         return round(statistics.fmean(self._everyones(value)))
+
+
+def _dispatchers(device: str) -> tuple[str, ...]:
+    return tuple(d.name for d in DISPATCHER_CAPABILITIES.values() if device in d.devices)
 
 
 def _check(settings: Settings, gpus: int, local_ranks: int) -> None:

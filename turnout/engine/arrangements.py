@@ -85,7 +85,7 @@ class ReceiveBuffers:
 
 
 def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
-    """Of every dispatcher of this version that would move tokens between these ranks."""
+    """Of every dispatcher of this version that can move tokens between these ranks."""
     spec, plan, budget = blueprint.description.moe, blueprint.plan, blueprint.budget
     return [
         ReceiveBuffers(
@@ -100,6 +100,8 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
                     num_local_experts=plan.num_local_experts,
                     wire_format=wire,
                     itemsize=ITEMSIZE[blueprint.compute_dtype],
+                    buffers=declared.buffers,
+                    ranks=blueprint.topology.ep_size,
                 )
                 for wire in sorted(declared.wire_formats)
                 if spec.hidden_size % WIRE_GROUP[wire] == 0
@@ -107,4 +109,5 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
         )
         for declared in DISPATCHER_CAPABILITIES.values()
         if moves(declared.exchange, dp_size=budget.dp_size)
+        and not declared.refusals(spec, blueprint.topology, blueprint.hardware, blueprint.compute_dtype)
     ]

@@ -221,6 +221,7 @@ def _wishes(config: Config) -> Wishes:
     return Wishes(
         runner=config.moe_runner_backend,
         dispatcher=config.moe_a2a_backend,
+        dispatcher_mode=config.deepep_mode,
         dispatch_format=config.moe_dispatch_dtype,
         activation_format=config.moe_activation_dtype,
         weight_storage=config.moe_weight_storage,

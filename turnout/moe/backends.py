@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.packages import TRITON
+from turnout.moe.limits import Limits
+from turnout.moe.packages import DEEPEP, FLASHINFER, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
+
+HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
+DEEPEP_RANKS = frozenset({2, 4, 8})  # between which it has kernels over NVLink
 
 RUNNER_CAPABILITIES = {
     declared.name: declared
@@ -38,11 +42,53 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=8,  # 16-byte copies of rows
             intermediate_multiple=8,  # gate and up alternate by as many rows
             weight_storages=frozenset({"packed"}),
-            tiled=True,
             workspace=hopper_workspace_bytes,
             preference=10,  # ahead of torch at every measured point (docs/performance.md)
+            tiled=True,
             batch_invariant=True,
             requires=(TRITON,),
+        ),
+        RunnerCapability(
+            name="flashinfer_cutedsl",
+            summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones for slabs",
+            layouts=frozenset({"tokens", "experts"}),
+            weight_formats=frozenset({"nvfp4"}),
+            wire_formats=frozenset({"bf16", "nvfp4"}),
+            activation_formats=frozenset({"bf16", "nvfp4"}),
+            weight_only_layouts=frozenset({"tokens"}),
+            fp4_units=True,
+            compute_dtypes=frozenset({"bfloat16"}),
+            expert_bias=False,
+            devices=frozenset({"cuda"}),
+            architectures=frozenset({100, 103}),
+            hidden_multiple=128,  # rows of W2 in whole tiles of scales
+            intermediate_multiple=64,  # up and gate in blocks of as many rows
+            ungated_multiple=128,  # rows of W1 in whole tiles of scales
+            weight_storages=frozenset({"packed"}),
+            weights_per_layout=True,
+            preference=10,
+            deterministic=False,  # the sum over a token's experts is atomic
+            requires=(FLASHINFER,),
+        ),
+        RunnerCapability(
+            name="flashinfer_trtllm",
+            summary="TensorRT-LLM's kernels through FlashInfer: NVFP4 W4A4 on Blackwell",
+            layouts=frozenset({"tokens"}),
+            weight_formats=frozenset({"nvfp4"}),
+            wire_formats=frozenset({"bf16", "nvfp4"}),
+            activation_formats=frozenset({"nvfp4"}),
+            weight_only_formats=frozenset(),
+            fp4_units=True,
+            compute_dtypes=frozenset({"bfloat16"}),
+            activations=frozenset({"silu"}),
+            expert_bias=False,
+            devices=frozenset({"cuda"}),
+            architectures=frozenset({100, 103}),
+            hidden_multiple=128,
+            intermediate_multiple=64,
+            weight_storages=frozenset({"packed"}),
+            preference=5,
+            requires=(FLASHINFER,),
         ),
     )
 }
@@ -76,6 +122,70 @@ DISPATCHER_CAPABILITIES = {
             wire_formats=frozenset(WIRE_GROUP),
             graph_safe=False,
             batch_invariant=True,
+        ),
+        DispatcherCapability(
+            name="flashinfer",
+            summary="FlashInfer's one-sided all-to-all: tokens written over NVLink into receivers' memory",
+            layout="tokens",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            devices=frozenset({"cuda"}),
+            architectures=HOPPER_AND_BLACKWELL,
+            multi_host=False,
+            limits=Limits(
+                one_to_one=True,
+                ep_sizes=frozenset(range(2, 65)),
+                top_ks=frozenset({1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22}),
+            ),
+            buffers="one_sided",
+            requires=(FLASHINFER,),
+        ),
+        DispatcherCapability(
+            name="deepep-normal",
+            summary="DeepEP's normal kernels, for throughput: a token goes once to a rank that needs it",
+            layout="tokens",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            devices=frozenset({"cuda"}),
+            architectures=HOPPER_AND_BLACKWELL,
+            multi_host=False,
+            limits=Limits(
+                one_to_one=True,
+                ep_sizes=DEEPEP_RANKS,
+                compute_dtypes=frozenset({"bfloat16"}),
+                top_ks=frozenset(range(1, 33)),
+                hidden_multiple=16,  # half a row in 16-byte words
+                max_hidden=8176,  # and in 8 KB of shared memory, with a barrier
+            ),
+            buffers="chunked",
+            family="deepep",
+            mode="normal",
+            made_for=frozenset({"prefill"}),
+            graph_safe=False,  # the host waits for counts
+            requires=(DEEPEP, NVSHMEM),
+        ),
+        DispatcherCapability(
+            name="deepep-low-latency",
+            summary="DeepEP's low-latency kernels: a slab per expert, made for small steps",
+            layout="experts",
+            exchange="all_to_all",
+            wire_formats=frozenset({"bf16", "fp8"}),
+            devices=frozenset({"cuda"}),
+            architectures=HOPPER_AND_BLACKWELL,
+            multi_host=False,
+            limits=Limits(
+                one_to_one=True,
+                ep_sizes=DEEPEP_RANKS,
+                compute_dtypes=frozenset({"bfloat16"}),
+                top_ks=frozenset(range(1, 12)),
+                hidden_sizes=frozenset({2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}),
+                max_tokens=1024,
+            ),
+            buffers="low_latency",
+            family="deepep",
+            mode="low_latency",
+            made_for=frozenset({"decode"}),
+            requires=(DEEPEP, NVSHMEM),
         ),
     )
 }

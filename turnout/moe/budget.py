@@ -185,15 +185,86 @@ def dispatch_bytes(
     num_local_experts: int,
     wire_format: str,
     itemsize: int = 2,
+    buffers: str = "rows",
+    ranks: int = 1,
 ) -> int:
-    """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`), if it `moves` any.
+    """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`) of `ranks`, if it `moves` any.
 
     Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
     layout keeps a slab of that many rows for every local expert, since all may choose the same one.
+
+    `buffers` "one_sided": those are one workspace, `OneSided`. "chunked": they come on top of queues that
+    tokens pass through. "low_latency": queues hold whole steps, and the batch is a copy.
     """
+    token = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize)
+    result = itemsize * spec.hidden_size
+    if buffers == "one_sided":
+        capacity = rows // ranks
+        sizes = OneSided(ranks=ranks, capacity=capacity, sent=token + 8 * spec.top_k, returned=result)
+        return sizes.total_bytes
+    if buffers == "low_latency":
+        queues = low_latency_bytes(rows // ranks, spec.hidden_size, spec.num_experts)
+        return queues + rows * num_local_experts * token
     slabs = num_local_experts if layout == "experts" else 1
-    per_row = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize) + itemsize * spec.hidden_size
-    return rows * (slabs * per_row + 8 * spec.top_k)
+    queues = chunked_bytes(result, ranks) if buffers == "chunked" else 0
+    return queues + rows * (slabs * (token + result) + 8 * spec.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneSided:
+    """One rank's workspace of FlashInfer's one-sided all-to-all, into which its peers write.
+
+    capacity: rows that each of `ranks` may send. sent, returned: bytes of a row on its way to the experts,
+    with ids and weights, and back. The formulas are those of `moe_a2a_get_workspace_size_per_rank`.
+    """
+
+    ranks: int
+    capacity: int
+    sent: int
+    returned: int
+
+    @property
+    def bookkeeping(self) -> int:
+        """An epoch and a counter; counters by rank, sent and received; two flags by rank; then, for each of
+        a rank's own tokens and up to 22 experts, the rank it went to and its row there."""
+        routes = _aligned(4 * 22 * self.capacity)
+        return _aligned(8 + 8 * self.ranks) + 2 * _aligned(4 * self.ranks) + 2 * routes
+
+    @property
+    def results_at(self) -> int:
+        """Where results begin: behind the rows received, if all senders send all they may."""
+        return self.bookkeeping + _aligned(self.ranks * self.capacity * self.sent)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.results_at + _aligned(self.ranks * self.capacity * self.returned)
+
+
+def chunked_bytes(row: int, ranks: int) -> int:
+    """DeepEP's queues between `ranks` of one host, for rows of so many bytes: its `get_nvl_buffer_size_hint`.
+
+    Ten channels to every rank of 256 slots, with room for 128 ids (8 bytes), weights and scales (4 each).
+    """
+    slots = 10 * ranks * 256
+    return _aligned(10 * ranks * 5 * 4 + slots * (row + 8 + 128 * (8 + 4 + 4)))
+
+
+def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
+    """DeepEP's low-latency buffers: its `get_low_latency_rdma_size_hint`.
+
+    Two of each, used in turn: messages out and in, a slot per expert and token, for dispatch (16 bytes and
+    the row in bf16) or combine (the row, and two bf16 per 128 columns), whichever is more; and signals.
+    """
+    scales = hidden_size // 128
+    there, back = 16 + max(2 * hidden_size, hidden_size + 4 * scales), 4 * scales + 2 * hidden_size
+    out = max(tokens * there, num_experts * tokens * back)
+    into = num_experts * tokens * max(there, back)
+    return (2 * (out + into + _aligned(4 * num_experts)) // 128 + 1) * 128
+
+
+def _aligned(size: int) -> int:
+    """Up to the next multiple of 128."""
+    return -(-size // 128) * 128
 
 
 def workspace_bytes(

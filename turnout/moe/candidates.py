@@ -36,7 +36,8 @@ class Wishes:
     """What the user asked for; "auto" may be anything that is allowed."""
 
     runner: str = "auto"
-    dispatcher: str = "auto"
+    dispatcher: str = "auto"  # a name, or that of a family
+    dispatcher_mode: str = "auto"  # which of a family
     dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
     activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
     weight_storage: str = "auto"  # auto, packed, decoded
@@ -146,11 +147,13 @@ def search(
     """All that can run, the best first, and every reason why the rest cannot. Either may be empty."""
     working, refused = [], []
     for dispatcher in dispatchers:
-        reasons = dispatcher.refusals(case.topology, case.hardware)
+        reasons = dispatcher.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
         reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
         refused += reasons
         if not reasons:
             working.append(dispatcher)
+    serving, too_large = _serving(case, working)
+    refused += too_large
     candidates = []
     for place, runner in enumerate(runners):
         own = runner.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
@@ -161,8 +164,8 @@ def search(
         refused += [*own, *no_activation, *no_storage, *no_feeder]
         if own:
             continue
-        feeders = [(place, dispatcher) for place, dispatcher in feeders if dispatcher in working]
-        for choice in product(enumerate(activations), enumerate(storages), feeders, feeders):
+        prefills, decodes = ([(at, d) for at, d in feeders if d in serving[phase]] for phase in PHASES)
+        for choice in product(enumerate(activations), enumerate(storages), prefills, decodes):
             candidate = _join(case, (place, runner), *choice)
             reasons = _layout_refusals(candidate) or _memory_refusals(case, candidate)
             if not reasons:
@@ -185,6 +188,20 @@ def _variance_refusals(
             remedy=f"leave --deterministic out, or {other}",
         )
     ]
+
+
+def _serving(
+    case: Case, working: Sequence[DispatcherCapability]
+) -> tuple[dict[str, list[DispatcherCapability]], list[Refusal]]:
+    """Which of `working` take steps as large as the budget's, by phase, and why the others do not."""
+    serving: dict[str, list[DispatcherCapability]] = {phase: [] for phase in PHASES}
+    refused = []
+    for phase, dispatcher in product(PHASES, working):
+        reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, case.budget)
+        refused += reasons
+        if not reasons:
+            serving[phase].append(dispatcher)
+    return serving, refused
 
 
 def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
@@ -322,9 +339,11 @@ def _join(
             activation_place,
             storage_place,
             case.crowds(prefill),
+            "prefill" not in prefill.made_for,
             -prefill.preference,
             prefill_place,
             case.crowds(decode),
+            "decode" not in decode.made_for,
             -decode.preference,
             decode_place,
         ),
@@ -344,6 +363,8 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
             num_local_experts=case.num_local_experts,
             wire_format=wire[phase],
             itemsize=case.itemsize,
+            buffers=dispatcher.buffers,
+            ranks=case.topology.ep_size,
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())

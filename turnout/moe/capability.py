@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves, workspace_bytes
+from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
@@ -31,7 +32,6 @@ __all__ = [
 
 CONVERT = "convert the bf16 checkpoint to another format with `turnout quantize`"
 OTHER_RUNNER = "choose another --moe-runner-backend"
-OTHER_DISPATCHER = "choose another --moe-a2a-backend"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class RunnerCapability:
     # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8; and weights they multiply with "bf16".
     activation_formats: frozenset[str] = frozenset({"bf16"})
     weight_only_formats: frozenset[str] = frozenset(WEIGHT_GROUP)
+    weight_only_layouts: frozenset[str] = frozenset({"tokens", "experts"})  # in which it does so
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
     activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
     expert_bias: bool = True
@@ -53,14 +54,16 @@ class RunnerCapability:
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     hidden_multiple: int = 1
     intermediate_multiple: int = 1  # of this rank's shard
+    ungated_multiple: int = 1  # the same where W1 has no gate rows
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
+    weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
-    tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
     workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
     deterministic: bool = True  # the same batch gives the same bits
+    tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
     # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
     batch_invariant: bool = False
     requires: tuple[Package, ...] = ()
@@ -103,13 +106,15 @@ class RunnerCapability:
             asked = f"hidden size {spec.hidden_size}"
             found.append(Refusal(who=who, asked=asked, limit=limit, remedy=OTHER_RUNNER))
         shard, rest = divmod(spec.intermediate_size, topology.expert_tp)
-        if not rest and shard % self.intermediate_multiple:  # a rest is refused by layer_refusals
+        gated = spec.activation.gated
+        multiple = math.lcm(self.intermediate_multiple, 1 if gated else self.ungated_multiple)
+        if not rest and shard % multiple:  # a rest is refused by layer_refusals
             found.append(
                 Refusal(
                     who=who,
                     asked=_shards(spec, topology),
-                    limit=f"a rank's shard must be a multiple of {self.intermediate_multiple}",
-                    remedy=f"{_arrangement(spec, topology, self.intermediate_multiple)}, or {OTHER_RUNNER}",
+                    limit=f"a rank's shard must be a multiple of {multiple}",
+                    remedy=f"{_arrangement(spec, topology, multiple)}, or {OTHER_RUNNER}",
                 )
             )
         return found
@@ -123,6 +128,9 @@ class DispatcherCapability:
     "gather":     those of all data-parallel groups, already summed by the combine. A single group's ranks
                   hold the same tokens: then nothing moves, and the layer owes the sum
     "all_to_all": those that chose an expert of which this rank holds a part; already summed
+
+    The name of a `family` stands for its members, one for each `mode`. buffers: which formula sizes its
+    memory (budget.dispatch_bytes). made_for: phases that `auto` takes it for, others where nothing else can.
     """
 
     name: str
@@ -132,13 +140,20 @@ class DispatcherCapability:
     wire_formats: frozenset[str] = frozenset({"bf16"})
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
-    max_ep: int | None = None  # None: any
+    architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
+    limits: Limits = NO_LIMITS
+    buffers: str = "rows"
+    family: str = ""
+    mode: str = ""
+    made_for: frozenset[str] = frozenset({"prefill", "decode"})
     preference: int = 0
     graph_safe: bool = True
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
     requires: tuple[Package, ...] = ()
 
-    def refusals(self, topology: Topology, hardware: Hardware) -> list[Refusal]:
+    def refusals(
+        self, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
+    ) -> list[Refusal]:
         """Why this dispatcher cannot work between these ranks, whatever the runner."""
         who = f"dispatcher {self.name}"
         found = _place_refusals(who, self, hardware, OTHER_DISPATCHER)
@@ -151,17 +166,7 @@ class DispatcherCapability:
                     remedy=f"use --nnodes 1, or {OTHER_DISPATCHER}",
                 )
             )
-        if self.max_ep is not None and topology.ep_size > self.max_ep:
-            fitting = [ep for ep in divisors(topology.tp_size) if ep <= self.max_ep]
-            found.append(
-                Refusal(
-                    who=who,
-                    asked=f"--ep-size {topology.ep_size}",
-                    limit=f"connects at most {self.max_ep} expert-parallel ranks",
-                    remedy=f"use --ep-size {one_of(fitting)}, or {OTHER_DISPATCHER}",
-                )
-            )
-        return found
+        return found + self.limits.refusals(who, spec, topology, compute_dtype)
 
 
 def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:

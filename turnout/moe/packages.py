@@ -26,7 +26,7 @@ class Package:
 
     def lacking(self) -> str:
         """What stands against importing it here: "" if nothing."""
-        if find_spec(self.module) is None:
+        if not _is_here(self.module):
             return f"needs {self}, not installed here"
         if not self.minimum:
             return ""
@@ -35,6 +35,13 @@ class Package:
         except PackageNotFoundError:
             return f"needs {self}; here is a {self.module} of unknown version"
         return "" if _numbers(found) >= _numbers(self.minimum) else f"needs {self}; here is {found}"
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it would be part of
+        return False
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -50,4 +57,15 @@ FLASHINFER = Package(
     distribution="flashinfer-python",
     minimum="0.7.2",  # CuteDslMoEWrapper takes quant_mode and no longer preallocates
     install="pip install 'turnout[flashinfer]'",
+)
+DEEPEP = Package(
+    module="deep_ep",
+    distribution="deep_ep",
+    install="pip install --no-deps 'tokenspeed-deepep<2' (Python 3.12 and CUDA 13), or build DeepEP",
+)
+NVSHMEM = Package(
+    module="nvidia.nvshmem",
+    distribution="nvidia-nvshmem-cu13",
+    minimum="3.4",
+    install="pip install 'nvidia-nvshmem-cu13>=3.4'",
 )

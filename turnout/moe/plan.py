@@ -174,9 +174,7 @@ def _allowed(
     if not misarranged:
         impossible += layer_refusals(case.spec, case.topology)
     wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners, KNOWN_RUNNERS)
-    wished_dispatchers, no_dispatcher = _wished(
-        "--moe-a2a-backend", case.wishes.dispatcher, dispatchers, KNOWN_DISPATCHERS
-    )
+    wished_dispatchers, no_dispatcher = _wished_dispatchers(case.wishes, dispatchers)
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
         raise PlanRefused("the ranks cannot be arranged as asked", found)
@@ -186,6 +184,18 @@ def _allowed(
         blocking = [] if candidates else refused  # while others can run, a candidate's refusal is no obstacle
         raise PlanRefused(f"no MoE backend can run this as asked{hint}", [*found, *blocking])
     return candidates, refused
+
+
+def _wished_dispatchers(
+    wishes: Wishes, here: Sequence[DispatcherCapability]
+) -> tuple[list[DispatcherCapability], list[Refusal]]:
+    """As `_wished`; the name of a family stands for its members, a mode for one of them."""
+    mode = wishes.dispatcher_mode
+    members = [d for d in here if mode == "auto" or d.mode in ("", mode)]
+    family = [d for d in members if d.family and d.family == wishes.dispatcher]
+    if family:
+        return family, []
+    return _wished("--moe-a2a-backend", wishes.dispatcher, members, KNOWN_DISPATCHERS)
 
 
 def _wished(flag: str, wish: str, here: Sequence[C], known: tuple[str, ...]) -> tuple[list[C], list[Refusal]]:
