@@ -54,6 +54,8 @@ RUNNERS: Registry[Any] = Registry(
         "triton": "turnout.moe.runners.triton:TritonRunner",
         "flashinfer_cutedsl": "turnout.moe.runners.flashinfer_cutedsl:CuteDslRunner",
         "flashinfer_trtllm": "turnout.moe.runners.flashinfer_trtllm:TrtllmRunner",
+        "flashinfer_mxfp4": "turnout.moe.runners.flashinfer_mxfp4:FlashinferMxfp4Runner",
+        "flashinfer_cutlass": "turnout.moe.runners.flashinfer_cutlass:FlashinferCutlassRunner",
     },
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
 from turnout.moe.packages import DEEPEP, FLASHINFER, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
@@ -88,6 +89,40 @@ RUNNER_CAPABILITIES = {
             intermediate_multiple=64,
             weight_storages=frozenset({"packed"}),
             preference=5,
+            requires=(FLASHINFER,),
+        ),
+        RunnerCapability(
+            name="flashinfer_mxfp4",
+            summary="FlashInfer's CUTLASS kernels for MXFP4 weights on Hopper: W4A16, fused activation",
+            layouts=frozenset({"tokens"}),
+            weight_formats=frozenset({"mxfp4"}),
+            weight_only_formats=frozenset({"mxfp4"}),
+            compute_dtypes=frozenset({"bfloat16"}),
+            devices=frozenset({"cuda"}),
+            architectures=frozenset({90}),
+            weight_storages=frozenset({"packed"}),
+            preference=5,  # behind triton, which was faster where both were measured
+            workspace=cutlass_workspace_bytes,
+            requires=(FLASHINFER,),
+        ),
+        RunnerCapability(
+            name="flashinfer_cutlass",
+            summary="FlashInfer's CUTLASS kernels: bf16, FP8 blocks on Hopper, NVFP4 W4A4 on Blackwell",
+            layouts=frozenset({"tokens"}),
+            weight_formats=frozenset({"bf16", "fp8", "nvfp4"}),
+            activation_formats=frozenset({"bf16", "fp8", "nvfp4"}),
+            weight_only_formats=frozenset({"bf16"}),
+            fp4_units=True,
+            fp8_units=True,
+            compute_dtypes=frozenset({"bfloat16"}),
+            devices=frozenset({"cuda"}),
+            architectures=frozenset({90, 100, 103}),
+            format_architectures=(("fp8", frozenset({90})), ("nvfp4", frozenset({100, 103}))),
+            hidden_multiple=64,  # rows of scales, and 16-byte copies
+            intermediate_multiple=64,
+            weight_storages=frozenset({"packed"}),
+            preference=4,  # behind triton, which was faster where both were measured
+            workspace=cutlass_workspace_bytes,
             requires=(FLASHINFER,),
         ),
     )

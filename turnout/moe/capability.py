@@ -52,6 +52,7 @@ class RunnerCapability:
     expert_bias: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
+    format_architectures: tuple[tuple[str, frozenset[int]], ...] = ()  # of formats that not all of them have
     hidden_multiple: int = 1
     intermediate_multiple: int = 1  # of this rank's shard
     ungated_multiple: int = 1  # the same where W1 has no gate rows
@@ -93,6 +94,18 @@ class RunnerCapability:
                     remedy=f"{OTHER_RUNNER}, or convert the checkpoint to {takes} with `turnout quantize`",
                 )
             )
+        for weight_format, architectures in self.format_architectures:
+            on_cuda = hardware.device == "cuda"
+            if weight_format == spec.format and on_cuda and hardware.architecture not in architectures:
+                found.append(
+                    Refusal(
+                        who=who,
+                        asked=f"{spec.format} expert weights on {hardware.name} "
+                        f"(compute capability {hardware.architecture / 10})",
+                        limit=f"has kernels for them for {_listed(str(a / 10) for a in architectures)}",
+                        remedy=OTHER_RUNNER,
+                    )
+                )
         if spec.activation.kind not in self.activations:
             limit = f"computes {_listed(self.activations)}"
             found.append(
