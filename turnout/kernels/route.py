@@ -1,7 +1,8 @@
 """A router's choice in one launch: softmax, top-k, renormalising, padding and counting (Triton).
 
-In torch this is 15 kernels, 25 us of a layer at one token on an H200, most of it the top-k's two. Here a
-program has a token's logits in registers and takes the largest k times, the lowest id among equals.
+Of 128 experts 8 take torch 15 kernels, its top-k alone 9.4 us of one token and 12.5 us of 64 on an H200; this
+one takes 2.4 us of either. A program has a token's logits in registers and takes the largest k times, the
+lowest id among equals.
 
 Legend: T tokens, E experts, EP its power of two, k top-k, KP its power of two.
 """

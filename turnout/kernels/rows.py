@@ -1,10 +1,10 @@
 """The small steps between the matrix products of a decoder, each in one launch (Triton).
 
-At one token such a step is nothing but its launch, and the products are few: of a Qwen3-30B-shaped model's
-32 kernels per layer, 24 were elementwise ones of torch, 55 us of a layer's 133 with one token and 68 of 273
-with 64 (H200, in a graph). Here they are five: residual sum and norm, norm and rotation of heads, store to
-the cache, and the choice of experts (route.py), which alone took 15. Each program computes a row, or a head
-of a row, in float32 and rounds once, so a row's bits do not depend on its company.
+At one token such a step is nothing but its launch. Composed by torch, a decode step of 12 layers of Qwen3-30B's
+shape was 488 kernels in a graph and took 1.56 ms on an H200, 3.66 ms with 64 requests; with these it is 200,
+0.95 ms and 2.68. A layer has four of them, residual sum and norm (twice), norm and rotation of heads, and the
+store to the cache, beside the choice of experts (route.py). Each program computes a row, or a head of a row,
+in float32 and rounds once, so a row's bits do not depend on its company.
 
 Programs are launched before their predecessors have ended and wait for them before the first read
 (programmatic dependent launch).
