@@ -22,6 +22,7 @@ from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe import MoELayer, plan
 from turnout.moe.batch import TokensBatch
 from turnout.moe.budget import Budget
+from turnout.moe.capability import DispatcherCapability
 from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
@@ -55,6 +56,10 @@ class Case:
     @property
     def compute_dtype(self) -> str:
         return "float32" if self.device == "cpu" else "bfloat16"
+
+    def declared(self) -> Sequence[DispatcherCapability] | None:
+        """What there is to plan with; None: what this version declares."""
+        return None
 
     @property
     def moves(self) -> bool:
@@ -199,6 +204,7 @@ def planned(case: Case, topology: Topology) -> MoEPlan:
             activation_format=case.activation_format,
         ),
         compute_dtype=case.compute_dtype,
+        dispatchers=case.declared(),
     )
 
 

@@ -79,10 +79,11 @@ class NormalDispatch:
             is_token_in_rank=goes_TR,
             num_tokens_per_expert=per_expert,
         )
+        elsewhere_NK = ids_NK < 0
         batch = TokensBatch(
             hidden=_hidden(got, hidden),
-            topk_ids=ids_NK.add(self._first).masked_fill_(ids_NK < 0, -1).int(),
-            topk_weights=weights_NK,
+            topk_ids=ids_NK.add(self._first).masked_fill_(elsewhere_NK, -1).int(),
+            topk_weights=weights_NK.masked_fill(elsewhere_NK, 0),
         )
         return batch, handle
 

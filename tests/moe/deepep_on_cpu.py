@@ -1,0 +1,201 @@
+"""DeepEP between CPU ranks: `deep_ep.Buffer` by what its documentation says of each argument and result.
+
+The library is a compiled extension that needs GPUs to be imported; names, order and defaults of parameters
+are those of its 1.2. Rows travel as pickled objects. Places of slabs beyond the counts hold NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCK = 128
+
+
+def install() -> None:
+    library = ModuleType("deep_ep")
+    library.Buffer, library.topk_idx_t = Buffer, torch.int64
+    sys.modules["deep_ep"] = library
+
+
+@dataclass
+class Config:
+    received: int  # slots of a queue
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        channels = 10
+        slots = channels * num_ranks * self.received
+        size = channels * num_ranks * 5 * 4 + slots * (hidden_bytes + 8 + 128 * 8 + 128 * 4 + 128 * 4)
+        return (size + 127) // 128 * 128
+
+
+class Buffer:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        self.rank, self.ranks = group.rank(), group.size()
+        self.nvl, self.rdma, self.low_latency, self.qps = (
+            num_nvl_bytes,
+            num_rdma_bytes,
+            low_latency_mode,
+            num_qps_per_rank,
+        )
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return {2: Config(256), 4: Config(256), 8: Config(256)}[num_ranks]
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        scales, tokens = hidden // BLOCK, num_max_dispatch_tokens_per_rank
+        message = 16 + max(hidden * 2, hidden + scales * 4)
+        result = scales * 4 + hidden * 2
+        send = max(tokens * message, num_experts * tokens * result)
+        receive = max(num_experts * tokens * message, num_experts * tokens * result)
+        signals = (num_experts * 4 + 127) // 128 * 128
+        return (2 * send + 2 * receive + 2 * signals + 128) // 128 * 128
+
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int, previous_event=None, async_finish=False,
+        allocate_on_comm_stream=False,
+    ):  # fmt: skip
+        assert topk_idx.dtype == torch.int64
+        assert topk_idx.is_contiguous()
+        held = num_experts // self.ranks
+        ranks = torch.where(topk_idx >= 0, topk_idx // held, -1)
+        goes = (ranks[..., None] == torch.arange(self.ranks)).any(1)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
+        return goes.sum(0).int(), None, per_expert, goes, object()
+
+    def dispatch(
+        self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None,
+        num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1, num_worst_tokens=0,
+        config=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False,
+    ):  # fmt: skip
+        assert self.nvl, "made without queues"
+        data, scales = x if isinstance(x, tuple) else (x, None)
+        assert data.dtype == (torch.bfloat16 if scales is None else torch.float8_e4m3fn)
+        assert data.is_contiguous()
+        assert data.shape[1] * data.itemsize % 32 == 0
+        assert data.shape[1] * data.itemsize * 10 * self.ranks * 256 <= self.nvl
+        if scales is not None:
+            assert scales.shape == (len(data), data.shape[1] // BLOCK)
+            assert scales.dtype == torch.float32
+            assert scales.is_contiguous()
+        assert topk_weights.dtype == torch.float32
+        assert num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32
+        held = len(num_tokens_per_expert) // self.ranks
+        letters = []
+        for rank in range(self.ranks):
+            rows = is_token_in_rank[:, rank]
+            ids = topk_idx[rows] - rank * held
+            ids = ids.masked_fill((topk_idx[rows] < 0) | (ids < 0) | (ids >= held), -1)
+            letters.append(
+                (_bytes(data[rows]), None if scales is None else scales[rows], ids, topk_weights[rows])
+            )
+        got = [letter for letter, _ in _exchange(letters)]
+        received = torch.cat([part[0] for part in got]).view(data.dtype)
+        ids, weights = (torch.cat([part[i] for part in got]) for i in (2, 3))
+        counts = torch.bincount(ids[ids >= 0], minlength=held).tolist()
+        out = received if scales is None else (received, torch.cat([part[1] for part in got]))
+        weights = weights.masked_fill(ids < 0, torch.nan)  # of experts held elsewhere: nothing is promised
+        return out, ids, weights, counts, ([len(part[0]) for part in got], is_token_in_rank), object()
+
+    def combine(
+        self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False,
+        allocate_on_comm_stream=False,
+    ):  # fmt: skip
+        counts, goes = handle
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert len(x) == sum(counts)
+        out = torch.zeros(len(goes), x.shape[1])
+        for rank, (rows, _) in enumerate(_exchange(list(x.split(counts)))):
+            out[goes[:, rank]] += rows.float()
+        return out.to(torch.bfloat16), None, object()
+
+    def low_latency_dispatch(
+        self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+        cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True,
+        round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False,
+    ):  # fmt: skip
+        most = num_max_dispatch_tokens_per_rank
+        assert self.low_latency
+        assert self.rdma >= self.get_low_latency_rdma_size_hint(most, x.shape[1], self.ranks, num_experts)
+        assert self.qps == num_experts // self.ranks
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert len(x) <= most <= 1024
+        assert topk_idx.dtype == torch.int64
+        assert topk_idx.is_contiguous()
+        held = num_experts // self.ranks
+        slabs = torch.full((held, most * self.ranks, x.shape[1]), torch.nan, dtype=torch.bfloat16)
+        origin = [[] for _ in range(held)]
+        counts = torch.zeros(held, dtype=torch.int32)
+        for source, (letter, _) in enumerate(_exchange([(x, topk_idx)] * self.ranks)):
+            rows, ids = letter
+            for token, slot in (ids // held == self.rank).logical_and(ids >= 0).nonzero().tolist():
+                expert = int(ids[token, slot]) - self.rank * held
+                slabs[expert, counts[expert]] = rows[token]
+                origin[expert].append((source, token, slot))
+                counts[expert] += 1
+        handle = (origin, most, x.shape[1], num_experts)
+        return (_fp8(slabs) if use_fp8 else slabs), counts, handle, object(), None
+
+    def low_latency_combine(
+        self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False,
+        return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None,
+    ):  # fmt: skip
+        origin, most, hidden, num_experts = handle
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert x.shape == (num_experts // self.ranks, most * self.ranks, hidden)
+        assert topk_weights.dtype == torch.float32
+        assert topk_weights.shape == topk_idx.shape
+        letters = [[] for _ in range(self.ranks)]
+        for expert, rows in enumerate(origin):
+            for row, (source, token, slot) in enumerate(rows):
+                letters[source].append((token, slot, x[expert, row]))
+        total = torch.zeros(len(topk_idx), hidden)
+        for letter, _ in _exchange(letters):
+            for token, slot, row in letter:
+                total[token] += topk_weights[token, slot] * row.float()
+        return total.to(torch.bfloat16), object(), None
+
+
+def _fp8(slabs: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 and float32 scales per 128 columns, which lie column by column."""
+    blocks = slabs.float().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1).clamp(min=1e-4) / 448
+    data = (blocks / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn)
+    return data, scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _exchange(letters: list) -> list[tuple]:
+    """letters[i] to rank i; what every rank sent here, with its number."""
+    everyones: list = [None] * len(letters)
+    dist.all_gather_object(everyones, letters)
+    own = dist.get_rank()
+    return [(sent[own], rank) for rank, sent in enumerate(everyones)]
