@@ -160,7 +160,7 @@ def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[F
         runner=runner,
     )
     found = []
-    all_TH = inputs(MAX_TOKENS, topology.dp_rank).to(dtype)
+    all_TH = inputs(MAX_TOKENS, topology.dp_rank, spec.hidden_size).to(dtype)
     all_ref_TH = reference(case, chosen, topology, all_TH)
     for phase in ("prefill", "decode"):
         for tokens in batches:
@@ -215,12 +215,12 @@ def parameters(case: Case) -> tuple[ExpertWeights, Tensor, Tensor]:
     bias_E = torch.zeros(E)
     if case.skewed:
         bias_E[-held_by_one:] = 1000
-    return _experts(case.weights), torch.randn(E, case.spec.hidden_size, generator=draw), bias_E
+    return _experts(case.spec), torch.randn(E, case.spec.hidden_size, generator=draw), bias_E
 
 
 @lru_cache(maxsize=2)
-def _experts(weights: str) -> ExpertWeights:
-    return make_experts(Case(dispatcher="none", world=1, ep=1, dp=1, weights=weights).spec)
+def _experts(spec: MoESpec) -> ExpertWeights:
+    return make_experts(spec)
 
 
 def held(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
@@ -229,8 +229,8 @@ def held(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
     return shard(expert_slice(experts, span.start, len(span)), topology.expert_tp_rank, topology.expert_tp)
 
 
-def inputs(tokens: int, dp_rank: int) -> Tensor:
-    return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(100 + dp_rank))
+def inputs(tokens: int, dp_rank: int, hidden_size: int = 128) -> Tensor:
+    return torch.randn(tokens, hidden_size, generator=torch.Generator().manual_seed(100 + dp_rank))
 
 
 def reference(case: Case, chosen: MoEPlan, topology: Topology, x_TH: Tensor) -> Tensor:
