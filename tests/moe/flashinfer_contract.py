@@ -110,8 +110,8 @@ def quantized(x: Tensor, a: Tensor) -> Tensor:
 class Launches:
     """What was launched, and what the last layer came to in float32."""
 
-    def __init__(self, signatures: dict[str, inspect.Signature]) -> None:
-        self._signatures = signatures
+    def __init__(self, originals: dict[str, Callable[..., Any]]) -> None:
+        self._originals = originals  # what is replaced
         self.names: list[str] = []
         self.result: Tensor | None = None
         self._exact: dict[int, Tensor] = {}  # by address: what a bf16 tensor was rounded from
@@ -175,7 +175,7 @@ class Launches:
     def moe_core(self, *args: Any, **kwargs: Any) -> Tensor:
         """Of `_moe_core_impl`: W4A4."""
         self.names.append("cutedsl_w4a4")
-        a = SimpleNamespace(**bind(self._signatures["core"], args, kwargs))
+        a = SimpleNamespace(**bind(self._originals["core"], args, kwargs))
         T, H = len(a.x), 2 * a.x.shape[1]
         tensor("x", a.x, torch.uint8, T, H // 2, align=32)
         require(a.x_sf.element_size() == 1 and a.x_sf.is_contiguous(), "x_sf: row-major bytes")
@@ -186,7 +186,7 @@ class Launches:
 
     def w4a16(self, *args: Any, **kwargs: Any) -> Tensor:
         self.names.append("cutedsl_w4a16")
-        a = SimpleNamespace(**bind(self._signatures["w4a16"], args, kwargs))
+        a = SimpleNamespace(**bind(self._originals["w4a16"], args, kwargs))
         tensor("x", a.x, torch.bfloat16, *a.x.shape)
         return self._cutedsl(a, a.x.float(), lambda h: h)
 
@@ -319,10 +319,10 @@ def weighted(
     return out_TH
 
 
-def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Every parameter's value, by the names of the function that is installed."""
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise Broken(f"the installed library takes other arguments: {error}") from error
     bound.apply_defaults()
@@ -342,18 +342,19 @@ def launcher_parameters(function: str) -> list[str]:
 
 
 @contextmanager
-def library() -> Iterator[Launches]:
-    """FlashInfer as on a Blackwell GPU, with its launches computed here."""
+def library(kind: type[Launches] = Launches) -> Iterator[Any]:
+    """FlashInfer as on a Blackwell GPU, with its launches computed here, by an object of `kind`."""
     from flashinfer.fused_moe import core
     from flashinfer.fused_moe.cute_dsl import fused_moe, tuner
     from flashinfer.gemm.kernels import grouped_gemm_masked_blackwell as masked
     from flashinfer.quantization import fp4_quantization as quantization
     from flashinfer.utils import device_support_pdl, get_compute_capability
 
-    launches = Launches(
+    launches = kind(
         {
-            "core": inspect.signature(fused_moe._moe_core_impl),
-            "w4a16": inspect.signature(tuner.launch_w4a16_moe),
+            "core": fused_moe._moe_core_impl,
+            "w4a16": tuner.launch_w4a16_moe,
+            "masked": masked.get_cute_dsl_compiled_masked_gemm_kernel,
         }
     )
     compiled = SimpleNamespace(build_and_load=lambda: launches, get_library_paths=list)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.moe.build import ACTIVATIONS, expert_slice, make_experts
+from tests.moe.flashinfer_compile import ARCHITECTURE, Compiling
 from tests.moe.flashinfer_contract import Broken, Launches, library
 from turnout.formats import blackwell, layouts, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales, shard
@@ -432,3 +433,21 @@ def test_sizes_that_are_declared_have_kernels(hidden, inner, kind, mode):
 )
 def test_sizes_just_short_of_them_have_none(hidden, inner, kind):
     assert kernels(hidden, inner, kind, "w4a4") == 0
+
+
+def test_its_kernels_compile_for_blackwell_from_our_arguments(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", ARCHITECTURE)
+    spec = spec_of()
+    experts = make_experts(spec)
+    runner = made("flashinfer_cutedsl", spec, experts, ("tokens", "experts"))
+    x, ids, weights = tokens_of(spec, 5)
+    x_ECH, counts_E = slabs_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
+    for batch in (
+        TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights),
+        ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E),
+    ):
+        with library(Compiling) as launches:
+            runner(batch)
+        assert len(launches.kernels) == 2
+        for kernel in launches.kernels:
+            assert ARCHITECTURE.encode() in kernel.dump_to_object("kernel")
