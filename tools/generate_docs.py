@@ -146,6 +146,9 @@ def _runner(r: RunnerCapability) -> dict[str, str]:
         "weights kept": _list(r.weight_storages),
         "GEMMs multiply with": _list(r.activation_formats)
         + ("" if r.fp4_units or "nvfp4" not in r.activation_formats else " (nvfp4 emulated)"),
+        "weights that it multiplies with fp8": _list(r.fp8_weight_formats)
+        if "fp8" in r.activation_formats
+        else "-",
         "tokens may arrive in": _list(r.wire_formats),
         "activations": _list(r.activations),
         "expert biases": _yes(r.expert_bias),

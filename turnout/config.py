@@ -62,8 +62,8 @@ class Config:
     )
     moe_activation_dtype: str = flag(
         "auto",
-        "what the expert GEMMs multiply with; nvfp4: W4A4, fp8: W8A8 numerics; auto: the runner's fastest "
-        "that keeps the checkpoint's accuracy",
+        "what the expert GEMMs multiply with; nvfp4: W4A4, fp8: W8A8 or W4A8 numerics; auto: the runner's "
+        "fastest that keeps the checkpoint's accuracy",
         choices=("auto", "bf16", "fp8", "nvfp4"),
     )
     moe_weight_storage: str = flag(

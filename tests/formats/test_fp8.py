@@ -117,6 +117,12 @@ def test_rounding_is_within_a_sixteenth_of_every_value():
     assert ((decoded - w).abs() <= w / 16).all()
 
 
+def test_a_group_that_is_cut_has_a_scale_of_its_own():
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
+    parts = [fp8.fake_quantize(part) for part in (x[:, :128], torch.nn.functional.pad(x[:, 128:], (0, 56)))]
+    assert torch.equal(fp8.fake_quantize(x), torch.cat(parts, 1)[:, :200])
+
+
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"divisible by 128: \(2, 130\)"):
         fp8.encode_activation(torch.zeros(2, 130))

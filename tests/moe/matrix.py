@@ -113,7 +113,11 @@ def cases() -> Iterator[pytest.param]:
     for runner, dispatcher, device in product(RUNNERS, LOCAL, devices):
         can, sends = RUNNERS.get(runner).capability, LOCAL[dispatcher].capability
         for format, (dtype, activation_format, activations) in product(FORMATS, numerics):
-            if activation_format not in can.activation_formats or activation_format not in ("bf16", format):
+            if activation_format not in can.activation_formats:
+                continue
+            if activation_format == "nvfp4" and format != "nvfp4":
+                continue
+            if activation_format == "fp8" and format not in can.fp8_weight_formats:
                 continue
             if activation_format == "bf16" and format not in can.weight_only_formats:
                 continue

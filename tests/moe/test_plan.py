@@ -128,6 +128,25 @@ def test_emulated_w4a4_runs_when_asked_for():
     )
 
 
+def test_fp8_activations_go_with_weights_that_a_runner_multiplies_with_them():
+    asked = Wishes(activation_format="fp8")
+    both = runner(
+        activation_formats=frozenset({"bf16", "fp8"}), fp8_weight_formats=frozenset({"fp8", "mxfp4"})
+    )
+    mxfp4 = replace(SPEC, format="mxfp4", hidden_size=2880, intermediate_size=2880)
+    assert make(mxfp4, runners=[both]).activation_format == "bf16"  # W4A8 is never chosen unasked
+    assert make(mxfp4, runners=[both], wishes=asked).activation_format == "fp8"
+    only = replace(both, fp8_weight_formats=frozenset({"fp8"}))
+    for spec, limit in (
+        (mxfp4, "multiplies fp8 weights with FP8 activations"),
+        (NVFP4, "no e4m3 number"),
+        (SPEC, "W8A8 needs FP8 weights, W4A8 MXFP4"),
+        (replace(mxfp4, format="fp8"), "quantises 128 columns together"),
+    ):
+        error = refused(spec, runners=[only], wishes=asked)
+        assert limit in the_refusal(error, "runner oak").limit
+
+
 def test_small_weights_are_decoded_once_on_a_cpu():
     small = make(NVFP4, num_layers=2)
     assert small.weight_storage == "decoded"

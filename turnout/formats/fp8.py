@@ -68,8 +68,9 @@ def decode_activation(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x float [..., K] rounded as `encode_activation` rounds it, in float32."""
-    return decode_activation(*encode_activation(x))
+    """x float [..., K] rounded as `encode_activation` rounds it, in float32; its last group may be cut."""
+    K = x.shape[-1]
+    return decode_activation(*encode_activation(F.pad(x, (0, -K % BLOCK))))[..., :K]
 
 
 def _scale(amax: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Wishes:
     dispatcher: str = "auto"  # a name, or that of a family
     dispatcher_mode: str = "auto"  # which of a family
     dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
-    activation_format: str = "auto"  # auto, bf16 (weight-only), nvfp4 (W4A4)
+    activation_format: str = "auto"  # auto, bf16 (weight-only), fp8 (W8A8, W4A8), nvfp4 (W4A4)
     weight_storage: str = "auto"  # auto, packed, decoded
     deterministic: bool = False  # a token's bits must not depend on what else is in the batch
     overlap_shared_expert: bool = True
@@ -237,10 +237,23 @@ def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Re
             "use --moe-activation-dtype auto, or quantise from bf16 with "
             "`turnout quantize MODEL OUT --format nvfp4 --calibrate`"
         )
-    elif choice == "fp8" and spec.format != "fp8":
-        limit = f"W8A8 needs FP8 weights; the checkpoint's experts are {spec.format}"
+    elif choice == "fp8" and spec.format == "nvfp4":
+        limit = (
+            "an NVFP4 weight times its group's scale is no e4m3 number; rounded to one, results were off by "
+            "6.5e-2, above the 5e-2 that FP8 is held to"
+        )
+        remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format mxfp4` (W4A8)"
+    elif choice == "fp8" and spec.format not in ("fp8", "mxfp4"):
+        limit = f"W8A8 needs FP8 weights, W4A8 MXFP4; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format fp8`"
-    elif choice == "fp8" and (spec.hidden_size % WIRE_GROUP["fp8"] or inner % WIRE_GROUP["fp8"]):
+    elif choice == "fp8" and spec.format not in runner.fp8_weight_formats:
+        limit = f"multiplies {', '.join(sorted(runner.fp8_weight_formats))} weights with FP8 activations"
+        remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"
+    elif (
+        choice == "fp8"
+        and spec.format == "fp8"
+        and (spec.hidden_size % WIRE_GROUP["fp8"] or inner % WIRE_GROUP["fp8"])
+    ):
         limit = (
             f"W8A8 quantises {WIRE_GROUP['fp8']} columns together, which hidden size {spec.hidden_size} and "
             f"this rank's intermediate size {inner} must be multiples of"

@@ -43,8 +43,9 @@ class RunnerCapability:
     layouts: frozenset[str]  # of {"tokens", "experts"}
     weight_formats: frozenset[str]  # of formats.packed.FORMATS
     wire_formats: frozenset[str] = frozenset({"bf16"})  # formats in which hidden states may arrive
-    # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8; and weights they multiply with "bf16".
+    # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8, W4A8; and weights for "fp8" and "bf16".
     activation_formats: frozenset[str] = frozenset({"bf16"})
+    fp8_weight_formats: frozenset[str] = frozenset({"fp8"})
     weight_only_formats: frozenset[str] = frozenset(WEIGHT_GROUP)
     weight_only_layouts: frozenset[str] = frozenset({"tokens", "experts"})  # in which it does so
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states

@@ -82,7 +82,7 @@ class MoEPlan:
 
     prefill: PhasePlan
     decode: PhasePlan
-    activation_format: str  # what the GEMMs multiply with: "bf16" or "nvfp4"
+    activation_format: str  # what the GEMMs multiply with: "bf16", "fp8" or "nvfp4"
     weight_storage: str  # "packed": decoded at each use; "decoded": once at load
     compute_dtype: str  # torch dtype name of hidden states: "float32", "bfloat16", "float16"
     first_expert: int
