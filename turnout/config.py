@@ -76,6 +76,11 @@ class Config:
         "a request's tokens and log-probabilities are the same bits in every run and in whatever company; "
         "slower",
     )
+    enable_two_batch_overlap: bool = flag(
+        False,
+        "large steps as two micro-batches, one of which computes while the other's tokens travel between "
+        "ranks",
+    )
     disable_shared_expert_overlap: bool = flag(
         False, "CUDA: compute a shared expert after the routed ones, not beside their dispatch and combine"
     )

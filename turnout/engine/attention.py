@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from turnout.engine.request import Request
 from turnout.engine.scheduler import Chunk
-from turnout.models.interface import ModelShape
+from turnout.models.interface import Attention, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +161,18 @@ class PagedAttention:
             chunks=tuple(layouts),
         )
 
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        """The attention of one of several micro-batches of a step, laid out as by `begin`."""
+        self.begin(decoding, chunks)
+        assert self._layout is not None
+        return partial(self._attend, self._layout)
+
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         """See `interface.Attention`."""
-        layout = self._layout
-        assert layout is not None, "begin() lays out the step first"
+        assert self._layout is not None, "begin() lays out the step first"
+        return self._attend(self._layout, layer, q_NHD, k_NHD, v_NHD)
+
+    def _attend(self, layout: StepLayout, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         cache_HS2D = self._cache[layer]
         cache_HS2D.index_copy_(1, layout.write_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
         parts = []

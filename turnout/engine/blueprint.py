@@ -15,6 +15,7 @@ from typing import Any
 
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config, cache_folder
+from turnout.engine import halves
 from turnout.engine.memory import MemoryTable, Rank, memory_table, share_host
 from turnout.engine.placement import arrange, attention_refusals, host_refusals
 from turnout.errors import PlanRefused, Refusal
@@ -131,6 +132,7 @@ def decide(
         *found,
         *_contradictions(config, description, hardware),
         *attention_refusals(description, topology),
+        *halves.refusals(config, topology),
     ]
     budget = _budget(config, topology, hardware, dtype)
     replan = partial(
@@ -227,6 +229,7 @@ def _wishes(config: Config) -> Wishes:
         weight_storage=config.moe_weight_storage,
         deterministic=config.deterministic,
         overlap_shared_expert=not config.disable_shared_expert_overlap,
+        two_batches=config.enable_two_batch_overlap,
     )
 
 

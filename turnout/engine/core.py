@@ -28,6 +28,7 @@ from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
 from turnout.engine.eager import graph_for, graph_sizes, why_eager
 from turnout.engine.graphs import Computed, DecodeGraphs
+from turnout.engine.halves import cut, halves
 from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.meeting import agree
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -253,6 +254,7 @@ class EngineCore:
             self._attention,
             sizes=graph_sizes(self.blueprint.config),
             dp_size=self.blueprint.topology.dp_size,
+            two_batches=self.blueprint.plan.two_batches,
             progress=progress,
         )
 
@@ -272,21 +274,42 @@ class EngineCore:
         if self.blueprint.config.deterministic:
             return Computed(hidden_NH=alone.forward(self._model, self._attention, chunks, agreed))
         num_decoding = sum(chunk.decodes for chunk in chunks)
-        self._attention.begin(chunks[:num_decoding], chunks[num_decoding:])
-        tokens: list[int] = []
-        places: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.tokens
-            places += range(chunk.start, chunk.end)
-        ids_N, positions_N = to_device([_integers(tokens), _integers(places)], self._device)
-        step = Step(
-            input_ids=ids_N,
-            positions=positions_N,
-            attention=self._attention,
-            phase=agreed.phase,
-            tokens=agreed.tokens,
-        )
+        decoding, others = chunks[:num_decoding], chunks[num_decoding:]
+        both = halves(agreed.tokens) if self.blueprint.plan.two_batches else None
+        if both is None:
+            step = self._step(decoding, others, agreed.phase, agreed.tokens)
+        else:
+            count = both[0][self._lockstep.topology.dp_rank]
+            now, then = cut(decoding, count)
+            others_now, others_then = cut(others, count - len(now))
+            second = self._step(then, others_then, agreed.phase, both[1])
+            step = self._step(now, others_now, agreed.phase, both[0], second)
         return Computed(hidden_NH=self._model.forward(step))
+
+    def _step(
+        self,
+        decoding: Sequence[Chunk],
+        others: Sequence[Chunk],
+        phase: str,
+        tokens: tuple[int, ...],
+        second: Step | None = None,
+    ) -> Step:
+        """A micro-batch of these chunks; tokens: of each data-parallel rank."""
+        ids: list[int] = []
+        places: list[int] = []
+        for chunk in (*decoding, *others):
+            ids += chunk.tokens
+            places += range(chunk.start, chunk.end)
+        ids_N, places_N = to_device([_integers(ids), _integers(places)], self._device)
+        attention = self._attention.laid_out(decoding, others)
+        return Step(
+            input_ids=ids_N,
+            positions=places_N,
+            attention=attention,
+            phase=phase,
+            tokens=tokens,
+            other=second,
+        )
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
         """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""

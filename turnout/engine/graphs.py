@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from turnout.engine.attention import PagedAttention
+from turnout.engine.halves import halves
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, ProgressFn, Step
 
@@ -63,11 +64,16 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int],
         dp_size: int = 1,
+        two_batches: bool = False,
         progress: ProgressFn | None = None,
     ):
-        """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model."""
+        """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
+
+        two_batches: large ones as two micro-batches (halves.py).
+        """
         self.sizes = list(sizes)
-        self._model, self._attention, self._dp_size = model, attention, dp_size
+        self._model, self._attention = model, attention
+        self._dp_size, self._two_batches = dp_size, two_batches
         self._device = attention.device
         self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
@@ -106,23 +112,32 @@ class DecodeGraphs:
         return Captured(graph, rows_FB, hidden_BH, best_2B)
 
     def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
-        ids_B, positions_B, slots_B, ends_B, rows_B = rows_FB
-        paged, size = self._attention, len(ids_B)
-        table_BP = contexts(paged, positions_B, slots_B, rows_B)
-        attention = PaddedAttention(paged, slots_B, table_BP, ends_B, self._processors)
-        hidden_BH = self._model.forward(
-            Step(
-                input_ids=ids_B,
-                positions=positions_B,
-                attention=attention,
-                phase="decode",
-                tokens=(size,) * self._dp_size,
-                real=ends_B > 0,
-            )
-        )
+        size = rows_FB.shape[1]
+        _, positions_B, slots_B, _, rows_B = rows_FB
+        table_BP = contexts(self._attention, positions_B, slots_B, rows_B)
+        both = halves([size]) if self._two_batches else None
+        if both is None:
+            step = self._step(rows_FB, table_BP)
+        else:
+            (count,), _ = both
+            second = self._step(rows_FB[:, count:], table_BP[count:])
+            step = self._step(rows_FB[:, :count], table_BP[:count], second)
+        hidden_BH = self._model.forward(step)
         logits_BV = self._logits_BV[:size].copy_(self._model.logits(hidden_BH))
         values_B, ids_B = logits_BV.max(dim=-1)
         return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
+
+    def _step(self, rows_FB: Tensor, table_BP: Tensor, second: Step | None = None) -> Step:
+        ids_B, positions_B, slots_B, ends_B, _ = rows_FB
+        return Step(
+            input_ids=ids_B,
+            positions=positions_B,
+            attention=PaddedAttention(self._attention, slots_B, table_BP, ends_B, self._processors),
+            phase="decode",
+            tokens=(len(ids_B),) * self._dp_size,
+            real=ends_B > 0,
+            other=second,
+        )
 
 
 def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,23 @@ from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Experts
+from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups, shares
+
+# The residual stream of a micro-batch [N, H], and what is yet to be added to it, once that has come back.
+Flow = tuple[Tensor, Callable[[], Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What does not travel, in the place of a batch that does."""
+
+    out_NH: Tensor
+
+    def compute(self) -> None: ...
+
+    def result(self) -> Tensor:
+        return self.out_NH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +75,32 @@ class DecoderLayer:
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
     ) -> tuple[Tensor, Tensor]:
         """(x, what is yet to be added to it) to the same after this layer."""
-        x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
-        x_NH, normed_NH = self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
+        x_NH, normed_NH = self.attend(x_NH, delta_NH, rotary, step)
         return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
+
+    def attend(
+        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """(x, what its MLP is given)."""
+        x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
+        return self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
+
+    def in_turns(
+        self, flows: Sequence[Flow], rotaries: Sequence[tuple[Tensor, Tensor]], steps: Sequence[Step]
+    ) -> list[Flow]:
+        """As a call for each of several micro-batches; while one's tokens travel, the others compute."""
+        residuals: list[Tensor] = []
+        batches: list[Underway | Done] = []
+        for (x_NH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
+            x_NH, normed_NH = self.attend(x_NH, delta(), rotary, step)
+            residuals.append(x_NH)
+            if isinstance(self.mlp, MoELayer):
+                batches.append(self.mlp.begin(normed_NH, step.phase, step.tokens, step.real, apart=True))
+            else:
+                batches.append(Done(self.mlp(normed_NH)))
+        for batch in batches:
+            batch.compute()
+        return [(x_NH, batch.result) for x_NH, batch in zip(residuals, batches, strict=True)]
 
 
 class Decoder:
@@ -94,11 +133,20 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
+        if step.other is not None:
+            return self._forward_in_turns(step, step.other)
         x_NH, delta_NH = self._embed(step.input_ids), None
         rotary = self._rotary(step.positions)
         for layer in self._layers:
             x_NH, delta_NH = layer(x_NH, delta_NH, rotary, step)
         return self._norm.of_sum(x_NH, delta_NH)[1]
+
+    def _forward_in_turns(self, *steps: Step) -> Tensor:
+        flows: list[Flow] = [(self._embed(step.input_ids), lambda: None) for step in steps]
+        rotaries = [self._rotary(step.positions) for step in steps]
+        for layer in self._layers:
+            flows = layer.in_turns(flows, rotaries, steps)
+        return torch.cat([self._norm.of_sum(x_NH, delta())[1] for x_NH, delta in flows])
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """See `interface.Model.logits`."""

@@ -30,6 +30,8 @@ class Step:
 
     tokens: how many each data-parallel rank brings; None where this one is alone.
     real: which rows are tokens, the others being padding; None: all.
+    other: a second micro-batch of the same step, computed in turns with this one; its tokens come after this
+    one's, and may attend to them.
     """
 
     input_ids: Tensor  # int64 [N]
@@ -38,6 +40,7 @@ class Step:
     phase: str = "prefill"
     tokens: tuple[int, ...] | None = None
     real: Tensor | None = None  # bool [N]
+    other: Step | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class Model(Protocol):
     shape: ModelShape  # with the heads of this rank
 
     def forward(self, step: Step) -> Tensor:
-        """Final hidden states [N, H] (after the last norm)."""
+        """Final hidden states [N, H] (after the last norm), of both micro-batches if there are two."""
         ...
 
     def logits(self, hidden_SH: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ DISPATCHER_CAPABILITIES = {
             wire_formats=frozenset(WIRE_GROUP),
             preference=10,  # two collectives a layer, and no waits of the host
             batch_invariant=True,
+            in_turns=True,
         ),
         DispatcherCapability(
             name="collective",
@@ -149,6 +150,7 @@ DISPATCHER_CAPABILITIES = {
             wire_formats=frozenset(WIRE_GROUP),
             graph_safe=False,  # the host waits for counts where few ranks need a token
             batch_invariant=True,
+            in_turns=True,
         ),
         DispatcherCapability(
             name="collective-experts",
@@ -158,6 +160,7 @@ DISPATCHER_CAPABILITIES = {
             wire_formats=frozenset(WIRE_GROUP),
             graph_safe=False,
             batch_invariant=True,
+            in_turns=True,
         ),
         DispatcherCapability(
             name="flashinfer",

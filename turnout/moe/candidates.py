@@ -43,6 +43,7 @@ class Wishes:
     weight_storage: str = "auto"  # auto, packed, decoded
     deterministic: bool = False  # a token's bits must not depend on what else is in the batch
     overlap_shared_expert: bool = True
+    two_batches: bool = False  # large steps as two micro-batches, one computing while the other travels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,7 @@ def search(
     for dispatcher in dispatchers:
         reasons = dispatcher.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
         reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
+        reasons += _turn_refusals(case, dispatcher)
         refused += reasons
         if not reasons:
             working.append(dispatcher)
@@ -186,6 +188,19 @@ def _variance_refusals(
             asked="--deterministic",
             limit="what a token gets may depend on what else is in the batch",
             remedy=f"leave --deterministic out, or {other}",
+        )
+    ]
+
+
+def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal]:
+    if dispatcher.in_turns or not case.wishes.two_batches:
+        return []
+    return [
+        Refusal(
+            who=f"dispatcher {dispatcher.name}",
+            asked="--enable-two-batch-overlap",
+            limit="its buffers hold one batch at a time",
+            remedy=f"leave --enable-two-batch-overlap out, or {OTHER_DISPATCHER}",
         )
     ]
 

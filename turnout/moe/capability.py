@@ -163,6 +163,7 @@ class DispatcherCapability:
     preference: int = 0
     graph_safe: bool = True
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
+    in_turns: bool = False  # a batch may set out before the last one is back: no buffer serves both
     requires: tuple[Package, ...] = ()
 
     def refusals(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from torch.nn import functional as F
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
 from turnout.moe.dispatch import Dispatcher
-from turnout.moe.overlap import beside, later
+from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
+from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups
 from turnout.registry import DISPATCHERS, RUNNERS
 
@@ -85,20 +87,38 @@ class MoELayer:
     ) -> Tensor:
         """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
         which rows are tokens, the others being padding; None: all."""
-        shared = None
+        batch = self.begin(x_TH, phase, tokens, real_T)
+        batch.compute()
+        return batch.result()
+
+    def begin(
+        self,
+        x_TH: Tensor,
+        phase: str = "prefill",
+        tokens: Sequence[int] | None = None,
+        real_T: Tensor | None = None,
+        *,
+        apart: bool = False,
+    ) -> Underway:
+        """Route a batch and start its dispatch; apart: on another stream, so that more can be computed."""
+        plan, shared = self._plan, None
         if self._shared_expert is not None:  # needs nothing of what follows
-            start = beside if self._plan.shared_expert_beside else later
-            shared = start(self._shared_expert, x_TH)
+            start = self._fork("shared", plan.shared_expert_beside)
+            shared = start(partial(self._shared_expert, x_TH))
         logits_TE = self._linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
         ids_TK, weights_TK = self._route(logits_TE, real_T, self.expert_counts)
-        dispatcher = self._dispatchers[phase]
-        batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),))
-        out_TH = dispatcher.combine(self._runner(batch), state)
-        if shared is not None and self._plan.shared_expert == "sharded":
-            out_TH, shared = out_TH + shared(), None
-        if self._plan.phase(phase).reduce == "layer":
-            out_TH = self._groups.world.all_reduce(out_TH)
-        return out_TH if shared is None else out_TH + shared()
+        dispatcher, travel = self._dispatchers[phase], self._fork("travel", apart)
+        given = x_TH, ids_TK, weights_TK
+        return Underway(
+            runner=self._runner,
+            dispatcher=dispatcher,
+            travel=travel,
+            arrived=travel(lambda: dispatcher.dispatch(*given, tokens or (len(x_TH),))),
+            shared=shared,
+            shared_in_sum=plan.shared_expert == "sharded",
+            summed_by=self._groups.world if plan.phase(phase).reduce == "layer" else None,
+            kept=[*given],
+        )
 
     def update(self, experts: ExpertWeights) -> None:
         """Replace the experts' weights in place; shapes and format stay."""
@@ -108,6 +128,10 @@ class MoELayer:
 
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
+
+    def _fork(self, name: str, apart: bool) -> Fork:
+        device = self._router_weight.device
+        return partial(fork, device, name) if apart and device.type == "cuda" else at_once
 
     def _checked(self, experts: ExpertWeights) -> ExpertWeights:
         plan = self._plan

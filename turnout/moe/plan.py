@@ -95,6 +95,7 @@ class MoEPlan:
     # or "whole", on the tokens of this rank.
     shared_expert: str = "whole"
     shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
+    two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
     tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tiles.py)
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
@@ -159,6 +160,7 @@ def plan(
         deterministic=wishes.deterministic,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
+        two_batches=wishes.two_batches,
         tiles=_tiles(case, best, tiles),
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates, measured),
