@@ -44,6 +44,8 @@ def test_the_rule_gives_what_kernels_run_and_wider_tiles_to_larger_batches(forma
 def test_few_programs_are_made_of_fewer_rows():
     assert rule(shape(), 1).first.rows == 64
     assert rule(shape(), 64).first.rows == 128
+    dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
+    assert [tiling.rows for tiling in rule(dsv3, 2)[:2]] == [64, 128]
 
 
 def test_fp8_is_sorted_only_where_tiles_are_whole():

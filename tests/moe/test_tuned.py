@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.moe.build import make_spec
+from turnout.bench.moe import SHAPES
 from turnout.moe import tuned
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
@@ -122,3 +124,31 @@ def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest
     assert planned(spec, tiles=given).tiles == given
     assert planned(spec, tiles=given, wishes=Wishes(runner="torch")).tiles == ()
     assert planned(spec, tiles=given, wishes=Wishes(deterministic=True)).tiles == ()
+
+
+def shipped_file() -> TileFile:
+    return msgspec.json.decode(tuned.shipped(H200.name).read_bytes(), type=TileFile)
+
+
+def test_what_is_shipped_for_an_h200_counts_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tables = shipped_file().tables
+    monkeypatch.setattr(tuned, "versions", lambda: shipped_file().versions)
+    for table in tables:
+        found = tuned.find(table.shape, H200)
+        assert [tokens for tokens, _ in found] == [entry.tokens for entry in table.entries]
+        assert {1, 16, 256, 4096, 16384} <= {entry.tokens for entry in table.entries}
+    shapes = {table.shape for table in tables}
+    assert len(shapes) == len(tables)
+    for name, shape in SHAPES.items():
+        wanted = shape_of(shape.spec("mxfp4"), num_local_experts=shape.local, expert_tp=1)
+        assert (wanted in shapes) == (name != "cpu-small")
+    assert not caplog.text
+
+
+def test_the_rule_is_within_a_quarter_of_what_was_measured_best():
+    for table in shipped_file().tables:
+        for entry in table.entries:
+            if rule(table.shape, entry.tokens) != entry.tiles:
+                assert entry.rule_us <= 1.25 * entry.us, (table.shape, entry)

@@ -38,7 +38,7 @@ from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget, matrix_bytes
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
@@ -48,6 +48,7 @@ PEERS = ("eager", "grouped_mm", "batched_mm")
 INPUTS = 4  # sets of tokens and routes per point
 TABLE_WIDTH = 110
 L2_BYTES = 240e6  # CUDA: so many bytes of weights, in several sets, are read before one is read again
+GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,6 +63,11 @@ class Shape:
     experts: int
     top_k: int
     ep: int = 1
+    swiglu: bool = False  # GPT-OSS's clamped activation, and its biases
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.ep
 
     def spec(self, format: str) -> MoESpec:
         return MoESpec(
@@ -70,6 +76,8 @@ class Shape:
             num_experts=self.experts,
             top_k=self.top_k,
             format=format,
+            activation=GPT_OSS if self.swiglu else Activation(),
+            expert_bias=self.swiglu,
         )
 
 
@@ -77,8 +85,8 @@ SHAPES = {
     "cpu-small": Shape(hidden=1024, intermediate=512, experts=64, top_k=8),
     "qwen3-30b": Shape(hidden=2048, intermediate=768, experts=128, top_k=8),
     "qwen3-235b-ep4": Shape(hidden=4096, intermediate=1536, experts=128, top_k=8, ep=4),
-    "gptoss-20b": Shape(hidden=2880, intermediate=2880, experts=32, top_k=4),
-    "gptoss-120b": Shape(hidden=2880, intermediate=2880, experts=128, top_k=4),
+    "gptoss-20b": Shape(hidden=2880, intermediate=2880, experts=32, top_k=4, swiglu=True),
+    "gptoss-120b": Shape(hidden=2880, intermediate=2880, experts=128, top_k=4, swiglu=True),
     "dsv3-ep8": Shape(hidden=7168, intermediate=2048, experts=256, top_k=8, ep=8),
     "qwen35-397b-ep4": Shape(hidden=4096, intermediate=1024, experts=512, top_k=10, ep=4),
 }
@@ -160,11 +168,10 @@ class LayerBench:
     def __init__(self, shape: Shape, format: str, machine: hardware.Hardware, routing: str) -> None:
         self._shape, self._format, self._machine, self._routing = shape, format, machine, routing
         self._spec = shape.spec(format)
-        self._local = shape.experts // shape.ep
-        self._sets = [self._make_experts(0)]
+        self._sets = [draw_experts(shape, format, machine.device, 0)]
         if machine.device == "cuda":
-            more = min(6, int(L2_BYTES // self._sets[0].nbytes) + 2)
-            self._sets += [self._make_experts(seed) for seed in range(1, more)]
+            more = copies(self._sets[0])
+            self._sets += [draw_experts(shape, format, machine.device, seed) for seed in range(1, more)]
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
         found = [self._ours(runner, dtype) for dtype in dtypes]
@@ -176,7 +183,10 @@ class LayerBench:
         self, tokens: int, contenders: list[Contender], ceilings: dict[str, float]
     ) -> list[dict[str, Any]]:
         """One row per contender."""
-        inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
+        inputs = [
+            draw_inputs(self._shape, tokens, seed, self._routing, self._machine.device)
+            for seed in range(INPUTS)
+        ]
         rows, runnable = [], []
         reference = experts_reference(*inputs[0], self._sets[0], self._spec.activation)
         floor = self._floor_us(inputs, ceilings)
@@ -209,21 +219,6 @@ class LayerBench:
         for row, _ in runnable:
             row["efficiency"] = row["floor_us"] / row["time_us"]
         return rows
-
-    def _make_experts(self, seed: int) -> ExpertWeights:
-        draw = torch.Generator(self._machine.device).manual_seed(seed)
-
-        def weights(rows: int, columns: int) -> PackedTensor:
-            plain = torch.randn(self._local, rows, columns, generator=draw, device=self._machine.device).mul_(
-                columns**-0.5
-            )
-            return weight_formats.encode(plain, self._format)
-
-        return ExpertWeights(
-            w13=weights(2 * self._shape.intermediate, self._shape.hidden),
-            w2=weights(self._shape.hidden, self._shape.intermediate),
-            num_experts=self._shape.experts,
-        )
 
     def _ours(self, name: str, dtype: str) -> Contender:
         budget = Budget.from_limits(
@@ -290,17 +285,6 @@ class LayerBench:
 
         return [peer(implementation) for implementation in PEERS]
 
-    def _inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x float32 [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
-        draw = torch.Generator().manual_seed(seed)
-        x_TH = torch.randn(tokens, self._shape.hidden, generator=draw)
-        E, k = self._shape.experts, self._shape.top_k
-        rank_E = torch.randperm(E, generator=draw) if self._routing == "zipf" else torch.zeros(E)
-        ids_TK = torch.multinomial((1 / (1 + rank_E)).expand(tokens, E), k, generator=draw)
-        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
-        place = self._machine.device
-        return x_TH.to(place), ids_TK.int().to(place), weights_TK.to(place)
-
     def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
         """Averaged over the inputs, whose routes touch more experts or fewer."""
         shape, rates = self._shape, [name for name in ceilings if name.endswith("_TFLOPs")]
@@ -309,11 +293,48 @@ class LayerBench:
         one += matrix_bytes(self._format, shape.hidden, shape.intermediate)
         floors = []
         for _, ids_TK, _ in inputs:
-            local = ids_TK[ids_TK < self._local]
+            local = ids_TK[ids_TK < shape.local]
             bytes_us = len(local.unique()) * one / ceilings["copy_GBps"] / 1e3
             flops_us = len(local) * 6 * shape.hidden * shape.intermediate / ceilings[gemm] / 1e6
             floors.append(max(bytes_us, flops_us))
         return statistics.fmean(floors)
+
+
+def copies(experts: ExpertWeights) -> int:
+    """Sets of weights like `experts` that a GPU's L2 cache does not hold together."""
+    return min(6, int(L2_BYTES // experts.nbytes) + 2)
+
+
+def draw_experts(shape: Shape, format: str, device: str, seed: int) -> ExpertWeights:
+    """The experts of the first rank, normal with a standard deviation of K^-0.5."""
+    draw = torch.Generator(device).manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(shape.local, *sizes, generator=draw, device=device)
+
+    def weights(rows: int, columns: int) -> PackedTensor:
+        return weight_formats.encode(normal(rows, columns).mul_(columns**-0.5), format)
+
+    return ExpertWeights(
+        w13=weights(2 * shape.intermediate, shape.hidden),
+        w2=weights(shape.hidden, shape.intermediate),
+        b13=normal(2 * shape.intermediate) if shape.swiglu else None,
+        b2=normal(shape.hidden) if shape.swiglu else None,
+        num_experts=shape.experts,
+    )
+
+
+def draw_inputs(
+    shape: Shape, tokens: int, seed: int, routing: str, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x float32 [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
+    draw = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(tokens, shape.hidden, generator=draw)
+    E, k = shape.experts, shape.top_k
+    rank_E = torch.randperm(E, generator=draw) if routing == "zipf" else torch.zeros(E)
+    ids_TK = torch.multinomial((1 / (1 + rank_E)).expand(tokens, E), k, generator=draw)
+    weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
+    return x_TH.to(device), ids_TK.int().to(device), weights_TK.to(device)
 
 
 def show(content: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ compile the records into Triton's cache on disk, where the next real call finds 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -18,6 +19,7 @@ from typing import Any
 from triton import knobs
 from triton.errors import TritonError
 
+MOST_PROCESSES = 16
 FAILURES = (TritonError,)  # of a kernel that cannot be compiled or needs too much of the GPU
 
 
@@ -47,14 +49,14 @@ def recording() -> Iterator[dict[Record, None]]:
         knobs.runtime.jit_cache_hook = before
 
 
-def compile_all(records: Sequence[Record], processes: int, progress: Callable[[int, int], None]) -> None:
-    """Into the cache on disk. What fails is left to fail, with its reason, where it is called."""
-    if not records or processes < 2:
-        return
-    with ProcessPoolExecutor(min(processes, len(records)), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_compile, record) for record in records]
-        for done, _ in enumerate(as_completed(jobs)):
-            progress(done + 1, len(records))
+def compilers() -> Executor:
+    """A process per core, up to MOST_PROCESSES."""
+    return ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn"))
+
+
+def submit(pool: Executor, records: Iterable[Record]) -> list[Future[None]]:
+    """Compile into the cache on disk. What fails is left to fail, with its reason, where it is called."""
+    return [pool.submit(_compile, record) for record in records]
 
 
 def _compile(record: Record) -> None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,14 +25,16 @@ from turnout.moe.tile_search import as_tiles, candidates
 from turnout.moe.tiles import ExpertShape, Tiles, TileTable, rule
 from turnout.moe.tuned import Entry
 
+if TYPE_CHECKING:
+    from turnout.kernels.compilation import Record
+
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 BETWEEN = (2, 8, 32, 128, 512, 2048, 8192)
 WORTH = 0.985  # of the rule's time
 GRAPH_US = 250.0  # a graph of calls lasts about so long at least
 REPLAYS, TURNS = 3, 5
-MOST_PROCESSES = 16
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int], None]
 Batches = Callable[[int], Sequence[TokensBatch]]
 
 log = logging.getLogger("turnout.moe")
@@ -52,22 +53,41 @@ class Tiled(Protocol):
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor: ...
 
 
+def sizes_up_to(most: int) -> list[int]:
+    return [tokens for tokens in TOKENS if tokens <= most] or [most]
+
+
+def to_compile(runner: Tiled, batches: Batches, most: int) -> list[Record]:
+    """The kernels that `tile_times` will ask for and that are not compiled yet."""
+    from turnout.kernels.compilation import recording
+
+    for tokens in sizes_up_to(most):
+        runner(batches(tokens)[0])  # compiles what is not tuned, so that sorting runs with its clean-up
+    with recording() as records:
+        for tokens in sizes_up_to(most):
+            for choices in candidates(runner.shape, tokens):
+                pairs = [(first, choices.second[0]) for first in choices.first]
+                pairs += [(choices.first[0], second) for second in choices.second]
+                for first, second in pairs:
+                    runner.use_tiles(((tokens, as_tiles(first, second)),))
+                    runner(batches(tokens)[0])
+    return list(records)
+
+
 def tile_times(runners: Sequence[Tiled], batches: Batches, most: int, progress: Progress) -> list[Entry]:
     """By ascending tokens, up to `most`. runners: the same layer, each with weights of its own; batches: for
     a number of tokens at least one, used in turn. Runners are left with the table that was found."""
-    shape = runners[0].shape
-    sizes = [tokens for tokens in TOKENS if tokens <= most] or [most]
-    _compile_ahead(runners[0], batches, sizes, progress)
+    shape, sizes = runners[0].shape, sizes_up_to(most)
     timer = _Timer(runners, batches)
     found: dict[int, Entry] = {}
     for done, tokens in enumerate(sizes):
-        progress("timing tilings", done, len(sizes))
+        progress(done, len(sizes))
         found[tokens] = _tune(timer, shape, tokens)
     for tokens in BETWEEN:
         below, above = (found.get(size) for size in (tokens // 2, 2 * tokens))
         if below is not None and above is not None:
             found[tokens] = _settle(timer, shape, tokens, (below.tiles, above.tiles))
-    progress("timing tilings", len(sizes), len(sizes))
+    progress(len(sizes), len(sizes))
     entries = [found[tokens] for tokens in sorted(found)]
     timer.use(tuple((entry.tokens, entry.tiles) for entry in entries))
     return entries
@@ -157,22 +177,3 @@ class _Timer:
             return 1e3 * start.elapsed_time(end) / calls
 
         return replay
-
-
-def _compile_ahead(runner: Tiled, batches: Batches, sizes: Sequence[int], progress: Progress) -> None:
-    """Compile all that will be timed, in as many processes as there are cores."""
-    from turnout.kernels.compilation import compile_all, recording
-
-    for tokens in sizes:  # what is not tuned
-        runner(batches(tokens)[0])
-    with recording() as records:
-        for tokens in sizes:
-            batch = batches(tokens)[0]
-            for choices in candidates(runner.shape, tokens):
-                pairs = [(first, choices.second[0]) for first in choices.first]
-                pairs += [(choices.first[0], second) for second in choices.second]
-                for first, second in pairs:
-                    runner.use_tiles(((tokens, as_tiles(first, second)),))
-                    runner(batch)
-    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
-    compile_all(list(records), processes, lambda done, of: progress("compiling kernels", done, of))

@@ -1,0 +1,130 @@
+"""Measure the tables of tilings that ship with the package: python -m tools.tune_tiles OUT.json
+
+For this machine's GPU, the benchmark's shapes and every format of weights that they hold. Merge the result
+into turnout/assets/tuning/ under the device's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from turnout.bench.moe import SHAPES, copies, draw_experts, draw_inputs
+from turnout.kernels.compilation import compilers, submit
+from turnout.moe import tuned
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.budget import Budget
+from turnout.moe.plan import Wishes, plan
+from turnout.moe.runners.triton import TritonRunner
+from turnout.moe.tile_times import TOKENS, tile_times, to_compile
+from turnout.moe.tiles import REVISION
+from turnout.moe.tuned import Table, TileFile
+from turnout.parallel import hardware
+from turnout.parallel.topology import Topology
+
+FORMATS = ("mxfp4", "nvfp4", "bf16", "fp8")
+AHEAD = 4  # layers whose kernels are compiled while one is timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer to tune, with weights on the GPU, and the kernels that are being compiled for it."""
+
+    name: str
+    runners: list[TritonRunner]
+    batches: Callable[[int], list[TokensBatch]]
+    compiling: list[Future[None]]
+
+
+def prepare(name: str, format: str, machine: hardware.Hardware, most: int, pool: Executor) -> Layer:
+    shape = SHAPES[name]
+    spec = shape.spec(format)
+    chosen = plan(
+        spec,
+        topology=Topology(tp_size=shape.ep, ep_size=shape.ep),
+        budget=Budget.from_limits(chunked_prefill_size=most, max_prefill_tokens=most, max_running_requests=1),
+        hardware=machine,
+        wishes=Wishes(runner="triton"),
+        compute_dtype="bfloat16",
+        tiles=(),
+    )
+    experts = draw_experts(shape, format, machine.device, 0)
+    runners = []
+    for _ in range(copies(experts)):
+        runners.append(TritonRunner(spec, chosen, torch.device(machine.device)))
+        runners[-1].prepare(experts)
+
+    @cache
+    def batches(tokens: int) -> list[TokensBatch]:
+        inputs = [draw_inputs(shape, tokens, seed, "uniform", machine.device) for seed in range(4)]
+        return [
+            TokensBatch(hidden=Hidden(data=x.bfloat16()), topk_ids=ids, topk_weights=weights)
+            for x, ids, weights in inputs
+        ]
+
+    compiling = submit(pool, to_compile(runners[0], batches, most))
+    return Layer(name=f"{name} {format}", runners=runners, batches=batches, compiling=compiling)
+
+
+def measure(layer: Layer, most: int) -> Table:
+    started = time.monotonic()
+    wait(layer.compiling)
+    compiled = time.monotonic()
+    entries = tile_times(layer.runners, layer.batches, most, lambda done, of: None)
+    gains = ", ".join(f"{entry.tokens}: {entry.rule_us / entry.us:.2f}" for entry in entries)
+    waited, took = compiled - started, time.monotonic() - compiled
+    print(f"{layer.name}: {len(layer.compiling)} kernels, {waited:.1f} + {took:.1f} s; {gains}", flush=True)
+    return Table(shape=layer.runners[0].shape, entries=tuple(entries))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--most", type=int, default=TOKENS[-1])
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    parser.add_argument("--format", action="append", choices=FORMATS)
+    args = parser.parse_args()
+    machine = hardware.detect("cuda")
+    names = args.shape or [name for name in SHAPES if name != "cpu-small"]
+    todo = [(name, format) for format in args.format or FORMATS for name in names if _holds(name, format)]
+    tables: list[Table] = []
+    with compilers() as pool, torch.inference_mode():
+        ahead: deque[Layer] = deque()
+        while todo or ahead:
+            while todo and len(ahead) < AHEAD:
+                ahead.append(prepare(*todo.pop(0), machine, args.most, pool))
+            tables.append(measure(ahead.popleft(), args.most))
+            content = TileFile(
+                device=machine.name,
+                versions=tuned.versions(),
+                revision=REVISION,
+                date=datetime.date.today().isoformat(),
+                commit=_commit(),
+                tables=tuple(tables),
+            )
+            tuned.write(args.output, content)
+
+
+def _holds(name: str, format: str) -> bool:
+    return format != "fp8" or not (SHAPES[name].hidden % 128 or SHAPES[name].intermediate % 128)
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
