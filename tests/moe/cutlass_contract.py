@@ -27,6 +27,7 @@ from turnout.formats import e2m1, fp8, nvfp4
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 WORKSPACE = 4096
+TACTICS = 3  # of each GEMM
 
 # Where a bit of four bytes goes: bytes 0 to 3 are W[r, b], W[r + 8, b], W[r, b + 4], W[r + 8, b + 4], as in
 # interleave_fp4_weights_for_sm90_mixed_gemm_kernel, whose masks and shifts these are.
@@ -74,7 +75,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.result: Tensor | None = None
-        self.arguments: dict[str, Any] = {}
+        self.tactics: list[tuple[int, ...]] = []  # of each launch, by GEMM
         self._dtypes: tuple[Any, ...] = ()
 
     def set_deepgemm_jit_include_dirs(self, folders: list[str]) -> None:
@@ -89,12 +90,22 @@ class Launches:
         return self
 
     def get_gemm1_tactic_count(self) -> int:
-        return 1
+        return TACTICS
 
     get_gemm2_tactic_count = get_gemm1_tactic_count
 
+    def get_tactic_occupancy(self, tactic: int) -> int:
+        return 1
+
+    def get_valid_tactics_for_shape(self, gemm: int, n: int, k: int) -> list[int]:
+        return list(range(2 * TACTICS))
+
     def get_workspace_size(self, *args: Any) -> int:
         return WORKSPACE
+
+    def run_gemm_profile(self, x: Tensor, *rest: Any) -> None:
+        """Before tactics are timed, once for each GEMM and batch size."""
+        require(x.dtype == self._dtypes[0], f"made for {self._dtypes}")
 
     def run_moe(
         self, out, x, ids, weights, w13, b13, w2, b2, scales, input_sf, alpha, beta, limit, relu2_limit,
@@ -107,6 +118,7 @@ class Launches:
         E, N = w13.shape[:2]
         H = w2.shape[1]
         I = N // (2 if kind == ActivationType.Swiglu else 1)
+        self.tactics.append(tuple(tactics))
         require((x.dtype, w13.dtype, out.dtype) == self._dtypes, f"made for {self._dtypes}")
         require(not self._flags["fused finalize"], "the fused sum is atomic")
         require((tp_size, tp_rank, cluster_size, min_latency) == (1, 0, 1, False), "not how it is called")

@@ -39,6 +39,7 @@ from turnout.engine.scheduler import Chunk, Scheduler
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.threads import default_threads
 from turnout.engine.ties import accompany, settled_logits
+from turnout.engine.warm import Tuner
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn, Step
@@ -77,7 +78,9 @@ class EngineCore:
         self._device = torch.device(blueprint.hardware.device)
         self._threads = _use_threads(blueprint.config.num_threads, blueprint.topology.ranks_per_node)
         check = None if model or verify == "off" else SelfCheck(blueprint, verify, self._device)
-        self._model = model or self._load(progress, check)
+        tuner = Tuner(blueprint, self._device, check.make_runner if check else None)
+        self._model = model or self._load(progress, tuner)
+        tuner.tune(groups, progress)
         self._verified = check.run(self._model) if check else {"extent": "off"}
         config, shape = blueprint.config, self._model.shape
         self._pool = PagePool(blueprint.num_pages, reuse=not config.disable_prefix_cache)
@@ -235,7 +238,7 @@ class EngineCore:
         if refusal is not None:
             raise UserError(refusal)
 
-    def _load(self, progress: ProgressFn | None, check: SelfCheck | None) -> Model:
+    def _load(self, progress: ProgressFn | None, tuner: Tuner) -> Model:
         blueprint = self.blueprint
         return load_model(
             open_checkpoint(blueprint.folder),
@@ -244,7 +247,7 @@ class EngineCore:
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
             progress=progress,
-            make_runner=None if check is None else check.make_runner,
+            make_runner=tuner.make_runner,
         )
 
     @torch.inference_mode()

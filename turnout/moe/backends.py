@@ -69,6 +69,7 @@ RUNNER_CAPABILITIES = {
             weight_storages=frozenset({"packed"}),
             weights_per_layout=True,
             preference=10,
+            autotuned=True,
             deterministic=False,  # the sum over a token's experts is atomic
             requires=(FLASHINFER,),
         ),
@@ -90,6 +91,7 @@ RUNNER_CAPABILITIES = {
             intermediate_multiple=64,
             weight_storages=frozenset({"packed"}),
             preference=5,
+            autotuned=True,
             requires=(FLASHINFER,),
         ),
         RunnerCapability(
@@ -102,7 +104,8 @@ RUNNER_CAPABILITIES = {
             devices=frozenset({"cuda"}),
             architectures=frozenset({90}),
             weight_storages=frozenset({"packed"}),
-            preference=5,  # behind triton, which was faster where both were measured
+            preference=5,  # behind triton until a measurement says otherwise (`turnout tune`)
+            autotuned=True,
             workspace=cutlass_workspace_bytes,
             requires=(FLASHINFER,),
         ),
@@ -122,7 +125,8 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=64,  # rows of scales, and 16-byte copies
             intermediate_multiple=64,
             weight_storages=frozenset({"packed"}),
-            preference=4,  # behind triton, which was faster where both were measured
+            preference=4,  # behind triton until a measurement says otherwise (`turnout tune`)
+            autotuned=True,
             workspace=cutlass_workspace_bytes,
             requires=(FLASHINFER,),
         ),

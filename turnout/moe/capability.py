@@ -64,6 +64,7 @@ class RunnerCapability:
     workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     graph_safe: bool = True
+    autotuned: bool = False  # has FlashInfer's autotuner choose among its kernels (autotune.py)
     deterministic: bool = True  # the same batch gives the same bits
     tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
     # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
