@@ -12,6 +12,7 @@ from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
 from turnout.config import Config, Launched
+from turnout.engine import halves
 from turnout.evals import wordmath
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 
@@ -37,6 +38,12 @@ SAFE = [
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "dp": {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "none"},
     "tp": {"moe_a2a_backend": "none"},
+    "dp in turns": {
+        "dp_size": 2,
+        "enable_dp_attention": True,
+        "moe_a2a_backend": "none",
+        "enable_two_batch_overlap": True,
+    },
     **{name: {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": name} for name in SAFE},
 }
 
@@ -57,6 +64,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
     rank.leave()
+    halves.LEAST = 2
     place = Launched(
         rank=rank.number,
         size=rank.size,

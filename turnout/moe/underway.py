@@ -56,5 +56,7 @@ class Underway:
             out_TH, shared = out_TH + shared(), None
         if self.summed_by is not None:
             out_TH = self.summed_by.all_reduce(out_TH)
+        if shared is not None:
+            out_TH = out_TH + shared()
         self.kept.clear()
-        return out_TH if shared is None else out_TH + shared()
+        return out_TH
