@@ -19,6 +19,7 @@ def tables(folder: Path) -> dict[str, str]:
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
+        ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
@@ -131,6 +132,19 @@ def exchange(content: dict[str, Any]) -> str:
     return head + table(
         ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)"], lines
     )
+
+
+def row_products(content: dict[str, Any]) -> str:
+    """us (times cuBLAS) by product and rows."""
+    rows = content["rows"]
+    cells = {
+        (row["what"], row["rows"]): f"{row['ours_us']:.0f} ({row['ours_us'] / row['cublas_us']:.2f})"
+        for row in rows
+    }
+    counts = sorted({row["rows"] for row in rows})
+    products = {row["what"]: f"{row['what']}, {row['inputs']} to {row['outputs']}" for row in rows}
+    lines = [[title, *(cells[what, count] for count in counts)] for what, title in products.items()]
+    return table(["product", *(f"{count} rows" if count > 1 else "1 row" for count in counts)], lines)
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
 from turnout.config import Config
+from turnout.engine.blueprint import resolve
+from turnout.errors import PlanRefused
+from turnout.moe import packages
+from turnout.parallel import hardware
 
 SETTINGS = {
     "num_threads": 1,
@@ -103,6 +108,21 @@ def test_on_two_ranks(ranks: Pools, folder: Path, sizes: dict):
     config = Config(model=str(folder), tp_size=2, **(SETTINGS | CPU | sizes))
     for alone, together in ranks(2).run(on_rank, config):
         assert together == alone
+
+
+def test_cuda_needs_triton(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    monkeypatch.setattr(packages, "_is_here", lambda module: False)
+    device = replace(hardware.named("h200"), present=True)
+    for deterministic in (False, True):
+        config = Config(model=str(folder), moe_runner_backend="torch", deterministic=deterministic)
+        if not deterministic:
+            assert not resolve(config, device).plan.deterministic
+            continue
+        with pytest.raises(PlanRefused) as error:
+            resolve(config, device)
+        assert [(r.asked, r.limit) for r in error.value.refusals] == [
+            ("--deterministic", "attention and dense layers: needs triton>=3.6, not installed here")
+        ]
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from turnout.models import describe
 from turnout.models.interface import ModelDescription
 from turnout.moe import measured, tuned
 from turnout.moe.budget import ITEMSIZE, Budget
+from turnout.moe.packages import TRITON
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.moe.tiles import TileTable
 from turnout.moe.workspace import shape_of
@@ -257,6 +258,15 @@ def _contradictions(config: Config, description: ModelDescription, hardware: Har
                 asked=f"--context-length {config.context_length}",
                 limit=f"positions beyond {longest} (max_position_embeddings) were never trained",
                 remedy=f"use --context-length {longest} or less, or 0 for the model's",
+            )
+        )
+    if config.deterministic and hardware.device == "cuda" and hardware.present and TRITON.lacking():
+        found.append(
+            Refusal(
+                who="model",
+                asked="--deterministic",
+                limit=f"attention and dense layers: {TRITON.lacking()}",
+                remedy=f"{TRITON.install}, or leave --deterministic out",
             )
         )
     if config.device not in ("auto", hardware.device):

@@ -5,9 +5,11 @@ so few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 
 and the sum over a token's pairs. Each is launched before its predecessor has ended (programmatic dependent
 launch), so that their beginnings overlap.
 
-A token's result does not depend, in any bit, on the tokens it shares the batch with as long as the batch
-stays within one entry of the table of tiles; between entries nothing is promised. The same batch gives
-the same bits.
+The same batch gives the same bits, and a token's do not depend on the tokens it shares the batch with as long
+as the batch stays within one entry of the table of tiles. Under a deterministic plan they never do: no kernel
+splits the inner dimension, and all add a row's products in the order of columns, as many at a time, into one
+sum, whatever the tile. The tensor cores keep to that: every tile of every format gave the same bits
+(tests/moe/test_deterministic.py, on an H200). In which order atomics place an expert's rows changes none.
 
 Legend: T tokens, k top-k, P = T k pairs, H hidden, I intermediate, N outputs of GEMM1, E local experts,
 C slab capacity.
