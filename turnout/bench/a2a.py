@@ -4,7 +4,8 @@ Every rank brings as many tokens (data-parallel attention, one slice of the expe
 dispatcher, format and number of tokens, `dispatch` and `combine` are timed, and then the very collectives
 that they made, with the same sizes and nothing in between: `raw_dispatch_us`, `raw_combine_us`. What a
 dispatcher adds is packing, and for the all-to-all a wait for the counts. `wire_bytes` is what a rank sends
-to others in both, on average over the ranks.
+to others in both, on average over the ranks. Beside a dispatcher that makes no collectives, both are those of
+`collective`, which sends the same rows.
 
 Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
 as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
@@ -196,16 +197,17 @@ class RankBench:
     def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int) -> dict[str, float]:
         scale = torch.tensor(INPUT_SCALE, device=self._device)
 
-        def make(groups: Groups) -> Any:
-            kind = DISPATCHERS.get(chosen.prefill.dispatcher)
-            return kind(spec, chosen, "prefill", groups, self._device, scale)
+        def make(groups: Groups, name: str = chosen.prefill.dispatcher) -> Any:
+            return DISPATCHERS.get(name)(spec, chosen, "prefill", groups, self._device, scale)
 
         world = [tokens] * self._settings.world_size
         inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
         dispatcher = make(self._groups)
         outs = [self._out(*dispatcher.dispatch(*given, world)) for given in inputs]
         world_group, parallel = Recorded(self._groups.world), Recorded(self._groups.data_parallel)
-        recording = make(replace(self._groups, world=world_group, data_parallel=parallel))
+        recorded = replace(self._groups, world=world_group, data_parallel=parallel)
+        by_itself = DISPATCHER_CAPABILITIES[chosen.prefill.dispatcher].buffers != "rows"
+        recording = make(recorded, "collective") if by_itself else make(recorded)
         out, state = self._out(*recording.dispatch(*inputs[0], world))
         there = [*world_group.taken(), *parallel.taken()]
         recording.combine(out, state)
