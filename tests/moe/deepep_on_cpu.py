@@ -7,6 +7,8 @@ are those of its 1.2. Rows travel as pickled objects. Places of slabs beyond the
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,10 +19,15 @@ from torch import Tensor
 BLOCK = 128
 
 
-def install() -> None:
+@contextmanager
+def installed() -> Iterator[None]:
     library = ModuleType("deep_ep")
     library.Buffer, library.topk_idx_t = Buffer, torch.int64
     sys.modules["deep_ep"] = library
+    try:
+        yield
+    finally:
+        del sys.modules["deep_ep"]
 
 
 @dataclass

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +23,32 @@ from torch import Tensor
 MAX_TOP_K, COUNTERS, PAYLOAD = 22, 3, 9  # kMaxTopK; places in the metainfo
 
 
-def install() -> None:
-    """Put the substitutes into the library, which is imported without the parts that take seconds."""
-    if "flashinfer" not in sys.modules:
-        folder = Path(find_spec("flashinfer").origin).parent
-        for name, path in (("flashinfer", folder), ("flashinfer.comm", folder / "comm")):
-            sys.modules[name] = ModuleType(name)
-            sys.modules[name].__path__ = [str(path)]
+_kept: dict[str, ModuleType] = {}  # ours, between uses
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The library with the substitutes in it, imported anew without the parts that take seconds."""
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
+    sys.modules.update(_kept)
+    try:
+        if not _kept:
+            _substitute()
+        yield
+    finally:
+        _kept.update({name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)})
+        sys.modules.update(others)
+
+
+def _ours(name: str) -> bool:
+    return name.partition(".")[0] == "flashinfer"
+
+
+def _substitute() -> None:
+    folder = Path(find_spec("flashinfer").origin).parent
+    for name, path in (("flashinfer", folder), ("flashinfer.comm", folder / "comm")):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
     library = import_module("flashinfer.comm.trtllm_moe_alltoall")
     kernels = Kernels()
     library.get_moe_alltoall_module = lambda backend="trtllm": kernels.module

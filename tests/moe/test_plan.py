@@ -275,6 +275,9 @@ def test_a_package_may_be_too_old():
     assert found.limit.startswith("needs pytest>=1000.1; here is ")
     assert found.remedy == "pip install pytest==1000.1"
     assert make(runners=[runner(requires=(replace(old, minimum="2"),))], hardware=here)
+    beside = replace(old, only_with="no-such-package")
+    assert make(runners=[runner(requires=(beside,))], hardware=here)
+    assert replace(old, only_with="pytest").lacking().startswith("needs pytest>=1000.1 with pytest; here is ")
     unknown = replace(old, module="json", distribution="no-such-package")
     assert unknown.lacking().endswith("unknown version")
 

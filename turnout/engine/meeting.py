@@ -13,6 +13,8 @@ from turnout.engine.blueprint import Blueprint
 from turnout.engine.eager import graph_sizes, why_eager
 from turnout.engine.lockstep import Lockstep
 from turnout.errors import UserError
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.plan import PHASES
 from turnout.parallel.exchange import SharedExchange
 from turnout.parallel.group_exchange import GroupExchange, gather_values
 from turnout.parallel.groups import Groups, connect
@@ -23,7 +25,9 @@ def meet(blueprint: Blueprint, *, init_method: str) -> tuple[Groups, Lockstep]:
 
     init_method: see `parallel.groups.connect`.
     """
-    topology = blueprint.topology
+    topology, plan = blueprint.topology, blueprint.plan
+    for phase in PHASES:
+        os.environ.update(DISPATCHER_CAPABILITIES[plan.phase(phase).dispatcher].environment)
     device = torch.device(blueprint.hardware.device)
     if device.type == "cuda":
         device = torch.device("cuda", topology.rank % topology.ranks_per_node)

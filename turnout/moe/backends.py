@@ -10,7 +10,7 @@ from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
-from turnout.moe.packages import DEEPEP, FLASHINFER, NVSHMEM, TRITON
+from turnout.moe.packages import DEEPEP, FLASHINFER, NCCL, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
 
 HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
@@ -179,6 +179,7 @@ DISPATCHER_CAPABILITIES = {
                 one_to_one=True,
                 ep_sizes=frozenset(range(2, 65)),
                 top_ks=frozenset({1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22}),
+                hidden_multiple=64,  # ids follow NVFP4's scales, at whole words
             ),
             buffers="one_sided",
             requires=(FLASHINFER,),
@@ -205,7 +206,7 @@ DISPATCHER_CAPABILITIES = {
             mode="normal",
             made_for=frozenset({"prefill"}),
             graph_safe=False,  # the host waits for counts
-            requires=(DEEPEP, NVSHMEM),
+            requires=(DEEPEP, NVSHMEM, NCCL),
         ),
         DispatcherCapability(
             name="deepep-low-latency",
@@ -228,7 +229,8 @@ DISPATCHER_CAPABILITIES = {
             family="deepep",
             mode="low_latency",
             made_for=frozenset({"decode"}),
-            requires=(DEEPEP, NVSHMEM),
+            environment=(("NVSHMEM_QP_DEPTH", "2050"),),  # its send queues hold two of the largest steps
+            requires=(DEEPEP, NVSHMEM, NCCL),
         ),
     )
 }

@@ -161,6 +161,7 @@ class DispatcherCapability:
     family: str = ""
     mode: str = ""
     made_for: frozenset[str] = frozenset({"prefill", "decode"})
+    environment: tuple[tuple[str, str], ...] = ()  # variables for its library, set before ranks meet
     preference: int = 0
     graph_safe: bool = True
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic

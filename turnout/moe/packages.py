@@ -14,18 +14,25 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An import, the name that pip knows it by, and the first version that does ("": any)."""
+    """An import, the name that pip knows it by, and the first version that does ("": any).
+
+    only_with: needed where this distribution is installed; "": always.
+    """
 
     module: str
     distribution: str
     install: str
     minimum: str = ""
+    only_with: str = ""
 
     def __str__(self) -> str:
-        return self.distribution + (f">={self.minimum}" if self.minimum else "")
+        beside = f" with {self.only_with}" if self.only_with else ""
+        return self.distribution + (f">={self.minimum}" if self.minimum else "") + beside
 
     def lacking(self) -> str:
         """What stands against importing it here: "" if nothing."""
+        if self.only_with and not _is_installed(self.only_with):
+            return ""
         if not _is_here(self.module):
             return f"needs {self}, not installed here"
         if not self.minimum:
@@ -41,6 +48,13 @@ def _is_here(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # nor is the package that it would be part of
+        return False
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
         return False
 
 
@@ -68,4 +82,11 @@ NVSHMEM = Package(
     distribution="nvidia-nvshmem-cu13",
     minimum="3.4",
     install="pip install 'nvidia-nvshmem-cu13>=3.4'",
+)
+NCCL = Package(
+    module="nvidia.nccl",
+    distribution="nvidia-nccl-cu13",
+    minimum="2.30",
+    install="pip install --no-deps 'nvidia-nccl-cu13>=2.30'",
+    only_with="sgl-deep-ep",  # DeepEP 2 is linked against it, and checks which one PyTorch has loaded
 )
