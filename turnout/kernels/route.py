@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ON_GPU = not triton.knobs.runtime.interpret
+from turnout.kernels.dependent import launches_early
 
 
 @triton.jit
@@ -81,10 +81,10 @@ def choose(
     ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
     if T:
-        block = triton.next_power_of_2(E)
+        block, early = triton.next_power_of_2(E), launches_early(logits_TE.device)
         choose_experts[(T,)](
             logits_TE, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E,
-            top_k, triton.next_power_of_2(top_k), block, of_all, renormalize, real_T is not None, ON_GPU,
-            num_warps=1 if block <= 256 else 4, launch_pdl=ON_GPU,
+            top_k, triton.next_power_of_2(top_k), block, of_all, renormalize, real_T is not None, early,
+            num_warps=1 if block <= 256 else 4, launch_pdl=early,
         )  # fmt: skip
     return ids_TK, weights_TK

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ON_GPU = not triton.knobs.runtime.interpret
+from turnout.kernels.dependent import launches_early
 
 
 @triton.jit
@@ -105,10 +105,10 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta_NH: Tensor | None = N
     out_NH = torch.empty_like(x_NH)
     sum_NH = x_NH if delta_NH is None else torch.empty_like(x_NH)
     if N:
-        block = triton.next_power_of_2(H)
+        block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
         norm_rows[(N,)](
             x_NH, x_NH if delta_NH is None else delta_NH.contiguous(), weight_H, sum_NH, out_NH, H, eps,
-            delta_NH is not None, block, ON_GPU, num_warps=min(16, max(1, block // 512)), launch_pdl=ON_GPU,
+            delta_NH is not None, block, early, num_warps=min(16, max(1, block // 512)), launch_pdl=early,
         )  # fmt: skip
     return sum_NH, out_NH
 
@@ -130,10 +130,11 @@ def rotate(
     q_NHD = heads_NX.new_empty(N, num_q, D)
     k_NHD = heads_NX.new_empty(N, num_k, D)
     if N:
+        early = launches_early(heads_NX.device)
         rotate_heads[(N, num_q + num_k)](
             heads_NX, cos_ND if weight_GD is None else weight_GD, cos_ND, sin_ND, q_NHD, k_NHD,
             heads_NX.stride(0), eps, num_q, num_k,
-            D, triton.next_power_of_2(D), weight_GD is not None, ON_GPU, num_warps=1, launch_pdl=ON_GPU,
+            D, triton.next_power_of_2(D), weight_GD is not None, early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD
 
@@ -142,7 +143,8 @@ def store(k_NHD: Tensor, v_NHD: Tensor, slots_N: Tensor, cache_HS2D: Tensor) -> 
     """Put keys and values [N, Hkv, D] of a layer into slots of its cache; a row's heads lie side by side."""
     N, heads, D = k_NHD.shape
     if N:
+        early = launches_early(k_NHD.device)
         store_rows[(N, heads)](
             k_NHD, v_NHD, slots_N, cache_HS2D, k_NHD.stride(0), v_NHD.stride(0), cache_HS2D.stride(0),
-            D, triton.next_power_of_2(D), ON_GPU, num_warps=1, launch_pdl=ON_GPU,
+            D, triton.next_power_of_2(D), early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
