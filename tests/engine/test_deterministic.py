@@ -101,8 +101,13 @@ def on_rank(rank: Rank, config: Config) -> tuple[Found, Found]:
         return alone_and_together(llm)
 
 
+GROUPS = {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
+
+
 @pytest.mark.parametrize(
-    "sizes", [{"ep_size": 2}, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}], ids=["tp", "dp"]
+    "sizes",
+    [{"ep_size": 2}, GROUPS, GROUPS | {"moe_a2a_backend": "collective-experts"}],
+    ids=["tp", "dp", "slabs"],
 )
 def test_on_two_ranks(ranks: Pools, folder: Path, sizes: dict):
     config = Config(model=str(folder), tp_size=2, **(SETTINGS | CPU | sizes))
