@@ -60,7 +60,12 @@ class FlashinferCutlassRunner:
     def _fp8(self, experts: ExpertWeights) -> tuple[Tensor, Tensor, list[Tensor], dict[str, bool]]:
         (w13, s13), (w2, s2) = (self._parts(w) for w in (experts.w13, experts.w2))
         w13 = self._up_gate(w13.view(torch.uint8)).view(w13.dtype)
-        return w13, w2, [self._up_gate(s13.float()), s2.float()], {"use_deepseek_fp8_block_scale": True}
+        return (
+            w13,
+            w2,
+            [self._up_gate(s13.float()), s2.float().clone()],
+            {"use_deepseek_fp8_block_scale": True},
+        )
 
     def _nvfp4(self, experts: ExpertWeights) -> tuple[Tensor, Tensor, list[Tensor], dict[str, bool]]:
         (w13, s13), (w2, s2) = (self._parts(w) for w in (experts.w13, experts.w2))
