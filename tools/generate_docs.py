@@ -14,11 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.performance import table, tables
+from tools.proven import Runs, backends_run, with_runs
 from turnout.formats import FORMAT_INFO
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
+from turnout.moe.proven import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
@@ -67,7 +69,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers is left alone."""
-    files = {root / "docs" / "backends.md": backends(), root / "docs" / "formats.md": formats()}
+    runs = backends_run(root / "benchmarks" / "results", {*RUNNER_CAPABILITIES, *DISPATCHER_CAPABILITIES})
+    files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
+    table_of_runs = root / "turnout" / "moe" / "proven.py"
+    if table_of_runs.is_file():
+        files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
     blocks = {
         root / "README.md": {"support": support()},
         root / "docs" / "operations.md": {"bounds": bounds()},
@@ -102,7 +108,7 @@ def _names() -> set[str]:
     return set(DISPATCHER_CAPABILITIES) | {d.family for d in DISPATCHER_CAPABILITIES.values()}
 
 
-def backends() -> str:
+def backends(runs: Runs = RUNS) -> str:
     return "\n\n".join(
         [
             "# Backends",
@@ -112,9 +118,9 @@ def backends() -> str:
             "which tokens travel, the devices. `turnout plan MODEL` says which it takes for a model, why, "
             "and what stands against the others.",
             "## Runners (`--moe-runner-backend`)",
-            _columns([_runner(r) for r in runners()]),
+            _columns([_runner(r, runs) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",
-            _columns([_dispatcher(d) for d in dispatchers()]),
+            _columns([_dispatcher(d, runs) for d in dispatchers()]),
             "## Not part of this version",
             "Asked for by name, these are refused with a pointer to those above: runners "
             f"{_code(n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES)}; dispatchers "
@@ -137,7 +143,7 @@ def backends() -> str:
     )
 
 
-def _runner(r: RunnerCapability) -> dict[str, str]:
+def _runner(r: RunnerCapability, runs: Runs) -> dict[str, str]:
     return {
         "": f"`{r.name}`",
         "what it is": r.summary,
@@ -160,10 +166,11 @@ def _runner(r: RunnerCapability) -> dict[str, str]:
         "the same batch gives the same bits": _yes(r.deterministic),
         "`--deterministic`": _yes(r.batch_invariant),
         "needs": _code(str(p) for p in r.requires) or "-",
+        "proof": evidence(r.name, r.checked, runs),
     }
 
 
-def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
+def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
     return {
         "": f"`{d.name}`",
         "what it is": d.summary,
@@ -181,6 +188,7 @@ def _dispatcher(d: DispatcherCapability) -> dict[str, str]:
         "CUDA graphs": _yes(d.graph_safe),
         "`--deterministic`": _yes(d.batch_invariant),
         "needs": _code(str(p) for p in d.requires) or "-",
+        "proof": evidence(d.name, d.checked, runs),
     }
 
 

@@ -56,6 +56,8 @@ def test_a_plan_holds_sizes_and_reasons():
         "decode dispatcher ash",
         "activations bf16",
         "weights decoded",
+        "runner oak has no recorded run on hardware",
+        "dispatcher ash has no recorded run on hardware",
     ]
 
 

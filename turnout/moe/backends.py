@@ -71,6 +71,7 @@ RUNNER_CAPABILITIES = {
             preference=10,
             autotuned=True,
             deterministic=False,  # the sum over a token's experts is atomic
+            checked="what FlashInfer is handed is decoded and computed on a CPU, and compiled for sm_100a",
             requires=(FLASHINFER,),
         ),
         RunnerCapability(
@@ -85,6 +86,7 @@ RUNNER_CAPABILITIES = {
             compute_dtypes=frozenset({"bfloat16"}),
             activations=frozenset({"silu"}),
             expert_bias=False,
+            checked="what FlashInfer is handed is decoded and computed on a CPU",
             devices=frozenset({"cuda"}),
             architectures=frozenset({100, 103}),
             hidden_multiple=128,

@@ -67,6 +67,7 @@ class RunnerCapability:
     autotuned: bool = False  # has FlashInfer's autotuner choose among its kernels (autotune.py)
     deterministic: bool = True  # the same batch gives the same bits
     tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
+    checked: str = ""  # what stands in for a run on its hardware (proven.py)
     # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
     batch_invariant: bool = False
     requires: tuple[Package, ...] = ()
@@ -164,6 +165,7 @@ class DispatcherCapability:
     environment: tuple[tuple[str, str], ...] = ()  # variables for its library, set before ranks meet
     preference: int = 0
     graph_safe: bool = True
+    checked: str = ""  # as of a runner
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
     in_turns: bool = False  # a batch may set out before the last one is back: no buffer serves both
     requires: tuple[Package, ...] = ()

@@ -1,0 +1,31 @@
+"""Which backends have run on which devices, as benchmarks/results has it, for turnout/moe/proven.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+Runs = dict[str, dict[str, str]]  # backend -> {device: day of the latest result}
+TABLE = re.compile(r"^RUNS: .*?\}$", re.MULTILINE | re.DOTALL)
+
+
+def backends_run(results: Path, names: Collection[str]) -> Runs:
+    """Over all rows that measured a runner or dispatcher without failing."""
+    runs: Runs = {}
+    for file in sorted(results.glob("*.json")):
+        result = json.loads(file.read_text())
+        for row in result.get("rows", []):
+            for name in {row.get("runner"), row.get("dispatcher")} & set(names):
+                if not row.get("error_message"):
+                    days = runs.setdefault(name, {})
+                    days[result["device"]] = max(result["date"], days.get(result["device"], ""))
+    return {name: dict(sorted(runs[name].items())) for name in sorted(runs)}
+
+
+def with_runs(module: str, runs: Runs) -> str:
+    """The text of proven.py with this table, as ruff formats it."""
+    lines = [f'    "{name}": {json.dumps(days)},' for name, days in runs.items()]
+    body = "{\n" + "\n".join(lines) + "\n}" if lines else "{}"
+    return TABLE.sub(lambda _: f"RUNS: dict[str, dict[str, str]] = {body}", module, count=1)

@@ -1,0 +1,24 @@
+"""Where backends have run: plans and documentation tell it apart from what was only checked without hardware.
+
+`RUNS` is written by tools/generate_docs.py from the results in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# name -> devices with the day of the latest result
+RUNS: dict[str, dict[str, str]] = {
+    "collective": {"NVIDIA H200": "2026-11-21"},
+    "collective-experts": {"NVIDIA H200": "2026-11-21"},
+    "none": {"NVIDIA H200": "2026-11-21"},
+    "torch": {"AMD EPYC x2": "2026-11-21"},
+    "triton": {"NVIDIA H200": "2026-11-21"},
+}
+
+
+def evidence(name: str, checked: str, runs: Mapping[str, Mapping[str, str]] = RUNS) -> str:
+    """What speaks for a backend. `checked`: its declaration of what stands in for a run."""
+    if runs.get(name):
+        return "ran on " + ", ".join(f"{device} ({day})" for device, day in runs[name].items())
+    return "has no recorded run on hardware" + (f"; {checked}" if checked else "")
