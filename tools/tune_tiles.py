@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from turnout.bench.moe import SHAPES, copies, draw_experts, draw_inputs
+from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
 from turnout.kernels.compilation import compilers, submit
 from turnout.moe import tuned
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.runners.triton import TritonRunner
-from turnout.moe.tile_times import TOKENS, tile_times, to_compile
+from turnout.moe.tile_times import TOKENS, copies, tile_times, to_compile
 from turnout.moe.tiles import REVISION
 from turnout.moe.tuned import Table, TileFile
 from turnout.parallel import hardware
@@ -56,11 +56,11 @@ def prepare(name: str, format: str, machine: hardware.Hardware, most: int, pool:
         hardware=machine,
         wishes=Wishes(runner="triton"),
         compute_dtype="bfloat16",
-        tiles=(),
+        tiles=lambda shape: (),
     )
     experts = draw_experts(shape, format, machine.device, 0)
     runners = []
-    for _ in range(copies(experts)):
+    for _ in range(copies(experts.nbytes)):
         runners.append(TritonRunner(spec, chosen, torch.device(machine.device)))
         runners[-1].prepare(experts)
 

@@ -8,6 +8,7 @@ from turnout.config import Config
 from turnout.engine.blueprint import resolve
 from turnout.engine.meeting import agree
 from turnout.errors import UserError
+from turnout.moe.tiles import Tiles, Tiling
 from turnout.parallel.hardware import GB, Hardware
 
 
@@ -16,10 +17,14 @@ def agreed(rank: Rank, configs: list[Config], memories: list[int]) -> tuple[int,
     memory = memories[rank.number]
     host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=memory, present=True)
     blueprint = resolve(configs[rank.number], host, rank=rank.number)
+    tiling = Tiling(128, 8 << rank.number, 2, 5, 4, 1)
+    tiles = ((1, Tiles(tiling, tiling)),)
+    blueprint = replace(blueprint, plan=replace(blueprint.plan, tiles=tiles))
     try:
         common = agree(blueprint, rank.groups(dp_size=2, ep_size=2))
     except UserError as error:
         return str(error)
+    assert common.plan.tiles[0][1].tokens == 8  # the first rank's
     return common.num_pages, common.max_context, common.memory.kv
 
 

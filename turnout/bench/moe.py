@@ -39,6 +39,7 @@ from turnout.moe.budget import Budget, matrix_bytes
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
+from turnout.moe.tile_times import copies
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
@@ -47,7 +48,6 @@ ROUTINGS = ("uniform", "zipf")
 PEERS = ("eager", "grouped_mm", "batched_mm")
 INPUTS = 4  # sets of tokens and routes per point
 TABLE_WIDTH = 110
-L2_BYTES = 240e6  # CUDA: so many bytes of weights, in several sets, are read before one is read again
 GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
 
@@ -170,7 +170,7 @@ class LayerBench:
         self._spec = shape.spec(format)
         self._sets = [draw_experts(shape, format, machine.device, 0)]
         if machine.device == "cuda":
-            more = copies(self._sets[0])
+            more = copies(self._sets[0].nbytes)
             self._sets += [draw_experts(shape, format, machine.device, seed) for seed in range(1, more)]
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
@@ -298,11 +298,6 @@ class LayerBench:
             flops_us = len(local) * 6 * shape.hidden * shape.intermediate / ceilings[gemm] / 1e6
             floors.append(max(bytes_us, flops_us))
         return statistics.fmean(floors)
-
-
-def copies(experts: ExpertWeights) -> int:
-    """Sets of weights like `experts` that a GPU's L2 cache does not hold together."""
-    return min(6, int(L2_BYTES // experts.nbytes) + 2)
 
 
 def draw_experts(shape: Shape, format: str, device: str, seed: int) -> ExpertWeights:

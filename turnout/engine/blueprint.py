@@ -25,8 +25,6 @@ from turnout.moe import measured, tuned
 from turnout.moe.budget import ITEMSIZE, Budget
 from turnout.moe.packages import TRITON
 from turnout.moe.plan import MoEPlan, Wishes, plan
-from turnout.moe.tiles import TileTable
-from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
 
@@ -146,7 +144,7 @@ def decide(
         num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
         measured=_measured(description, topology, hardware, dtype),
-        tiles=_tiles(description, topology, hardware),
+        tiles=partial(tuned.find, hardware=hardware, folder=cache_folder()),
     )
     try:
         moe = replan(budget=budget)
@@ -185,18 +183,6 @@ def _measured(
     if not hardware.present or topology.refusals():
         return {}
     return measured.read(cache_folder(), measured.describe(description.moe, topology, hardware, dtype))
-
-
-def _tiles(description: ModelDescription, topology: Topology, hardware: Hardware) -> TileTable:
-    """What `turnout tune` found on this machine, else what is shipped."""
-    if topology.refusals() or description.moe.num_experts % topology.ep_size:
-        return ()
-    shape = shape_of(
-        description.moe,
-        num_local_experts=description.moe.num_experts // topology.ep_size,
-        expert_tp=topology.expert_tp,
-    )
-    return tuned.find(shape, hardware, cache_folder())
 
 
 def _compute_dtype(config: Config, hardware: Hardware) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -55,7 +56,8 @@ def _share(groups: Groups) -> SharedExchange:
 
 
 def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
-    """`blueprint` with as many KV pages as each of the ranks has, for hosts differ in memory; collective.
+    """`blueprint` with what all ranks share; collective. That is as many KV pages as each of them has, for
+    hosts differ in memory, and the first one's tilings, for hosts may differ in what was tuned on them.
 
     Raises UserError if ranks planned what they must do alike differently.
     """
@@ -73,16 +75,17 @@ def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
         "shared expert": plan.shared_expert,
         "decode graphs": why_eager(blueprint) or graph_sizes(blueprint.config),
     }
-    everyone = gather_values(groups.world, (blueprint.num_pages, planned))
-    first = everyone[0][1]
-    for rank, (_, theirs) in enumerate(everyone):
+    everyone = gather_values(groups.world, (blueprint.num_pages, plan.tiles, planned))
+    _, tiles, first = everyone[0]
+    for rank, (_, _, theirs) in enumerate(everyone):
         for what, value in theirs.items():
             if value != first[what]:
                 raise UserError(
                     f"rank {rank} planned other than rank 0, {what}: {value} and {first[what]}; start all "
                     "hosts with the same flags, checkpoint, packages and kind of device"
                 )
-    return blueprint.with_pages(min(pages for pages, _ in everyone))
+    agreed = blueprint.with_pages(min(pages for pages, _, _ in everyone))
+    return dataclasses.replace(agreed, plan=dataclasses.replace(plan, tiles=tiles))
 
 
 def check_launch(config: Config, launched: Launched | None) -> None:

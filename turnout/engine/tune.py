@@ -1,15 +1,20 @@
-"""`turnout tune`: time the runners that a plan allows on the model's own first MoE layer, and keep the times.
+"""`turnout tune`: time what a plan allows on the model's own first MoE layer, and keep the times.
 
 The model reads some text on one rank, so that inputs and routes are real; then each runner gets this rank's
-slice of the layer's experts, in the setting a plan would give it. `plan` and `serve` with the same device,
-versions, layer and ranks choose by what is kept (moe/measured.py).
+slice of the layer's experts, in the setting a plan would give it. First come the tilings of runners that can
+be cut one way or another, then the runners, with the best of these. `plan` and `serve` with the same device,
+versions, layer and ranks choose by what is kept (moe/tuned.py, moe/measured.py).
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable
+from concurrent.futures import as_completed
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,17 +31,21 @@ from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models import load_model
 from turnout.models.interface import ProgressFn
-from turnout.moe import measured
+from turnout.moe import measured, tuned
 from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.measured import Measured
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Runner
+from turnout.moe.tile_times import Tiled, copies, tile_times, to_compile
+from turnout.moe.tiles import REVISION, TileTable
 from turnout.moe.tune import TOKENS, times
 from turnout.moe.verify import Inputs
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
 
+TEXTS = 4  # batches of one size begin so many times at another row
 ONE_RANK: dict[str, Any] = {
     "tp_size": 1,
     "dp_size": 1,
@@ -60,12 +69,7 @@ def tune(config: Config, *, as_json: bool = False, console: Console | None = Non
     plans, refused = _plans(config)
     with loading_bar(shown=config.load_progress) as progress:
         found = _measure(blueprint, plans, progress)
-    try:
-        file = measured.write(cache_folder(), found)
-    except OSError as error:
-        raise UserError(
-            f"{cache_folder()}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
-        ) from None
+    file = _kept(lambda: measured.write(cache_folder(), found))
     if as_json:
         content = {"file": str(file), "layer": found.layer, "microseconds": found.microseconds}
         console.file.write(json.dumps(content | {"mean": found.mean()}, indent=2) + "\n")
@@ -76,6 +80,15 @@ def tune(config: Config, *, as_json: bool = False, console: Console | None = Non
     chosen = resolve(config).plan.prefill.runner
     console.print(Text(f"`auto` now takes runner {chosen} for this layer; kept in {file}"))
     return 0
+
+
+def _kept(write: Callable[[], Path]) -> Path:
+    try:
+        return write()
+    except OSError as error:
+        raise UserError(
+            f"{cache_folder()}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+        ) from None
 
 
 def _plans(config: Config) -> tuple[dict[str, MoEPlan], list[Refusal]]:
@@ -96,12 +109,15 @@ def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: Progress
     most = min(TOKENS[-1], largest(blueprint.plan, device))
     experts, inputs = _first_layer(blueprint.config, min(most, ROWS), device, progress)
     own = _part(experts, topology)
+    inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
     runners: dict[str, Runner] = {}
     for name, plan in plans.items():
-        if "tokens" in RUNNER_CAPABILITIES[name].layouts:
-            runners[name] = RUNNERS.get(name)(spec, plan, device)
-            runners[name].prepare(own)
-    inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
+        if "tokens" not in RUNNER_CAPABILITIES[name].layouts:
+            continue
+        if RUNNER_CAPABILITIES[name].tiled:
+            plan = replace(plan, tiles=_tune_tiles(blueprint, name, plan, own, inputs, progress))
+        runners[name] = RUNNERS.get(name)(spec, plan, device)
+        runners[name].prepare(own)
     with torch.inference_mode():
         found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
     return Measured(
@@ -110,6 +126,51 @@ def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: Progress
         date=datetime.date.today().isoformat(),
         microseconds=found,
     )
+
+
+@torch.inference_mode()
+def _tune_tiles(
+    blueprint: Blueprint, name: str, plan: MoEPlan, own: ExpertWeights, inputs: Inputs, progress: ProgressFn
+) -> TileTable:
+    """Measure the table of a tiled runner, and keep it."""
+    from turnout.kernels.compilation import compilers, submit
+
+    device, most = torch.device(blueprint.hardware.device), largest(plan, inputs.x_TH.device)
+    runners: list[Tiled] = []
+    for _ in range(copies(own.nbytes)):
+        runner = RUNNERS.get(name)(blueprint.description.moe, replace(plan, tiles=()), device)
+        runner.prepare(own)
+        runners.append(runner)
+
+    @cache
+    def batches(tokens: int) -> list[TokensBatch]:
+        starts = range(0, len(inputs), -(-len(inputs) // TEXTS))
+        some = [
+            inputs[(torch.arange(tokens, device=inputs.x_TH.device) + start) % len(inputs)]
+            for start in starts
+        ]
+        return [
+            TokensBatch(hidden=Hidden(data=part.x_TH), topk_ids=part.ids_TK, topk_weights=part.weights_TK)
+            for part in some
+        ]
+
+    with compilers() as pool:
+        jobs = submit(pool, to_compile(runners[0], batches, most))
+        for done, _ in enumerate(as_completed(jobs)):
+            progress("compiling kernels", done + 1, len(jobs))
+    entries = tile_times(
+        runners, batches, most, lambda done, of: progress(f"timing tilings of {name}", done, of)
+    )
+    table = tuned.Table(shape=runners[0].shape, entries=tuple(entries))
+    content = tuned.TileFile(
+        device=blueprint.hardware.name,
+        versions=tuned.versions(),
+        revision=REVISION,
+        date=datetime.date.today().isoformat(),
+        tables=(table,),
+    )
+    _kept(lambda: tuned.write(tuned.path(cache_folder(), table.shape, blueprint.hardware), content))
+    return tuple((entry.tokens, entry.tiles) for entry in entries)
 
 
 def _first_layer(

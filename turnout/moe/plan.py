@@ -26,8 +26,9 @@ Four choices of `auto` that are not a backend's preference:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -42,9 +43,8 @@ from turnout.moe.capability import (
     RunnerCapability,
     layer_refusals,
 )
-from turnout.moe.proven import evidence
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiles import TileTable
+from turnout.moe.tiles import ExpertShape, TileTable
 from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -118,15 +118,15 @@ def plan(
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
     measured: Mapping[str, float] = MappingProxyType({}),
-    tiles: TileTable | None = None,
+    tiles: Callable[[ExpertShape], TileTable] | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
     `dispatchers` default to those of this version. `measured`: us by runner (measured.py), which decide
-    between runners that are left to `auto`. `tiles`: for runners that are tiled; None: those shipped for
-    this layer and device (tuned.py). Raises PlanRefused with everything that stands in the way, ValueError
-    for a budget made for another number of data-parallel groups.
+    between runners that are left to `auto`. `tiles`: the table of a layer, for runners that are
+    tiled; None: what is shipped for it and this device (tuned.py). Raises PlanRefused with everything that
+    stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
     if budget.dp_size != topology.dp_size:
         raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
@@ -162,7 +162,7 @@ def plan(
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
         two_batches=wishes.two_batches,
-        tiles=_tiles(case, best, tiles),
+        tiles=_tiles(case, best, tiles or partial(tuned.find, hardware=hardware)),
         refused=tuple(refused),
         reasons=_reasons(case, best, candidates, measured),
     )
@@ -230,14 +230,12 @@ def _hint(
     return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
 
 
-def _tiles(case: Case, best: Candidate, given: TileTable | None) -> TileTable:
+def _tiles(case: Case, best: Candidate, find: Callable[[ExpertShape], TileTable]) -> TileTable:
     """Under --deterministic the rule alone: every machine then runs the same kernels."""
     if not best.runner.tiled or case.wishes.deterministic:
         return ()
-    if given is not None:
-        return given
-    shape = shape_of(case.spec, num_local_experts=case.num_local_experts, expert_tp=case.topology.expert_tp)
-    return tuned.find(shape, case.hardware)
+    expert_tp = case.topology.expert_tp
+    return find(shape_of(case.spec, num_local_experts=case.num_local_experts, expert_tp=expert_tp))
 
 
 def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
@@ -274,15 +272,7 @@ def _reasons(
     lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
     if any(_phase_plan(case, best, phase).reduce == "layer" for phase in PHASES):
         lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
-    return (*lines, *_evidence(best))
-
-
-def _evidence(best: Candidate) -> list[str]:
-    """What speaks for each backend chosen, a line each."""
-    lines = [f"runner {best.runner.name} {evidence(best.runner.name, best.runner.checked)}"]
-    for chosen in (best.prefill, best.decode):
-        lines.append(f"dispatcher {chosen.name} {evidence(chosen.name, chosen.checked)}")
-    return list(dict.fromkeys(lines))
+    return tuple(lines)
 
 
 def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
