@@ -103,6 +103,18 @@ def dispatchers() -> list[DispatcherCapability]:
     return list(DISPATCHER_CAPABILITIES.values())
 
 
+def _missing() -> list[str]:
+    """A section on the backends that other versions have, if there are any."""
+    lacking = [n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES]
+    lacking += [n for n in KNOWN_DISPATCHERS if n not in _names()]
+    if not lacking:
+        return []
+    return [
+        "## Not part of this version",
+        f"Asked for by name, these are refused with a pointer to those above: {_code(lacking)}.",
+    ]
+
+
 def _names() -> set[str]:
     """What `--moe-a2a-backend` takes: dispatchers, and families of them."""
     return set(DISPATCHER_CAPABILITIES) | {d.family for d in DISPATCHER_CAPABILITIES.values()}
@@ -121,10 +133,7 @@ def backends(runs: Runs = RUNS) -> str:
             _columns([_runner(r, runs) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",
             _columns([_dispatcher(d, runs) for d in dispatchers()]),
-            "## Not part of this version",
-            "Asked for by name, these are refused with a pointer to those above: runners "
-            f"{_code(n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES)}; dispatchers "
-            f"{_code(n for n in KNOWN_DISPATCHERS if n not in _names())}.",
+            *_missing(),
             "## Hardware that `turnout plan --hardware` knows",
             table(
                 ("name", "compute capability", "memory", "FP4 tensor cores"),

@@ -65,6 +65,7 @@ DISPATCHERS: Registry[Any] = Registry(
         "none": "turnout.moe.dispatch.none:NoDispatch",
         "collective": "turnout.moe.dispatch.collective:CollectiveDispatch",
         "collective-experts": "turnout.moe.dispatch.collective_experts:CollectiveExpertsDispatch",
+        "nvlink": "turnout.moe.dispatch.nvlink:NvlinkDispatch",
         "flashinfer": "turnout.moe.dispatch.flashinfer:FlashInferDispatch",
         "deepep-normal": "turnout.moe.dispatch.deepep:NormalDispatch",
         "deepep-low-latency": "turnout.moe.dispatch.deepep:LowLatencyDispatch",

@@ -98,6 +98,7 @@ def make_plan(
     count: int | None = None,
     reduce: str = "none",
     shared_expert: str = "whole",
+    max_tokens: int = MAX_TOKENS,
 ) -> MoEPlan:
     phases = {
         phase: PhasePlan(
@@ -107,7 +108,7 @@ def make_plan(
             layout=layout,
             wire_format="bf16",
             reduce=reduce,
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
         )
         for phase in ("prefill", "decode")
     }

@@ -90,18 +90,18 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
     return [
         ReceiveBuffers(
             dispatcher=declared.name,
-            tokens=rows_seen(declared.exchange, "prefill", budget),
+            tokens=declared.rows("prefill", budget, blueprint.topology),
             slabs=plan.num_local_experts if declared.layout == "experts" else 1,
             sizes={
                 wire: dispatch_bytes(
                     declared.layout,
-                    rows=rows_seen(declared.exchange, "prefill", budget),
+                    rows=declared.rows("prefill", budget, blueprint.topology),
                     spec=spec,
                     num_local_experts=plan.num_local_experts,
                     wire_format=wire,
                     itemsize=ITEMSIZE[blueprint.compute_dtype],
                     buffers=declared.buffers,
-                    ranks=blueprint.topology.ep_size,
+                    ranks=blueprint.topology.tp_size,
                 )
                 for wire in sorted(declared.wire_formats)
                 if spec.hidden_size % WIRE_GROUP[wire] == 0

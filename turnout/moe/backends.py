@@ -169,6 +169,21 @@ DISPATCHER_CAPABILITIES = {
             in_turns=True,
         ),
         DispatcherCapability(
+            name="nvlink",
+            summary="stores into peers' memory: two launches a layer, no collective, no wait of the host",
+            layout="tokens",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            devices=frozenset({"cuda"}),
+            architectures=HOPPER_AND_BLACKWELL,
+            multi_host=False,
+            peer_access=True,
+            limits=Limits(hidden_multiple=32),  # rows of every wire format begin at 16 bytes
+            buffers="symmetric",
+            batch_invariant=True,
+            requires=(TRITON,),
+        ),
+        DispatcherCapability(
             name="flashinfer",
             summary="FlashInfer's one-sided all-to-all: tokens written over NVLink into receivers' memory",
             layout="tokens",

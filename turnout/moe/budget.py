@@ -8,7 +8,7 @@ All sizes are bytes per rank. Bounds come from configuration, never from the fir
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
@@ -107,7 +107,7 @@ def reach(top_k: int, ep_size: int) -> float:
     return 1 - (1 - 1 / ep_size) ** top_k
 
 
-def rows_seen(exchange: str, phase: str, budget: Budget) -> int:
+def rows_seen(exchange: str, phase: str, budget: Budget, *, senders: int = 1) -> int:
     """The most tokens a runner sees in a step of `phase` behind a dispatcher of that `exchange`.
 
     gather: each of the dp groups brings T tokens, dp * T.
@@ -115,12 +115,13 @@ def rows_seen(exchange: str, phase: str, budget: Budget) -> int:
     share of them, so a token is sent by one rank; a receiver gets it once, however many of its experts the
     token chose. Hence at most dp * T, each group sending all it has to one receiver; buffers are made for
     dp * C. With whole experts and attention on every rank (tp = dp = ep) that is ep * C. A decode step
-    brings fewer tokens, and a dispatcher that serves it alone has buffers for those.
+    brings fewer tokens, and a dispatcher that serves it alone has buffers for those. Where each of a group's
+    `senders` has rows of its own, all have as many.
     """
     tokens = budget.phase_tokens(phase)
     if exchange == "all_to_all" and phase == "prefill":
         tokens = budget.capacity
-    return budget.dp_size * tokens
+    return budget.dp_size * senders * -(-tokens // senders)
 
 
 def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool]) -> list[str]:
@@ -170,11 +171,16 @@ def expert_bytes(
 
 def token_bytes(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> int:
     """One token's hidden state on the wire, with its scales ("bf16": the compute dtype's itemsize)."""
+    return sum(token_parts(wire_format, hidden_size, itemsize=itemsize))
+
+
+def token_parts(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> tuple[int, int]:
+    """The same as bytes of values and bytes of scales."""
     if wire_format == "bf16":
-        return itemsize * hidden_size
+        return itemsize * hidden_size, 0
     if wire_format == "fp8":
-        return hidden_size + 4 * -(-hidden_size // 128)
-    return hidden_size // 2 + hidden_size // 16
+        return hidden_size, 4 * -(-hidden_size // 128)
+    return hidden_size // 2, hidden_size // 16
 
 
 def dispatch_bytes(
@@ -193,11 +199,17 @@ def dispatch_bytes(
     Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
     layout keeps a slab of that many rows for every local expert, since all may choose the same one.
 
-    `buffers` "one_sided": those are one workspace, `OneSided`. "chunked": they come on top of queues that
+    `buffers` "symmetric": a region that all ranks write, and the batch's ids and weights. "one_sided": one
+    workspace, `OneSided`. "chunked": they come on top of queues that
     tokens pass through. "low_latency": queues hold whole steps, and the batch is a copy.
     """
     token = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize)
     result = itemsize * spec.hidden_size
+    if buffers == "symmetric":
+        parts = symmetric_parts(
+            spec, ranks=ranks, capacity=rows // ranks, wire_formats=(wire_format,), itemsize=itemsize
+        )
+        return sum(parts.values()) + rows * 8 * spec.top_k
     if buffers == "one_sided":
         capacity = rows // ranks
         sizes = OneSided(ranks=ranks, capacity=capacity, sent=token + 8 * spec.top_k, returned=result)
@@ -260,6 +272,31 @@ def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
     out = max(tokens * there, num_experts * tokens * back)
     into = num_experts * tokens * max(there, back)
     return (2 * (out + into + _aligned(4 * num_experts)) // 128 + 1) * 128
+
+
+FLAG_COLUMNS = 1024  # of a row in symmetric memory that arrive together
+
+
+def symmetric_parts(
+    spec: MoESpec, *, ranks: int, capacity: int, wire_formats: Iterable[str], itemsize: int
+) -> dict[str, int]:
+    """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.
+
+    Per row the token as dispatched and its result; twice, for a step and the next, its ids and weights
+    (8 k) and a flag for every FLAG_COLUMNS columns; once, such flags of the result. And counts.
+    """
+    rows, pieces = ranks * capacity, -(-spec.hidden_size // FLAG_COLUMNS)
+    sent = [token_parts(f, spec.hidden_size, itemsize=itemsize) for f in wire_formats]
+    sizes = {
+        "counts": 2 * 8 * ranks,
+        "flags": 2 * 8 * rows * pieces,
+        "meta": 2 * 8 * rows * spec.top_k,
+        "returned": 8 * rows * pieces,
+        "scales": rows * max(scales for _, scales in sent),
+        "hidden": rows * max(data for data, _ in sent),
+        "results": rows * itemsize * spec.hidden_size,
+    }
+    return {name: _aligned(size) for name, size in sizes.items()}
 
 
 def _aligned(size: int) -> int:

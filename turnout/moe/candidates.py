@@ -84,7 +84,7 @@ class Case:
 
     def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
         """The most tokens a runner sees behind `dispatcher`."""
-        return sizes.rows_seen(dispatcher.exchange, phase, self.budget)
+        return dispatcher.rows(phase, self.budget, self.topology)
 
     def moves(self, dispatcher: DispatcherCapability) -> bool:
         """Whether tokens leave their rank through `dispatcher`."""
@@ -392,7 +392,7 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
             wire_format=wire[phase],
             itemsize=case.itemsize,
             buffers=dispatcher.buffers,
-            ranks=case.topology.ep_size,
+            ranks=case.topology.tp_size,
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())

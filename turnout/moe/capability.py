@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, moves, workspace_bytes
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, moves, rows_seen, workspace_bytes
 from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
 from turnout.moe.spec import MoESpec
@@ -156,6 +156,7 @@ class DispatcherCapability:
     wire_formats: frozenset[str] = frozenset({"bf16"})
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
+    peer_access: bool = False  # needs GPUs that read and write each other's memory
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     limits: Limits = NO_LIMITS
     buffers: str = "rows"
@@ -170,6 +171,11 @@ class DispatcherCapability:
     in_turns: bool = False  # a batch may set out before the last one is back: no buffer serves both
     requires: tuple[Package, ...] = ()
 
+    def rows(self, phase: str, budget: Budget, topology: Topology) -> int:
+        """The most tokens a runner sees behind it in a step of `phase`."""
+        senders = topology.attention_tp if self.buffers == "symmetric" else 1
+        return rows_seen(self.exchange, phase, budget, senders=senders)
+
     def refusals(
         self, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
     ) -> list[Refusal]:
@@ -183,6 +189,15 @@ class DispatcherCapability:
                     asked=f"--nnodes {topology.nnodes}",
                     limit="works within one host",
                     remedy=f"use --nnodes 1, or {OTHER_DISPATCHER}",
+                )
+            )
+        if self.peer_access and topology.tp_size > 1 and not hardware.peer_access:
+            found.append(
+                Refusal(
+                    who=who,
+                    asked=f"{topology.tp_size} ranks on GPUs of this machine",
+                    limit="they cannot reach each other's memory (`nvidia-smi topo -p2p r` shows who can)",
+                    remedy="use --moe-a2a-backend collective or none",
                 )
             )
         return found + self.limits.refusals(who, spec, topology, compute_dtype)

@@ -7,6 +7,7 @@ reports more than that, a plan made from the preset errs on the safe side.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ class Hardware:
     """One device of a rank. `architecture`: CUDA compute capability times ten (90: Hopper); CPU 0.
 
     `present` tells this machine's own device, whose installed packages count, from a named one; `devices`
-    is how many of them it has, 0 where ranks may share them or nobody knows.
+    is how many of them it has, 0 where ranks may share them or nobody knows. `peer_access`: whether all of
+    them read and write each other's memory.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Hardware:
     memory_bytes: int
     present: bool = False
     devices: int = 0
+    peer_access: bool = True
 
     @property
     def has_fp4_units(self) -> bool:
@@ -94,7 +97,15 @@ def detect(device: str = "auto") -> Hardware:
         memory_bytes=properties.total_memory,
         present=True,
         devices=torch.cuda.device_count(),
+        peer_access=_peer_access(torch.cuda.device_count()),
     )
+
+
+def _peer_access(devices: int) -> bool:
+    import torch
+
+    pairs = itertools.permutations(range(devices), 2)
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
 def _may_have_gpu() -> bool:

@@ -1,0 +1,199 @@
+"""The all-to-all by stores into peers' memory: GPUs of one host, no collective, no wait of the host.
+
+How tokens travel, arrive and are summed is `kernels.nvlink`; here a layer's calls become launches. The batch
+has a row for every token that a rank may bring, `room` of each, of which those that chose an expert of this
+rank are filled in and the others are padding. A captured step may be replayed for as long as the process
+lives, with more or fewer tokens on every rank.
+
+All layers share a region: each dispatch is followed by its combine before the next.
+
+Legend: T tokens of this rank's share, k top-k, H hidden, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from turnout.formats import fp8, nvfp4
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.budget import symmetric_parts
+from turnout.moe.plan import PHASES, MoEPlan
+from turnout.moe.spec import MoESpec
+from turnout.parallel.groups import Group, Groups, shares
+from turnout.parallel.symmetric import SPIN_SECONDS, SymmetricMemory, agree, allocate
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Symmetric memory for `capacity` tokens of each rank, and where its parts begin.
+
+    epochs: int64 [2] on the device: the last exchange that was combined, and the one under way.
+    """
+
+    memory: SymmetricMemory
+    capacity: int
+    starts: dict[str, int]
+    epochs: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.capacity * self.memory.size
+
+    def part(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]: the beginning of a part."""
+        start = self.starts[name]
+        size = rows * columns * dtype.itemsize
+        return self.memory.own_B[start : start + size].view(dtype).view(rows, columns)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What `combine` needs: ids as received [room * R, k], and of this rank's share; shares of its group."""
+
+    received_ids: Tensor
+    own_ids_TK: Tensor
+    room: int
+    shares: Sequence[int]
+
+
+# Kept as long as a layer holds it.
+_REGIONS: WeakValueDictionary[tuple[object, ...], Region] = WeakValueDictionary()
+
+
+def _region(spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device) -> Region:
+    """The region for layers like `spec`; made by the first, collectively. UserError if ranks differ."""
+    served = [plan.phase(name) for name in PHASES if plan.phase(name).dispatcher == "nvlink"]
+    world = groups.world
+    capacity = max(phase.max_tokens for phase in served) // world.size
+    formats = tuple(sorted({phase.wire_format for phase in served}))
+    key = (world, device, capacity, spec.hidden_size, spec.top_k, formats, plan.compute_dtype)
+    found = _REGIONS.get(key)
+    if found is None:
+        found = _REGIONS[key] = _make(spec, plan, world, capacity, formats, device)
+    return found
+
+
+def _make(
+    spec: MoESpec,
+    plan: MoEPlan,
+    world: Group,
+    capacity: int,
+    formats: tuple[str, ...],
+    device: torch.device,
+) -> Region:
+    itemsize = getattr(torch, plan.compute_dtype).itemsize
+    sizes = symmetric_parts(
+        spec, ranks=world.size, capacity=capacity, wire_formats=formats, itemsize=itemsize
+    )
+    agree(
+        world,
+        {
+            "--max-dispatch-tokens-per-rank and limits of a step": capacity,
+            "hidden size": spec.hidden_size,
+            "top-k": spec.top_k,
+            "bytes of symmetric memory": sum(sizes.values()),
+        },
+        device,
+        "Start all ranks with the same flags, or use --moe-a2a-backend collective",
+    )
+    starts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+    return Region(
+        memory=allocate(world, sum(sizes.values()), device),
+        capacity=capacity,
+        starts=starts,
+        epochs=torch.zeros(2, dtype=torch.int64, device=device),
+    )
+
+
+class NvlinkDispatch:
+    capability = DISPATCHER_CAPABILITIES["nvlink"]
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        plan: MoEPlan,
+        phase: str,
+        groups: Groups,
+        device: torch.device,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        from turnout.kernels.nvlink import Links
+
+        self._format = plan.phase(phase).wire_format
+        if self._format == "nvfp4" and input_scale is None:
+            raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
+        self._input_scale = input_scale
+        self._spec, self._groups, self._device = spec, groups, device
+        self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+        self._region = _region(spec, plan, groups, device)
+        memory = self._region.memory
+        self._links = Links(
+            rank=memory.rank,
+            addresses=memory.addresses_R,
+            failed=memory.failed,
+            told=memory.told,
+            epochs=self._region.epochs,
+            starts=self._region.starts,
+            rows=self._region.rows,
+            hidden=spec.hidden_size,
+            top_k=spec.top_k,
+            experts_per_slice=plan.num_local_experts,
+            expert_tp=groups.topology.expert_tp,
+            limit_seconds=SPIN_SECONDS,
+        )
+
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
+    ) -> tuple[TokensBatch, Sent]:
+        self._region.memory.check()
+        group = self._groups.attention_tp
+        split = shares(len(x_TH), group.size)
+        start = sum(split[: group.rank])
+        mine = slice(start, start + split[group.rank])
+        room = max(shares(most, group.size)[0] for most in tokens)
+        if room > self._region.capacity or split[group.rank] > room:
+            raise ValueError(
+                f"{max(tokens)} tokens of a data-parallel rank, {len(x_TH)} of this one, in a step for "
+                f"which buffers hold {self._region.capacity * group.size}: plan with larger limits"
+            )
+        ids_TK = topk_ids_TK[mine].contiguous()
+        rows, k = room * self._region.memory.size, self._spec.top_k
+        out_ids = torch.empty(rows, k, dtype=torch.int32, device=self._device)
+        out_weights = torch.empty(rows, k, dtype=torch.float32, device=self._device)
+        self._links.dispatch(
+            x_TH[mine], ids_TK, topk_weights_TK[mine].contiguous(), self._input_scale, out_ids, out_weights,
+            room, self._format,
+        )  # fmt: skip
+        batch = TokensBatch(hidden=self._hidden(rows), topk_ids=out_ids, topk_weights=out_weights)
+        return batch, Sent(out_ids, ids_TK, room, split)
+
+    def combine(self, out: Tensor, state: Sent) -> Tensor:
+        out_TH = torch.empty(
+            len(state.own_ids_TK), self._spec.hidden_size, dtype=self._dtype, device=self._device
+        )
+        self._links.combine(out, state.received_ids, state.own_ids_TK, out_TH, state.room)
+        return self._groups.attention_tp.all_gather(out_TH, state.shares)
+
+    def _hidden(self, rows: int) -> Hidden:
+        H = self._spec.hidden_size
+        if self._format == "bf16":
+            return Hidden(data=self._region.part("hidden", rows, H, self._dtype))
+        if self._format == "fp8":
+            return Hidden(
+                data=self._region.part("hidden", rows, H, fp8.DTYPE),
+                format="fp8",
+                scale=self._region.part("scales", rows, H // fp8.BLOCK, torch.float32),
+            )
+        return Hidden(
+            data=self._region.part("hidden", rows, H // 2, torch.uint8),
+            format="nvfp4",
+            scale=self._region.part("scales", rows, H // nvfp4.GROUP, fp8.DTYPE),
+            global_scale=self._input_scale,
+        )
