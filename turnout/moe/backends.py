@@ -9,6 +9,7 @@ from __future__ import annotations
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
+from turnout.moe.flashinfer_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
 from turnout.moe.limits import Limits
 from turnout.moe.packages import DEEPEP, FLASHINFER, NCCL, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
@@ -71,6 +72,7 @@ RUNNER_CAPABILITIES = {
             preference=10,
             autotuned=True,
             deterministic=False,  # the sum over a token's experts is atomic
+            workspace=cutedsl_workspace_bytes,
             checked="what FlashInfer is handed is decoded and computed on a CPU, and compiled for sm_100a",
             requires=(FLASHINFER,),
         ),
@@ -86,6 +88,7 @@ RUNNER_CAPABILITIES = {
             compute_dtypes=frozenset({"bfloat16"}),
             activations=frozenset({"silu"}),
             expert_bias=False,
+            workspace=trtllm_workspace_bytes,
             checked="what FlashInfer is handed is decoded and computed on a CPU",
             devices=frozenset({"cuda"}),
             architectures=frozenset({100, 103}),
