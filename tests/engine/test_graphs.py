@@ -1,11 +1,16 @@
-"""What decides which graph a step replays, and what a replay is given. The replays are test_gpu.py's."""
+"""What decides which graph a step replays, and what a replay is given; on GPUs they are test_gpu*.py's."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -146,3 +151,17 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
         replaced = scheduler.preemptions
     assert replays > 100
     assert replaced > 0
+
+
+def test_what_a_graph_would_replay_decodes_as_the_model_does():
+    """In Triton's interpreter, with padding, rows that come and go, and two batches in turns."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.graphs_in_interpreter"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"tokens": True, "turns": True}

@@ -71,6 +71,9 @@ class PagedAttention:
         """fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch."""
         self.page_size, self.fixed_spans = page_size, fixed_spans
         self.device, self.dtype = device, dtype
+        self.processors = 1
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._group = shape.num_heads // shape.num_kv_heads
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
         # One page more than there are, for what padding writes.

@@ -75,21 +75,21 @@ class DecodeGraphs:
         self._model, self._attention = model, attention
         self._dp_size, self._two_batches = dp_size, two_batches
         self._device = attention.device
-        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[int, Captured] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
                 progress("capturing graphs", done, len(self.sizes))
-            self._graphs[size] = self._capture(size, pool)
+            self._graphs[size] = self._capture(size)
 
     def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
         """Replay the graph of `size` for chunks of one token each, of which there may be none."""
         captured, count = self._graphs[size], len(chunks)
         rows = fields(chunks, self._attention, size)
         # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
-        captured.rows_FB.copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
+        pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
+        captured.rows_FB.copy_(pinned, non_blocking=True)
         captured.graph.replay()
         return Computed(
             hidden_NH=captured.hidden_BH[:count],
@@ -97,7 +97,7 @@ class DecodeGraphs:
             best_2N=captured.best_2B[:, :count],
         )
 
-    def _capture(self, size: int, pool: Any) -> Captured:
+    def _capture(self, size: int) -> Captured:
         rows_FB = torch.tensor(fields([], self._attention, size), device=self._device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -105,9 +105,10 @@ class DecodeGraphs:
             for _ in range(WARM_UPS):  # compiles kernels, settles their workspaces, connects ranks
                 self._forward(rows_FB)
         torch.cuda.current_stream().wait_stream(side)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the one that watches NCCL, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden_BH, best_2B = self._forward(rows_FB)
         return Captured(graph, rows_FB, hidden_BH, best_2B)
 
@@ -132,7 +133,7 @@ class DecodeGraphs:
         return Step(
             input_ids=ids_B,
             positions=positions_B,
-            attention=PaddedAttention(self._attention, slots_B, table_BP, ends_B, self._processors),
+            attention=PaddedAttention(self._attention, slots_B, table_BP, ends_B),
             phase="decode",
             tokens=(len(ids_B),) * self._dp_size,
             real=ends_B > 0,
@@ -161,15 +162,15 @@ def contexts(attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, ro
 class PaddedAttention:
     """An `interface.Attention` of one token per row, whose rows and lengths are read on the device."""
 
-    def __init__(
-        self, paged: PagedAttention, slots_B: Tensor, table_BP: Tensor, ends_B: Tensor, processors: int
-    ):
+    def __init__(self, paged: PagedAttention, slots_B: Tensor, table_BP: Tensor, ends_B: Tensor):
         """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
         from turnout.kernels.paged_attention import spans
 
         self._paged, self._slots_B, self._table_BP, self._ends_B = paged, slots_B, table_BP, ends_B
         longest = table_BP.shape[1] * paged.page_size
-        self._splits = paged.fixed_spans or spans(len(slots_B), paged.cache.shape[1], longest, processors)
+        self._splits = paged.fixed_spans or spans(
+            len(slots_B), paged.cache.shape[1], longest, paged.processors
+        )
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         from turnout.kernels.paged_attention import attend
