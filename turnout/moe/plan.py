@@ -43,6 +43,7 @@ from turnout.moe.capability import (
     RunnerCapability,
     layer_refusals,
 )
+from turnout.moe.proven import evidence
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiles import ExpertShape, TileTable
 from turnout.moe.workspace import shape_of
@@ -272,7 +273,15 @@ def _reasons(
     lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
     if any(_phase_plan(case, best, phase).reduce == "layer" for phase in PHASES):
         lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
-    return tuple(lines)
+    return (*lines, *_evidence(best))
+
+
+def _evidence(best: Candidate) -> list[str]:
+    """What speaks for each backend chosen, a line each."""
+    lines = [f"runner {best.runner.name} {evidence(best.runner.name, best.runner.checked)}"]
+    for chosen in (best.prefill, best.decode):
+        lines.append(f"dispatcher {chosen.name} {evidence(chosen.name, chosen.checked)}")
+    return list(dict.fromkeys(lines))
 
 
 def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
