@@ -42,7 +42,7 @@ def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], ag
     step = Step(
         input_ids=ids_N,
         positions=places_N,
-        attention=PaddedAttention(attention, slots_N, table_BP[owners_N], places_N + 1, 0),
+        attention=PaddedAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
         phase=agreed.phase,
         tokens=agreed.tokens,
     )
