@@ -159,8 +159,7 @@ def _runner(r: RunnerCapability, runs: Runs) -> dict[str, str]:
         "layouts": _list(r.layouts),
         "weight formats": _list(r.weight_formats),
         "weights kept": _list(r.weight_storages),
-        "GEMMs multiply with": _list(r.activation_formats)
-        + ("" if r.fp4_units or "nvfp4" not in r.activation_formats else " (nvfp4 emulated)"),
+        "GEMMs multiply with": _list(r.activation_formats) + _emulated(r),
         "weights that it multiplies with fp8": _list(r.fp8_weight_formats)
         if "fp8" in r.activation_formats
         else "-",
@@ -177,6 +176,13 @@ def _runner(r: RunnerCapability, runs: Runs) -> dict[str, str]:
         "needs": _code(str(p) for p in r.requires) or "-",
         "proof": evidence(r.name, r.checked, runs),
     }
+
+
+def _emulated(r: RunnerCapability) -> str:
+    """Which of what it multiplies with are numerics alone, without units for them."""
+    units = {"fp8": r.fp8_units, "nvfp4": r.fp4_units}
+    names = [name for name in sorted(r.activation_formats & units.keys()) if not units[name]]
+    return f" ({', '.join(names)} emulated)" if names else ""
 
 
 def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Any tiling gives right results for any batch; which is fast depends on tokens per expert and sizes. `rule`
 serves every layer. Where a layer was measured (tuned.py), its table decides instead: tilings by tokens of the
-batch, the nearest entry counts. Which tiling ran may show in the last bits of a result, so whoever needs the
-same bits for every batch gives a table of one entry.
+batch, the nearest entry counts. Which tiling ran shows in no bit of a result: all of them add a row's
+products in the same order (tests/moe/test_deterministic.py), as --deterministic needs.
 
 No torch here: plans hold these values.
 
@@ -144,11 +144,6 @@ def rule(shape: ExpertShape, tokens: int) -> Tiles:
         if held * -(-shape.w13_rows // tiles.first.rows) < _IDLE_PROGRAMS:
             tiles = tiles._replace(first=tiles.first._replace(rows=64))
     return tiles
-
-
-def pinned(shape: ExpertShape, tokens: int) -> TileTable:
-    """The tiles that batches of `tokens` get, for batches of any size."""
-    return ((tokens, rule(shape, tokens)),)
 
 
 def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
