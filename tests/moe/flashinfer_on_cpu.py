@@ -2,7 +2,7 @@
 
 What is put in place is what needs a GPU: the compiled module, by what its source documents, and the memory
 that ranks map, by a file. All that the library's Python does with arguments and workspace stays its own. Rows
-that nobody sent hold NaN bits. Writes are announced by a barrier where the kernels use flags.
+that nobody sent hold NaN, and ids of experts. Writes are announced by a barrier where the kernels use flags.
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ class Kernels:
         assert at <= workspace.shape[1]
         self.dispatched_up_to = max(self.dispatched_up_to, at)
         workspace[rank, places[0] : at] = 0xFF
+        for payload, place in zip(payloads, places, strict=True):
+            if payload.dtype == torch.int32:  # leftovers may be any expert's
+                workspace[rank, place:][: ranks * rows * payload.shape[1] * 4] = 0
         dist.barrier()
         counts = [0] * ranks
         self.sent = []
