@@ -63,6 +63,7 @@ class RunnerCapability:
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
     workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
+    grounds: str = ""  # what that rests on
     graph_safe: bool = True
     autotuned: bool = False  # has FlashInfer's autotuner choose among its kernels (autotune.py)
     deterministic: bool = True  # the same batch gives the same bits

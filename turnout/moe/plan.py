@@ -261,6 +261,8 @@ def _reasons(
     why = _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
     if case.wishes.runner == "auto" and len(others) > 1 and best.runner.name in measured:
         why = _why_measured(best.runner.name, others, measured)
+    elif case.wishes.runner == "auto" and len(others) > 1 and best.runner.grounds:
+        why += f"; {best.runner.grounds}"
     lines = [f"runner {best.runner.name}: {why}"]
     same_runner = [c for c in candidates if c.runner is best.runner]
     for phase in PHASES:
