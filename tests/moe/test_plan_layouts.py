@@ -1,0 +1,65 @@
+"""What a plan makes of runners that treat the two layouts unlike: other weights, other numerics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.moe.made_up import BLACKWELL, EXPERTS, NVFP4, TOKENS, dispatcher, make, runner
+from turnout.errors import PlanRefused
+from turnout.moe.plan import Wishes
+from turnout.moe.spec import Activation
+from turnout.parallel.topology import Topology
+
+SLABS = dispatcher("elm", layout="experts", made_for=frozenset({"decode"}), preference=5)
+BOTH = TOKENS | EXPERTS
+
+
+def planned(spec=NVFP4, wishes=Wishes(), dispatchers=(dispatcher(), SLABS), **declared):
+    made_up = runner(layouts=BOTH, weight_storages=frozenset({"packed"}), fp4_units=True, **declared)
+    return make(
+        spec,
+        runners=[made_up],
+        dispatchers=list(dispatchers),
+        hardware=BLACKWELL,
+        compute_dtype="bfloat16",
+        wishes=wishes,
+    )
+
+
+def test_weights_in_an_order_per_layout_count_for_each():
+    once, twice = planned(), planned(weights_per_layout=True)
+    for made in (once, twice):
+        assert (made.prefill.layout, made.decode.layout) == ("tokens", "experts")
+    assert twice.weight_bytes == 2 * once.weight_bytes
+    alone = planned(weights_per_layout=True, dispatchers=[dispatcher()])
+    assert alone.weight_bytes == once.weight_bytes
+
+
+def test_weight_only_numerics_stay_in_the_layouts_that_have_them():
+    """W4A4 goes to slabs; weights alone in FP4 keep both phases with tokens, or are refused there."""
+    assert planned(weight_only_layouts=TOKENS).decode.layout == "experts"
+    weight_only = Wishes(activation_format="bf16")
+    assert planned(wishes=weight_only).decode.layout == "experts"
+    kept = planned(wishes=weight_only, weight_only_layouts=TOKENS)
+    assert (kept.activation_format, kept.decode.layout) == ("bf16", "tokens")
+    with pytest.raises(PlanRefused) as refused:
+        planned(wishes=weight_only, weight_only_layouts=TOKENS, dispatchers=[replace(SLABS, made_for=BOTH)])
+    assert any(
+        r.asked == "weights multiplied with bf16 in layout 'experts'"
+        and r.limit == "does so in layout tokens"
+        for r in refused.value.refusals
+    )
+
+
+def test_rows_without_a_gate_may_have_a_multiple_of_their_own():
+    plain = replace(NVFP4, activation=Activation(kind="relu2"))
+    aligned = {"intermediate_multiple": 64, "ungated_multiple": 128}
+    assert planned(plain, **aligned)
+    assert planned(NVFP4, intermediate_multiple=64, ungated_multiple=1024)
+    shards = {"topology": Topology(tp_size=8), "hardware": BLACKWELL, "compute_dtype": "bfloat16"}
+    assert make(NVFP4, runners=[runner(**aligned)], **shards)
+    with pytest.raises(PlanRefused) as refused:
+        make(plain, runners=[runner(**aligned)], **shards)
+    assert any(r.limit == "a rank's shard must be a multiple of 128" for r in refused.value.refusals)
