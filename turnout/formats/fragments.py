@@ -35,6 +35,7 @@ from torch import Tensor
 from turnout.formats.packed import PackedTensor
 
 BLOCK = 64
+FOLD_ROWS = 512  # that are folded at once: this takes tens of bytes a weight
 GROUP = {"mxfp4": 32, "nvfp4": 16}
 _TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
 
@@ -60,21 +61,31 @@ class Fragments:
 
 
 def to_fragments(weights: PackedTensor, *, paired: bool, device: torch.device | str) -> Fragments:
-    """[E, N, K] codes and scales in fragment order on `device`, one expert at a time.
+    """[E, N, K] codes and scales in fragment order on `device`.
 
     paired: the rows are gate then up; every 16 rows become 8 of gate and the 8 of up that belong to them,
     so that one thread's accumulators hold both.
     """
     E, N, K = weights.shape
-    parts = [_expert(weights[e].to(device), paired) for e in range(E)]
-    return Fragments(
+    height = BLOCK // 2 if paired else BLOCK
+    n, k = -(-N // (1 + paired) // height) * (1 + paired) * height // BLOCK, -(-K // BLOCK)
+    fragments = Fragments(
         format=weights.format,
-        codes=torch.stack([p[0] for p in parts]),
-        scales=torch.stack([p[1] for p in parts]),
-        alpha=torch.stack([p[2] for p in parts]),
+        codes=torch.empty(E, n, k, 512, dtype=torch.int32, device=device),
+        scales=torch.empty(E, n, k, 1024 // GROUP[weights.format], dtype=torch.int32, device=device),
+        alpha=torch.empty(E, device=device),
         rows=N,
         columns=K,
     )
+    fill(fragments, weights, paired=paired)
+    return fragments
+
+
+def fill(fragments: Fragments, weights: PackedTensor, *, paired: bool) -> None:
+    """Put `weights` into the storage of `fragments`, one expert at a time."""
+    for e, into in enumerate(zip(fragments.codes, fragments.scales, fragments.alpha, strict=True)):
+        for mine, new in zip(into, _expert(weights[e].to(fragments.codes.device), paired), strict=True):
+            mine.copy_(new)
 
 
 def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
@@ -126,7 +137,7 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
     code_NK = _padded(code_NK, BLOCK, paired)
     byte_NG = _padded(byte_NG, BLOCK // group, paired)
     return (
-        _fold_codes(code_NK).view(torch.int32),
+        torch.cat([_fold_codes(part) for part in code_NK.split(FOLD_ROWS)]).view(torch.int32),
         _fold_scales(byte_NG, BLOCK // group).view(torch.int32),
         alpha.reshape(()),
     )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnout.formats.fragments import pair_rows, to_fragments
+from turnout.formats.fragments import fill, pair_rows, to_fragments
 from turnout.formats.packed import PackedTensor
 
 FP8_GROUP = 128  # columns that share a scale
 
 
 class Matrix:
-    """One GEMM's weights [E, N, K] in the form its kernel takes, with the bias in the same row order."""
+    """One GEMM's weights [E, N, K] in the form its kernel takes, with the bias in the same row order.
+
+    paired: rows are gate then up, and become 8 of gate, 8 of up in turn. What is kept as it comes (neither
+    paired, nor 4-bit, nor to be moved) is not copied; the rest is made expert by expert.
+    """
 
     def __init__(
         self, weights: PackedTensor, bias: Tensor | None, paired: bool, device: torch.device
@@ -22,42 +26,49 @@ class Matrix:
         self.codes: Tensor
         self.scales: Tensor
         self.alpha: Tensor
-        if weights.format == "fp8":
-            assert weights.scale is not None, "fp8 weights carry scales"
-            codes = weights.data.to(device).view(torch.uint8)
-            self.codes = (pair_rows(codes) if paired else codes.contiguous()).view(torch.float8_e4m3fn)
-            self.scales = weights.scale.to(device, torch.float32).contiguous()
-            self.alpha = torch.zeros(1, device=device)
-            self.blocks = -(-self.rows // 64), self.inner // FP8_GROUP
-            self.padded_rows = self.rows
-        elif weights.format == "bf16":
-            plain = weights.data.to(device, torch.bfloat16)
-            self.codes = pair_rows(plain) if paired else plain.contiguous()
-            self.scales = self.alpha = torch.zeros(1, device=device)
-            self.blocks = -(-self.rows // 64), -(-self.inner // 64)
-            self.padded_rows = self.rows
-        else:
-            fragments = to_fragments(weights, paired=paired, device=device)
-            self.codes, self.scales, self.alpha = fragments.codes, fragments.scales, fragments.alpha
-            self.blocks = fragments.codes.shape[1], fragments.codes.shape[2]
+        if weights.format in ("mxfp4", "nvfp4"):
+            self._fragments = to_fragments(weights, paired=paired, device=device)
+            self.codes, self.scales = self._fragments.codes, self._fragments.scales
+            self.alpha = self._fragments.alpha
+            self.blocks = self.codes.shape[1], self.codes.shape[2]
             self.padded_rows = 64 * self.blocks[0]
+        else:
+            dtype = torch.float8_e4m3fn if weights.format == "fp8" else torch.bfloat16
+            if paired:
+                self.codes = torch.empty(weights.shape, dtype=dtype, device=device)
+                self._load_rows(weights)
+            else:
+                self.codes = weights.data.to(device, dtype).contiguous()
+            self.alpha = torch.zeros(1, device=device)
+            self.scales = self.alpha
+            if weights.format == "fp8":
+                assert weights.scale is not None, "fp8 weights carry scales"
+                self.scales = weights.scale.to(device, torch.float32).contiguous()
+            columns = FP8_GROUP if weights.format == "fp8" else 64
+            self.blocks = -(-self.rows // 64), -(-self.inner // columns)
+            self.padded_rows = self.rows
         self.bias = None if bias is None else self._bias(bias.to(device, torch.float32))
+
+    def load(self, weights: PackedTensor, bias: Tensor | None) -> None:
+        """Take other values of the same shapes and format into the same storage."""
+        if self.format in ("mxfp4", "nvfp4"):
+            fill(self._fragments, weights, paired=self.paired)
+        else:
+            self._load_rows(weights)
+        if weights.format == "fp8" and weights.scale is not None:
+            self.scales.copy_(weights.scale)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(self._bias(bias.to(self.bias.device, torch.float32)))
+
+    def _load_rows(self, weights: PackedTensor) -> None:
+        for mine, new in zip(self.codes, weights.data, strict=True):
+            rows = new.to(mine.device, mine.dtype).view(torch.uint8)  # for e4m3 lacks operations
+            mine.view(torch.uint8).copy_(pair_rows(rows) if self.paired else rows)
 
     @property
     def any_bias(self) -> Tensor:
         """The bias, or something in its place for a kernel that is told to leave it."""
         return self.alpha if self.bias is None else self.bias
-
-    def load(self, other: Matrix) -> None:
-        """Take over another's values in the same storage."""
-        for mine, new in (
-            (self.codes, other.codes),
-            (self.scales, other.scales),
-            (self.alpha, other.alpha),
-            (self.bias, other.bias),
-        ):
-            if mine is not None and new is not None:
-                mine.view(torch.uint8).copy_(new.view(torch.uint8))
 
     def _bias(self, bias_EN: Tensor) -> Tensor:
         E, N = bias_EN.shape

@@ -97,7 +97,9 @@ class TritonRunner:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def prepare(self, experts: ExpertWeights) -> None:
-        self._w13, self._w2 = self._matrices(experts)
+        gated = self._spec.activation.gated
+        self._w13 = Matrix(experts.w13, experts.b13, gated, self._device)
+        self._w2 = Matrix(experts.w2, experts.b2, False, self._device)
         self.shape = ExpertShape(
             format=self._w13.format, hidden=self._w2.rows, inner=self._w2.inner, w13_rows=self._w13.rows,
             num_experts=self._spec.num_experts, local_experts=self._count, top_k=self._spec.top_k,
@@ -105,15 +107,8 @@ class TritonRunner:
         self._arena, self._spaces = workspaces(self.shape, self._plan, self._device)
 
     def update(self, experts: ExpertWeights) -> None:
-        for mine, new in zip((self._w13, self._w2), self._matrices(experts), strict=True):
-            mine.load(new)
-
-    def _matrices(self, experts: ExpertWeights) -> tuple[Matrix, Matrix]:
-        gated = self._spec.activation.gated
-        return (
-            Matrix(experts.w13, experts.b13, gated, self._device),
-            Matrix(experts.w2, experts.b2, False, self._device),
-        )
+        self._w13.load(experts.w13, experts.b13)
+        self._w2.load(experts.w2, experts.b2)
 
     def use_tiles(self, table: TileTable) -> None:
         """Cut GEMMs by `table` from now on; empty: by rule."""
