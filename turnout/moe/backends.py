@@ -209,6 +209,7 @@ DISPATCHER_CAPABILITIES = {
                 hidden_multiple=64,  # ids follow NVFP4's scales, at whole words
             ),
             buffers="one_sided",
+            checked="FlashInfer's own Python runs between CPU ranks, over kernels in plain torch",
             requires=(FLASHINFER,),
         ),
         DispatcherCapability(
@@ -231,6 +232,7 @@ DISPATCHER_CAPABILITIES = {
             buffers="chunked",
             family="deepep",
             mode="normal",
+            checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
             made_for=frozenset({"prefill"}),
             graph_safe=False,  # the host waits for counts
             requires=(DEEPEP, NVSHMEM, NCCL),
@@ -255,6 +257,7 @@ DISPATCHER_CAPABILITIES = {
             buffers="low_latency",
             family="deepep",
             mode="low_latency",
+            checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
             made_for=frozenset({"decode"}),
             environment=(("NVSHMEM_QP_DEPTH", "2050"),),  # its send queues hold two of the largest steps
             requires=(DEEPEP, NVSHMEM, NCCL),
