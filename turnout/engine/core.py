@@ -43,6 +43,7 @@ from turnout.engine.warm import Tuner
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.parallel import symmetric
 from turnout.parallel.groups import ALONE, Groups
 from turnout.parallel.health import Progress, Unwatched
 
@@ -169,7 +170,9 @@ class EngineCore:
         self._steps += 1
         self._idle_steps += not chunks
         self._score_prompts(chunks, computed.hidden_NH)
-        return outputs + self._advance(chunks, computed)
+        outputs += self._advance(chunks, computed)
+        symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
+        return outputs
 
     def close(self) -> None:
         """Let go of what would keep the ranks from parting; no step may follow."""

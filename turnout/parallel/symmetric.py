@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,15 @@ class SymmetricMemory:
             f"rank {self.rank} gave up waiting for rank {peer} in {phase} of epoch {number}: it has ended, "
             "it stalls, or it makes other calls than the rest; restart all ranks"
         )
+
+
+_ALIVE: WeakSet[SymmetricMemory] = WeakSet()
+
+
+def check_all() -> None:
+    """`check` of every region of this process: after steps whose replayed graphs no dispatcher watched."""
+    for memory in list(_ALIVE):
+        memory.check()
 
 
 def allocate(group: Group, size: int, device: torch.device) -> SymmetricMemory:
@@ -125,7 +135,7 @@ def _shared(group: Group, size: int) -> SymmetricMemory:
 def _view(
     rank: int, own_B: Tensor, addresses: list[int], device: torch.device, *kept: object
 ) -> SymmetricMemory:
-    return SymmetricMemory(
+    memory = SymmetricMemory(
         rank=rank,
         own_B=own_B,
         addresses_R=torch.tensor(addresses or [own_B.data_ptr()], dtype=torch.int64, device=device),
@@ -133,3 +143,5 @@ def _view(
         told=torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda"),
         _kept=kept,
     )
+    _ALIVE.add(memory)
+    return memory
