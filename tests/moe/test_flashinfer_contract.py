@@ -17,12 +17,15 @@ from torch import Tensor
 from tests.moe.build import ACTIVATIONS, expert_slice, make_experts
 from tests.moe.flashinfer_compile import ARCHITECTURE, Compiling
 from tests.moe.flashinfer_contract import Broken, Launches, library
+from tests.moe.slabs import SlabDispatch
 from turnout.formats import blackwell, layouts, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.dispatch.none import NoDispatch
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
+from turnout.parallel.groups import ALONE
 from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
@@ -258,6 +261,41 @@ def test_one_runner_takes_both_layouts_with_weights_of_their_own():
     for _ in range(2):
         assert error(run(runner, tokens)[1].result, expected) < BOUND
         assert error(run(runner, slabs)[1].result, slabs_reference(x_ECH, counts_E, experts, spec)) < BOUND
+
+
+# Behind dispatchers
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "dispatch"),
+    [
+        ("flashinfer_cutedsl", NoDispatch),
+        ("flashinfer_cutedsl", SlabDispatch),
+        ("flashinfer_trtllm", NoDispatch),
+    ],
+)
+def test_ranks_sum_up_behind_a_dispatcher_of_either_layout(name, dispatch, ranks):
+    spec = spec_of()
+    whole = make_experts(spec)
+    x, ids, weights = tokens_of(spec, 20)
+    layout = dispatch.capability.layout
+    out = torch.zeros(20, 256)
+    for rank in range(ranks):
+        part = expert_slice(whole, 8 // ranks * rank, 8 // ranks)
+        runner = made(name, spec, part, (layout, layout))
+        plan = plan_of(name, part, (layout, layout), "nvfp4")
+        dispatcher = dispatch(spec, plan, "decode", ALONE, CPU)
+        batch, state = dispatcher.dispatch(x, ids, weights, (20,))
+        out += dispatcher.combine(run(runner, batch)[0], state).float()
+    expected = torch.zeros(20, 256)
+    for rank in range(ranks):  # each quantises GEMM1's output with the scale of its own experts
+        part = expert_slice(whole, 8 // ranks * rank, 8 // ranks)
+        expected += experts_reference(
+            x, ids, weights, part, spec.activation,
+            activation_format="nvfp4", scale_per_expert=layout == "experts",
+        )  # fmt: skip
+    assert error(out, expected) < ROUNDED
 
 
 # Weights
