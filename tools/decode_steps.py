@@ -51,9 +51,9 @@ class Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         core, found = self._llm._open(), [self.loaded]
-        graphs = core._graphs
+        graphs = core._forward.graphs
         for kept in (graphs, None):
-            core._graphs = kept
+            core._forward.graphs = kept
             for requests in CONCURRENCY:
                 found.append(
                     {"model": self.loaded["model"], "decode": "graphs" if kept else "eager"}
@@ -62,7 +62,7 @@ class Bench:
                     | self._steps(core, requests)
                 )
                 print({key: value for key, value in found[-1].items() if key != "kernels"}, flush=True)
-        core._graphs = graphs
+        core._forward.graphs = graphs
         self._llm.close()
         return found
 

@@ -60,7 +60,7 @@ def decodes(seed: int) -> dict[str, bool]:
     """Requests come and go over few pages; each gets what the model says, whatever graph it was in."""
     draw, model = random.Random(seed), InTurns()
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24)
-    core._graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
+    core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
     core._settles, core._sampler._report_close = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)

@@ -24,11 +24,11 @@ from torch import Tensor
 from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine import alone
-from turnout.engine.attention import PagedAttention, to_device
+from turnout.engine.attention import PagedAttention
 from turnout.engine.blueprint import Blueprint
-from turnout.engine.eager import graph_for, graph_sizes, why_eager
-from turnout.engine.graphs import Computed, DecodeGraphs
-from turnout.engine.halves import cut, halves
+from turnout.engine.eager import why_eager
+from turnout.engine.forward import Forward
+from turnout.engine.graphs import Computed
 from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.meeting import agree
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -42,7 +42,7 @@ from turnout.engine.ties import accompany, settled_logits
 from turnout.engine.warm import Tuner
 from turnout.errors import UserError
 from turnout.models import load_model
-from turnout.models.interface import Model, ProgressFn, Step
+from turnout.models.interface import Model, ProgressFn
 from turnout.parallel import symmetric
 from turnout.parallel.groups import ALONE, Groups
 from turnout.parallel.health import Progress, Unwatched
@@ -104,9 +104,7 @@ class EngineCore:
             dtype=getattr(torch, blueprint.compute_dtype),
             fixed_spans=alone.SPANS if config.deterministic else 0,
         )
-        self._graphs: DecodeGraphs | None = None
-        if not why_eager(blueprint):
-            self._graphs = self._capture(progress)
+        self._forward = Forward(blueprint, self._model, self._attention, progress)
         self._settles = blueprint.compute_dtype == "float32" and not config.deterministic
         self._sampler = Sampler(
             shape.vocab_size,
@@ -176,7 +174,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Let go of what would keep the ranks from parting; no step may follow."""
-        self._graphs = None
+        self._forward.graphs = None
 
     def stats(self) -> EngineStats:
         """Counters now; `expert_tokens` once a second, for reading them waits for the device."""
@@ -211,14 +209,14 @@ class EngineCore:
 
     def info(self) -> dict[str, Any]:
         """The blueprint as run, and the versions that run it. Plain values for JSON."""
-        blueprint = self.blueprint
+        blueprint, graphs = self.blueprint, self._forward.graphs
         return blueprint.describe() | {
             "version": __version__,
             "torch": torch.__version__,
             "num_threads": self._threads,
             "kv_cache_bytes": self._attention.cache_bytes,
             "verify": self._verified,
-            "decode_graphs": self._graphs.sizes if self._graphs else why_eager(blueprint),
+            "decode_graphs": graphs.sizes if graphs else why_eager(blueprint),
         }
 
     def check(self, message: AddRequest) -> None:
@@ -253,17 +251,6 @@ class EngineCore:
             make_runner=tuner.make_runner,
         )
 
-    @torch.inference_mode()
-    def _capture(self, progress: ProgressFn | None) -> DecodeGraphs:
-        return DecodeGraphs(
-            self._model,
-            self._attention,
-            sizes=graph_sizes(self.blueprint.config),
-            dp_size=self.blueprint.topology.dp_size,
-            two_batches=self.blueprint.plan.two_batches,
-            progress=progress,
-        )
-
     def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
         phase = ""
         if chunks:
@@ -271,51 +258,6 @@ class EngineCore:
         self._watch.note(self._steps, "agreeing")
         self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
         return self._agreed
-
-    def _forward(self, chunks: Sequence[Chunk], agreed: Agreement) -> Computed:
-        """Compute the tokens of `chunks`, in their order; keys and values are stored."""
-        size = graph_for(agreed, self._graphs.sizes) if self._graphs else None
-        if self._graphs and size:
-            return self._graphs.run(chunks, size)
-        if self.blueprint.config.deterministic:
-            return Computed(hidden_NH=alone.forward(self._model, self._attention, chunks, agreed))
-        num_decoding = sum(chunk.decodes for chunk in chunks)
-        decoding, others = chunks[:num_decoding], chunks[num_decoding:]
-        both = halves(agreed.tokens) if self.blueprint.plan.two_batches else None
-        if both is None:
-            step = self._step(decoding, others, agreed.phase, agreed.tokens)
-        else:
-            count = both[0][self._lockstep.topology.dp_rank]
-            now, then = cut(decoding, count)
-            others_now, others_then = cut(others, count - len(now))
-            second = self._step(then, others_then, agreed.phase, both[1])
-            step = self._step(now, others_now, agreed.phase, both[0], second)
-        return Computed(hidden_NH=self._model.forward(step))
-
-    def _step(
-        self,
-        decoding: Sequence[Chunk],
-        others: Sequence[Chunk],
-        phase: str,
-        tokens: tuple[int, ...],
-        second: Step | None = None,
-    ) -> Step:
-        """A micro-batch of these chunks; tokens: of each data-parallel rank."""
-        ids: list[int] = []
-        places: list[int] = []
-        for chunk in (*decoding, *others):
-            ids += chunk.tokens
-            places += range(chunk.start, chunk.end)
-        ids_N, places_N = to_device([_integers(ids), _integers(places)], self._device)
-        attention = self._attention.laid_out(decoding, others)
-        return Step(
-            input_ids=ids_N,
-            positions=places_N,
-            attention=attention,
-            phase=phase,
-            tokens=tokens,
-            other=second,
-        )
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
         """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""
@@ -351,7 +293,7 @@ class EngineCore:
             rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
         close: list[tuple[Request, RequestOutput]] = []
         if sampling:
-            logits_SV, best_2S = self._logits(computed, rows)
+            logits_SV, best_2S = self._forward.logits(computed, rows)
             drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
             requests = [chunk.request for chunk in sampling for _ in range(len(chunk.drafts) + 1)]
             sampled = self._sampler(logits_SV, requests, drafted, best_2S)
@@ -365,15 +307,6 @@ class EngineCore:
                     close.append((chunk.request, output))
                 row += len(chunk.drafts) + 1
         return outputs + self._settle(close) if self._settles else outputs
-
-    def _logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Of rows [S] of a forward: logits [S, V], and what is best among them, if that is known."""
-        whole = len(rows) == len(computed.hidden_NH)
-        if computed.logits_NV is None or computed.best_2N is None:
-            return self._model.logits(computed.hidden_NH if whole else computed.hidden_NH[rows]), None
-        if whole:
-            return computed.logits_NV, computed.best_2N
-        return computed.logits_NV[rows], computed.best_2N[:, rows]
 
     def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
         """Give a request what was sampled from `row` on, one token more than its drafts foretold.
@@ -457,10 +390,6 @@ def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
     for chunk in chunks:
         yield chunk, row
         row += chunk.length
-
-
-def _integers(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 def _use_threads(wanted: int, ranks: int) -> int:
