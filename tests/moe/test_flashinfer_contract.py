@@ -333,15 +333,27 @@ def outcome(runner: Any, layout: str, spec: MoESpec, experts: ExpertWeights) -> 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_new_weights_move_into_the_same_storage(name, layout):
     spec = spec_of()
-    experts, others = make_experts(spec), make_experts(spec, seed=5)
+    others = make_experts(spec, seed=5)
     with torch.inference_mode():  # as a loader may
+        experts = make_experts(spec)
         runner = made(name, spec, experts, (layout, layout))
     before = [t.data_ptr() for t in storage(runner)]
+    given = [t.clone() for t in (*experts.w13.parts(), *experts.w2.parts())]
     assert not any(t.is_inference() for t in storage(runner))
     with library():
         runner.update(others)
     assert [t.data_ptr() for t in storage(runner)] == before
     assert outcome(runner, layout, spec, others) < BOUND
+    for mine, then in zip((*experts.w13.parts(), *experts.w2.parts()), given, strict=True):
+        assert torch.equal(mine.view(torch.uint8), then.view(torch.uint8))
+
+
+def test_w4a16_shares_no_storage_with_what_it_was_given():
+    spec = spec_of()
+    experts = make_experts(spec)
+    given = {t.data_ptr() for t in (*experts.w13.parts(), *experts.w2.parts())}
+    runner = made("flashinfer_cutedsl", spec, experts, activation="bf16")
+    assert not given & {t.data_ptr() for t in storage(runner)}
 
 
 def halves_swapped(runner: Any, experts: ExpertWeights) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from turnout.formats import fp8, layouts
 from turnout.formats.packed import PackedTensor
 
-RowOrder = Callable[[Tensor], Tensor]  # of [E, N, X], any X
+RowOrder = Callable[[Tensor], Tensor]  # of [E, N, X], any X, to storage of its own
 
 
 def as_they_are(rows: Tensor) -> Tensor:
     """Gate rows, then up rows: masked kernels, whose activation is a kernel of its own."""
-    return rows
+    return rows.clone()
 
 
 def up_gate_blocks(rows: Tensor) -> Tensor:

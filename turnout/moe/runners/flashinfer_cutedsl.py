@@ -89,7 +89,7 @@ class Weights:
     ) -> None:
         self.w13 = Nvfp4Matrix(experts.w13, w13_order, device)
         self.w2 = Nvfp4Matrix(experts.w2, as_they_are, device)
-        self.scales = {name: scale.to(device, torch.float32).contiguous() for name, scale in scales.items()}
+        self.scales = {name: scale.to(device, torch.float32, copy=True) for name, scale in scales.items()}
 
     def load(self, other: Weights) -> None:
         self.w13.load(other.w13)

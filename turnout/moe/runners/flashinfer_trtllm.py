@@ -65,7 +65,7 @@ class TrtllmRunner:
             "output": resolved.alpha2,
             "ones": torch.ones_like(resolved.alpha1),
         }
-        return {name: scale.to(self._device, torch.float32) for name, scale in scales.items()}
+        return {name: scale.to(self._device, torch.float32, copy=True) for name, scale in scales.items()}
 
     def same_bits(self, tokens: int) -> range:
         return range(0)
