@@ -19,6 +19,7 @@ from turnout.formats import FORMAT_INFO
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.packages import Package
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
 from turnout.moe.proven import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
@@ -115,6 +116,17 @@ def _missing() -> list[str]:
     ]
 
 
+def _packages() -> list[Package]:
+    """Those of all backends, each once."""
+    needed = [p for declared in (*runners(), *dispatchers()) for p in declared.requires]
+    return list(dict.fromkeys(needed))
+
+
+def _command(install: str) -> str:
+    """A command as code; a sentence, which may hold one, as it is."""
+    return f"`{install}`" if install.startswith("pip ") and ", or " not in install else install
+
+
 def _names() -> set[str]:
     """What `--moe-a2a-backend` takes: dispatchers, and families of them."""
     return set(DISPATCHER_CAPABILITIES) | {d.family for d in DISPATCHER_CAPABILITIES.values()}
@@ -134,6 +146,10 @@ def backends(runs: Runs = RUNS) -> str:
             "## Dispatchers (`--moe-a2a-backend`)",
             _columns([_dispatcher(d, runs) for d in dispatchers()]),
             *_missing(),
+            "## Packages that they need",
+            "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles most "
+            "of its kernels on first use, for which it needs CUDA's compiler.",
+            table(("package", "to install it"), [(f"`{p}`", _command(p.install)) for p in _packages()]),
             "## Hardware that `turnout plan --hardware` knows",
             table(
                 ("name", "compute capability", "memory", "FP4 tensor cores"),
