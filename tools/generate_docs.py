@@ -147,8 +147,8 @@ def backends(runs: Runs = RUNS) -> str:
             _columns([_dispatcher(d, runs) for d in dispatchers()]),
             *_missing(),
             "## Packages that they need",
-            "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles most "
-            "of its kernels on first use, for which it needs CUDA's compiler.",
+            "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles "
+            "most of its kernels on first use, for which it needs CUDA's compiler.",
             table(("package", "to install it"), [(f"`{p}`", _command(p.install)) for p in _packages()]),
             "## Hardware that `turnout plan --hardware` knows",
             table(
