@@ -273,6 +273,8 @@ def _reasons(
             lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
     lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
     lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
+    if case.wishes.deterministic:
+        lines.append("the same bits in any company: asked for with --deterministic")
     if any(_phase_plan(case, best, phase).reduce == "layer" for phase in PHASES):
         lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
     return (*lines, *_evidence(best))
