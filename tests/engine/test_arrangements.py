@@ -157,7 +157,12 @@ EP1024 = {"tp_size": 1024, "dp_size": 1024, "ep_size": 1024, "enable_dp_attentio
 
 def test_slabs_at_ep_32_are_shown_and_refused(tmp_path):
     """EP 32, capacity 8192, hidden 7168: 32 x 8192 rows, eight times over, of 2 x 14336 bytes: 60 GB."""
-    config = large(tmp_path)(**EP32, moe_a2a_backend="collective-experts", max_dispatch_tokens_per_rank=8192)
+    config = large(tmp_path)(
+        **EP32,
+        moe_runner_backend="torch",
+        moe_a2a_backend="collective-experts",
+        max_dispatch_tokens_per_rank=8192,
+    )
     blueprint, found = attempt(config)
     assert blueprint is None
     slabs = 32 * 8192 * (8 * 2 * 2 * 7168 + 8 * 8)
@@ -207,7 +212,7 @@ def test_more_ranks_than_experts_are_refused(tmp_path):
 
 
 def test_what_a_thousand_ranks_gather_is_refused_with_what_fits(tmp_path):
-    config = large(tmp_path, num_experts=1024, num_hidden_layers=8)(**EP1024)
+    config = large(tmp_path, num_experts=1024, num_hidden_layers=8)(**EP1024, moe_runner_backend="torch")
     _, found = attempt(config)
     too_many = next(r for r in found if "for 2097152 tokens" in r.asked)
     changed = followed(config, too_many)[0]
@@ -271,7 +276,11 @@ def test_json_holds_arrangements_and_buffers(model):
     assert (first["flags"], first["experts_per_rank"]) == ("--dp 2 --enable-dp-attention --ep 2", 64)
     assert first["prefill_dispatcher"] == "none"
     values = json.loads(shown(model(QWEN3_30B, tp_size=8, ep_size=4), as_json=True)[1])
-    assert {b["dispatcher"] for b in values["receive_buffers"]} == {"collective", "collective-experts"}
+    assert {b["dispatcher"] for b in values["receive_buffers"]} == {
+        "collective",
+        "collective-experts",
+        "nvlink",
+    }
     assert (values["topology"]["expert_tp"], values["budget"]["received"]) == (2, 2048)
 
 

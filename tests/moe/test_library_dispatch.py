@@ -220,6 +220,10 @@ def test_what_cannot_be_sent_is_refused_with_all_reasons():
     with pytest.raises(PlanRefused) as caught:
         planned(replace(MODEL, top_k=9), ranks_count=1, dispatcher="flashinfer")
     assert {r.asked for r in caught.value.refusals} >= {"--ep-size 1", "top-9 routing"}
+    with pytest.raises(PlanRefused) as caught:
+        planned(replace(MODEL, hidden_size=960), prefill=2000, dispatcher_mode="low_latency")
+    asked = {r.asked for r in caught.value.refusals}
+    assert asked >= {"hidden size 960", "prefill steps of 2000 tokens on a rank"}
     with pytest.raises(PlanRefused, match="use --dp-size 4 --ep-size 4 --enable-dp-attention"):
         plan(
             MODEL,

@@ -154,7 +154,7 @@ def search(
         refused += reasons
         if not reasons:
             working.append(dispatcher)
-    serving, too_large = _serving(case, working)
+    serving, too_large = _serving(case, dispatchers)
     refused += too_large
     candidates = []
     for place, runner in enumerate(runners):
@@ -166,6 +166,7 @@ def search(
         refused += [*own, *no_activation, *no_storage, *no_feeder]
         if own:
             continue
+        feeders = [(at, dispatcher) for at, dispatcher in feeders if dispatcher in working]
         prefills, decodes = ([(at, d) for at, d in feeders if d in serving[phase]] for phase in PHASES)
         for choice in product(enumerate(activations), enumerate(storages), prefills, decodes):
             candidate = _join(case, (place, runner), *choice)
@@ -206,12 +207,12 @@ def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal
 
 
 def _serving(
-    case: Case, working: Sequence[DispatcherCapability]
+    case: Case, dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[dict[str, list[DispatcherCapability]], list[Refusal]]:
-    """Which of `working` take steps as large as the budget's, by phase, and why the others do not."""
+    """Which dispatchers take steps as large as the budget's, by phase, and why the others do not."""
     serving: dict[str, list[DispatcherCapability]] = {phase: [] for phase in PHASES}
     refused = []
-    for phase, dispatcher in product(PHASES, working):
+    for phase, dispatcher in product(PHASES, dispatchers):
         reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, case.budget)
         refused += reasons
         if not reasons:
