@@ -1,11 +1,12 @@
 """`bench a2a`: how long tokens take to their experts and back, beside the collectives alone.
 
 Every rank brings as many tokens (data-parallel attention, one slice of the experts each). For every
-dispatcher, format and number of tokens, `dispatch` and `combine` are timed, and then the very collectives
+dispatcher, format and number of tokens, `dispatch` and its `combine` are timed, and then the very collectives
 that they made, with the same sizes and nothing in between: `raw_dispatch_us`, `raw_combine_us`. What a
-dispatcher adds is packing, and for the all-to-all a wait for the counts. `wire_bytes` is what a rank sends
-to others in both, on average over the ranks. Beside a dispatcher that makes no collectives, both are those of
-`collective`, which sends the same rows.
+dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a dispatcher that makes no
+collectives, they are those of `collective`. `wire_bytes` is what a rank sends to others in both, on average
+over the ranks; `wire_share` is its rate over that of a large all-to-all of equal parts. On CUDA `graph_us` is
+an exchange, there and back, replayed as a graph, for dispatchers that can be captured.
 
 Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
 as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
@@ -29,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from turnout import formats as number_formats
+from turnout.bench.a2a_table import show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.timing import on_gpu
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
 from turnout.formats import fp8, nvfp4
@@ -45,7 +46,7 @@ from turnout.moe import MoELayer, plan
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden
-from turnout.moe.budget import WIRE_GROUP, Budget
+from turnout.moe.budget import WIRE_GROUP, Budget, token_bytes
 from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
@@ -57,11 +58,13 @@ from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS
 
 ROUTINGS = ("uniform", "zipf")
+ZIPF = 1.2  # a place's popularity is its power to minus this
 INPUTS = 4  # sets of tokens and routes, taken in turn
+GRAPH_EXCHANGES = 20  # dispatch and combine, in the graph that is replayed
+LARGE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the exchange that tells the rate between ranks
 INTERMEDIATE = 32  # of the layer that is checked; what travels does not depend on it
 CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn
 INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
-TABLE_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,7 @@ class RankBench:
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.world_size))
         self._clock = Clock(groups.world, device)
         self._errors: dict[tuple[str, str], float] = {}
+        self.exchange_GBps = self._exchange_GBps()
 
     def point(self, dispatcher: str, format: str, tokens: int) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -203,27 +207,73 @@ class RankBench:
         world = [tokens] * self._settings.world_size
         inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
         dispatcher = make(self._groups)
-        outs = [self._out(*dispatcher.dispatch(*given, world)) for given in inputs]
+        outs = []
+        for given in inputs:
+            batch, state = dispatcher.dispatch(*given, world)
+            outs.append(self._out(batch, state))
+            dispatcher.combine(outs[-1], state)
         world_group, parallel = Recorded(self._groups.world), Recorded(self._groups.data_parallel)
         recorded = replace(self._groups, world=world_group, data_parallel=parallel)
         by_itself = DISPATCHER_CAPABILITIES[chosen.prefill.dispatcher].buffers != "rows"
         recording = make(recorded, "collective") if by_itself else make(recorded)
-        out, state = self._out(*recording.dispatch(*inputs[0], world))
+        batch, state = recording.dispatch(*inputs[0], world)
         there = [*world_group.taken(), *parallel.taken()]
-        recording.combine(out, state)
+        recording.combine(self._out(batch, state), state)
         back = [*world_group.taken(), *parallel.taken()]
-        return {
-            "dispatch_us": self._clock.median_us([partial(dispatcher.dispatch, *i, world) for i in inputs]),
-            "combine_us": self._clock.median_us([partial(dispatcher.combine, *o) for o in outs]),
-            "wire_bytes": self._mean(world_group.sent_bytes + parallel.sent_bytes),
+        dispatch_us, combine_us = self._clock.median_pair_us(
+            [partial(dispatcher.dispatch, *given, world) for given in inputs],
+            [partial(_combine, dispatcher, out) for out in outs],
+        )
+        sent = world_group.sent_bytes + parallel.sent_bytes
+        if by_itself:
+            sent = self._one_sided_bytes(spec, chosen, inputs[0][1])
+        wire_bytes = self._mean(sent)
+        times = {
+            "dispatch_us": dispatch_us,
+            "combine_us": combine_us,
+            "wire_bytes": wire_bytes,
+            "wire_share": wire_bytes / 1e3 / (dispatch_us + combine_us) / self.exchange_GBps,
             "raw_dispatch_us": self._clock.median_us([partial(repeat, there)]),
             "raw_combine_us": self._clock.median_us([partial(repeat, back)]),
         }
+        if self._device.type == "cuda" and dispatcher.capability.graph_safe:
+            times["graph_us"] = self._graph_us(dispatcher, inputs, outs, world)
+        return times
 
-    def _out(self, batch: Any, state: Any) -> tuple[Tensor, Any]:
-        """Something in the place of a runner's output for `batch`, and the state for `combine`."""
+    def _graph_us(self, dispatcher: Any, inputs: Any, outs: Sequence[Tensor], world: Sequence[int]) -> float:
+        """A dispatch and its combine, replayed as parts of one graph, on the slowest rank."""
+
+        def exchange(given: Any, out: Tensor) -> None:
+            _, state = dispatcher.dispatch(*given, world)
+            dispatcher.combine(out, state)
+
+        pairs = [partial(exchange, *pair) for pair in zip(inputs, outs, strict=True)]
+        own_us, _ = on_gpu(pairs * (GRAPH_EXCHANGES // INPUTS))
+        return max(self._everyones(own_us))
+
+    def _one_sided_bytes(self, spec: MoESpec, chosen: MoEPlan, ids_TK: Tensor) -> int:
+        """What this rank sends to others for these tokens, and others to it: a token, its ids and weights, once
+        to each rank that holds an expert it chose, and a result back."""
+        per_token = token_bytes(chosen.prefill.wire_format, spec.hidden_size, itemsize=self._dtype.itemsize)
+        per_token += 8 * spec.top_k + self._dtype.itemsize * spec.hidden_size
+        holder_TK = ids_TK.long() // (spec.num_experts // self._settings.world_size)
+        wanted_TR = torch.zeros(len(ids_TK), self._settings.world_size, device=ids_TK.device)
+        wanted_TR.scatter_(1, holder_TK, 1.0)
+        wanted_TR[:, self._groups.world.rank] = 0
+        return int(wanted_TR.sum()) * per_token
+
+    def _exchange_GBps(self) -> float:
+        """What a rank sends to others per second in a large all-to-all of equal parts."""
+        n = self._groups.world.size
+        rows = torch.zeros(n, LARGE_BYTES[self._device.type] // n, dtype=torch.uint8, device=self._device)
+        one_each = [1] * n
+        us = self._clock.median_us([partial(self._groups.world.all_to_all, rows, one_each, one_each)])
+        return rows.nbytes * (n - 1) / n / us / 1e3 if n > 1 else float("inf")
+
+    def _out(self, batch: Any, state: Any) -> Tensor:
+        """Something in the place of a runner's output for `batch`, which is then combined."""
         shape = (*batch.hidden.data.shape[:-1], self._settings.hidden)
-        return torch.randn(shape, device=self._device).to(self._dtype), state
+        return torch.randn(shape, device=self._device).to(self._dtype)
 
     def _check(self, spec: MoESpec, chosen: MoEPlan) -> float:
         """The largest relative error of any rank's tokens through a layer."""
@@ -249,7 +299,8 @@ class RankBench:
         E, k = self._settings.experts, self._settings.top_k
         popularity_E = torch.ones(E)
         if self._settings.routing == "zipf":  # the same experts are popular with all ranks
-            popularity_E = 1 / (1 + torch.randperm(E, generator=torch.Generator().manual_seed(seed)))
+            place_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
+            popularity_E = (1.0 + place_E) ** -ZIPF
         draw = torch.Generator().manual_seed(1000 * seed + self._groups.world.rank)
         x_TH = torch.randn(tokens, self._settings.hidden, generator=draw)
         ids_TK = torch.zeros(0, k)
@@ -345,6 +396,10 @@ def _experts(spec: MoESpec, draw: torch.Generator, device: torch.device) -> Expe
     )
 
 
+def _combine(dispatcher: Any, out: Tensor, dispatched: tuple[Any, Any]) -> Tensor:
+    return dispatcher.combine(out, dispatched[1])
+
+
 def _decoded(hidden: Hidden) -> Tensor:
     """Hidden states [T, H] as a runner sees them."""
     if hidden.format == "bf16":
@@ -354,23 +409,3 @@ def _decoded(hidden: Hidden) -> Tensor:
         return fp8.decode_activation(hidden.data, hidden.scale)
     assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
     return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
-
-
-def show(content: dict[str, Any]) -> None:
-    table = Table(
-        "dispatcher", "format", "tokens", "dispatch us", "x raw", "combine us", "x raw", "MB sent", "error",
-        title=f"Dispatch and combine, {content['devices']} x {content['device']}",
-    )  # fmt: skip
-    for row in content["rows"]:
-        head = [row["dispatcher"], row["format"], str(row["tokens"])]
-        if "error_message" in row:
-            table.add_row(*head, "failed", "", "", "", "", row["error_message"])
-            continue
-        cells = []
-        for part in ("dispatch", "combine"):
-            mine, raw = row[f"{part}_us"], row[f"raw_{part}_us"]
-            cells += [f"{mine:.0f}", f"{mine / raw:.2f}"]
-        table.add_row(*head, *cells, f"{row['wire_bytes'] / 1e6:.2f}", f"{row['error']:.1e}")
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)  # a pipe has 80 columns
-    console.print(table)

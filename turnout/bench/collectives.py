@@ -69,6 +69,22 @@ class Clock:
         own = torch.tensor([1e6 * statistics.median(times[WARMUP:])], device=self._device)
         return max(self._world.all_gather(own, [1] * self._world.size).tolist())
 
+    def median_pair_us(
+        self, first: Sequence[Call], second: Sequence[Callable[[Any], Any]]
+    ) -> tuple[float, float]:
+        """The same of a call and of one that takes what it returned, one right after the other."""
+        both: list[tuple[float, float]] = []
+        for i in range(WARMUP + CALLS):
+            found: list[Any] = []
+            there = self._time(partial(_keep, first[i % len(first)], found))
+            both.append((there, self._time(partial(second[i % len(second)], found[0]))))
+        own = torch.tensor(
+            [[1e6 * statistics.median(times[WARMUP:]) for times in zip(*both, strict=True)]],
+            device=self._device,
+        )
+        slowest = self._world.all_gather(own, [1] * self._world.size).amax(0).tolist()
+        return slowest[0], slowest[1]
+
     def _time(self, call: Call) -> float:
         """Seconds."""
         if self._device.type == "cpu":
@@ -89,6 +105,10 @@ class Clock:
 def repeat(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
+
+
+def _keep(call: Call, found: list[Any]) -> None:
+    found.append(call())
 
 
 def _row_bytes(x_R: Tensor) -> int:

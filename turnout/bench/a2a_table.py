@@ -1,0 +1,33 @@
+"""What `bench a2a` shows of a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TABLE_WIDTH = 120
+
+
+def show(content: dict[str, Any]) -> None:
+    table = Table(
+        "dispatcher", "format", "tokens", "dispatch us", "x raw", "combine us", "x raw", "graph us",
+        "MB sent", "of wire", "error",
+        title=f"Dispatch and combine, {content['devices']} x {content['device']}",
+    )  # fmt: skip
+    for row in content["rows"]:
+        head = [row["dispatcher"], row["format"], str(row["tokens"])]
+        if "error_message" in row:
+            table.add_row(*head, "failed", *[""] * 6, row["error_message"])
+            continue
+        cells = []
+        for part in ("dispatch", "combine"):
+            mine, raw = row[f"{part}_us"], row[f"raw_{part}_us"]
+            cells += [f"{mine:.0f}", f"{mine / raw:.2f}"]
+        graph = f"{row['graph_us']:.1f}" if "graph_us" in row else ""
+        sent = [f"{row['wire_bytes'] / 1e6:.2f}", f"{row['wire_share']:.0%}"]
+        table.add_row(*head, *cells, graph, *sent, f"{row['error']:.1e}")
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)  # a pipe has 80 columns
+    console.print(table)
