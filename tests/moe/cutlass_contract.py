@@ -39,21 +39,15 @@ MOVED = {7: 31, 4: 22, 5: 23, 6: 24, 3: 15, 0: 6, 1: 7, 2: 8,
 
 @cache
 def interleaved_places(N: int, K: int) -> tuple[Tensor, Tensor]:
-    """For each code (row n, column k): byte within the matrix and, times 4 bits, which bit goes where."""
-    byte = torch.empty(N, K, 4, dtype=torch.long)
-    bit = torch.empty(N, K, 4, dtype=torch.long)
-    for n in range(N):
-        for k in range(K):
-            source, nibble = k // 2, 4 * (k % 2)
-            partition, inside = source // 32, source % 32
-            mma, late, lane = inside // 8, inside % 8 // 4, inside % 4
-            which = 2 * late + n % 16 // 8  # of the word's four bytes
-            row = n // 16 * 16 + n % 8 + 8 * (mma % 2)
-            word = row * K // 2 + partition * 32 + mma // 2 * 16 + lane * 4
-            for b in range(4):
-                moved = MOVED[8 * which + nibble + b]
-                byte[n, k, b], bit[n, k, b] = word + moved // 8, moved % 8
-    return byte, bit
+    """For each bit of each code, [N, K, 4]: in which byte of the matrix it lies, and where in that."""
+    n, k, b = torch.arange(N)[:, None, None], torch.arange(K)[:, None], torch.arange(4)
+    source = k // 2
+    partition, mma, late, lane = source // 32, source % 32 // 8, source % 8 // 4, source % 4
+    which = 2 * late + n % 16 // 8  # of the word's four bytes
+    row = n // 16 * 16 + n % 8 + 8 * (mma % 2)
+    word = row * K // 2 + partition * 32 + mma // 2 * 16 + lane * 4
+    moved = torch.tensor([MOVED[bit] for bit in range(32)])[8 * which + 4 * (k % 2) + b]
+    return word + moved // 8, moved % 8
 
 
 def mxfp4_weights(name: str, codes: Tensor, scales: Tensor, E: int, N: int, K: int) -> Tensor:

@@ -31,7 +31,7 @@ from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models import load_model
 from turnout.models.interface import ProgressFn
-from turnout.moe import measured, tuned
+from turnout.moe import autotune, measured, tuned
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.measured import Measured
@@ -118,6 +118,7 @@ def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: Progress
             plan = replace(plan, tiles=_tune_tiles(blueprint, name, plan, own, inputs, progress))
         runners[name] = RUNNERS.get(name)(spec, plan, device)
         runners[name].prepare(own)
+        _choose_tactics(blueprint, runners[name], plan, device, progress)
     with torch.inference_mode():
         found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
     return Measured(
@@ -171,6 +172,23 @@ def _tune_tiles(
     )
     _kept(lambda: tuned.write(tuned.path(cache_folder(), table.shape, blueprint.hardware), content))
     return tuple((entry.tokens, entry.tiles) for entry in entries)
+
+
+def _choose_tactics(
+    blueprint: Blueprint, runner: Runner, plan: MoEPlan, device: torch.device, progress: ProgressFn
+) -> None:
+    """As a server's start would, so that the runner is timed as it will serve."""
+    if autotune.wanted(plan):
+        autotune.tune(
+            runner,
+            blueprint.description.moe,
+            plan,
+            device=device,
+            device_name=blueprint.hardware.name,
+            world=ALONE.world,
+            folder=cache_folder(),
+            progress=progress,
+        )
 
 
 def _first_layer(
