@@ -302,7 +302,7 @@ def test_bench_moe_passes_on_what_was_asked_for(monkeypatch, tmp_path):
         "64",
     ]
     words += ["--routing", "zipf", "--runner", "torch", "--device", "cpu", "--no-peers"]
-    for given in ([], [*words, "--output", tmp_path / "x.json"]):
+    for given in ([], [*words, "--output", tmp_path / "x.json", "--plot", tmp_path / "x.svg"]):
         assert invoke("bench", "moe", *given).exit_code == 0
     defaults, asked = calls
     assert defaults["shapes"] == ["cpu-small"]
@@ -320,6 +320,7 @@ def test_bench_moe_passes_on_what_was_asked_for(monkeypatch, tmp_path):
         "device": "cpu",
         "peers": False,
         "output": tmp_path / "x.json",
+        "plot": tmp_path / "x.svg",
     }
 
 

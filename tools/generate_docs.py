@@ -78,7 +78,9 @@ def wanted(root: Path) -> dict[Path, str]:
     blocks = {
         root / "README.md": {"support": support()},
         root / "docs" / "operations.md": {"bounds": bounds()},
-        root / "docs" / "performance.md": tables(root / "benchmarks" / "results"),
+        root / "docs" / "performance.md": tables(
+            root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning"
+        ),
     }
     for page, bodies in blocks.items():
         if page.is_file():

@@ -11,8 +11,8 @@ from typing import Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
-def tables(folder: Path) -> dict[str, str]:
-    """Marker name -> Markdown, for every result that is there."""
+def tables(folder: Path, tuning: Path) -> dict[str, str]:
+    """Marker name -> Markdown, for every result that is there, and for the tilings that are shipped."""
     found = {}
     for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
@@ -25,7 +25,33 @@ def tables(folder: Path) -> dict[str, str]:
         if files:
             content = json.loads(files[-1].read_text())
             found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
+    for file in sorted(tuning.glob("*.json")):
+        found[f"tiles-{file.stem}"] = tilings(file)
     return found
+
+
+def tilings(file: Path) -> str:
+    """Where the shipped tilings beat the rule's, of all batch sizes that were measured."""
+    content = json.loads(file.read_text())
+    lines, sizes = [], 0
+    for table_ in content["tables"]:
+        shape = table_["shape"]
+        held = f"{shape['local_experts']} of {shape['num_experts']}"
+        label = f"{shape['hidden']}, {shape['inner']}, {held}, {shape['top_k']}"
+        sizes += len(table_["entries"])
+        lines += [
+            [shape["format"], label, str(entry["tokens"]), f"{entry['us']:.0f}", f"{entry['rule_us']:.0f}",
+             f"{entry['rule_us'] / entry['us']:.2f}"]
+            for entry in table_["entries"] if entry["us"] < entry["rule_us"]
+        ]  # fmt: skip
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    head = (
+        f"{content['device']}; {versions}; {content['date']}, commit `{content['commit']}`; "
+        f"`turnout/assets/tuning/{file.name}`. Of {sizes} batch sizes of {len(content['tables'])} layers, "
+        f"{len(lines)} where the rule was beaten:\n\n"
+    )
+    columns = ["format", "hidden, intermediate, experts, top-k", "tokens", "tuned, us", "rule, us", "ratio"]
+    return head + table(columns, lines)
 
 
 def provenance(content: dict[str, Any], file: Path) -> str:

@@ -286,7 +286,9 @@ def bench_serve(
 def bench_moe(
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", "--preset", help="layer to measure, such as qwen3-30b; may be repeated"),
+        typer.Option(
+            "--shape", "--preset", help="layer to measure, such as qwen3-30b, or all; may be repeated"
+        ),
     ] = None,
     format: Annotated[
         list[str] | None, typer.Option(help="weights: bf16, nvfp4, ...; may be repeated")
@@ -297,8 +299,11 @@ def bench_moe(
     routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
     runner: Annotated[str, typer.Option(help="the runner; auto: what a plan takes")] = "auto",
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
-    peers: Annotated[bool, typer.Option(help="measure transformers' implementations beside it")] = True,
+    peers: Annotated[
+        bool, typer.Option(help="measure torch's and transformers' implementations beside it")
+    ] = True,
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
+    plot: Annotated[str, typer.Option(help="draw the share of the roofline as SVG here")] = "",
 ) -> None:
     """Time of one layer's experts, beside other implementations and what the device allows."""
     from turnout.bench.moe import run
@@ -312,6 +317,7 @@ def bench_moe(
         device=device,
         peers=peers,
         output=Path(output) if output else None,
+        plot=Path(plot) if plot else None,
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from turnout.bench import moe
+from turnout.bench.plot import efficiency
 from turnout.errors import UserError
 
 TINY = moe.Shape(hidden=64, intermediate=32, experts=8, top_k=2)
@@ -37,14 +40,49 @@ def test_rows_of_ours_and_of_every_peer(tmp_path):
         assert row["efficiency"] == row["floor_us"] / row["time_us"]
         assert row["error"] < (1e-5 if row["compute_dtype"] == "float32" else 2e-2)
     peers = {row["runner"] for row in content["rows"] if row["peer"]}
-    assert peers == {f"transformers {name}" for name in moe.PEERS}
+    assert peers == {"torch grouped_mm"} | {f"transformers {name}" for name in moe.PEERS}
+
+
+def test_biases_and_a_clamped_activation_beside_grouped_mm(monkeypatch, tmp_path):
+    monkeypatch.setitem(moe.SHAPES, "tiny-swiglu", moe.Shape(**{**vars(TINY), "swiglu": True, "ep": 2}))
+    plot = tmp_path / "moe.svg"
+    content = moe.run(shapes=["tiny-swiglu"], formats=["bf16"], tokens=[1, 40], device="cpu", plot=plot)
+    assert {row["runner"] for row in content["rows"]} == {"torch", "torch grouped_mm"}
+    for row in content["rows"]:
+        assert row["error"] < (1e-5 if row["compute_dtype"] == "float32" else 2e-2)
+    drawn = ElementTree.parse(plot).getroot()
+    lines = drawn.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.get("points").split()) for line in lines] == [2, 2]  # bfloat16 and float32
+
+
+def test_the_plot_in_the_docs_is_that_of_the_newest_result():
+    root = Path(__file__).parents[2]
+    newest = max((root / "benchmarks" / "results").glob("moe-nvidia-h200-*.json"))
+    assert (root / "docs" / "moe-h200.svg").read_text() == efficiency(json.loads(newest.read_text()))
+
+
+def test_all_are_the_shapes_of_published_models(monkeypatch):
+    asked = []
+    monkeypatch.setattr(moe, "LayerBench", lambda shape, *_: asked.append(shape) or Nothing())
+    moe.run(shapes=["all"], formats=["bf16"], tokens=[1], device="cpu")
+    assert asked == [shape for name, shape in moe.SHAPES.items() if name != "cpu-small"]
+
+
+class Nothing:
+    """A layer with nothing to measure."""
+
+    def contenders(self, *_) -> list:
+        return []
+
+    def measure(self, *_) -> list:
+        return []
 
 
 def test_expert_parallel_slice_with_skewed_routes():
     content = moe.run(
         shapes=["tiny-ep4"], formats=["mxfp4"], tokens=[16], routing="zipf", device="cpu", peers=True
     )
-    assert [row["peer"] for row in content["rows"]] == [False, False]
+    assert [row["peer"] for row in content["rows"]] == [False, False, True, True]
     assert all(row["error"] < 2e-2 for row in content["rows"])
 
 
@@ -67,7 +105,7 @@ def test_a_failed_point_is_a_row(monkeypatch):
     content = moe.run(shapes=["tiny"], formats=["bf16"], tokens=[1], device="cpu")
     failed = [row for row in content["rows"] if "error_message" in row]
     assert [row["error_message"] for row in failed] == ["RuntimeError: out of registers"] * 2
-    assert len(content["rows"]) == 4
+    assert len(content["rows"]) == 6
 
 
 @pytest.mark.parametrize("wrong", [{"shapes": ["huge"]}, {"formats": ["fp3"]}, {"routing": "round"}])

@@ -1,4 +1,5 @@
-"""`bench moe`: the experts of one layer (no router), as planned, beside transformers' implementations.
+"""`bench moe`: the experts of one layer (no router), as planned, beside torch's grouped GEMM and, where a
+layer is whole and without biases, transformers' implementations.
 
 Everything at a point, ours and peers, is timed in the same run, on inputs and routes that change from call
 to call; a row holds the median. On a CPU, call by call in turn. On CUDA, as replays of a graph of calls, with
@@ -29,6 +30,8 @@ from torch import Tensor
 
 from turnout import formats as weight_formats
 from turnout.bench import timing
+from turnout.bench.moe_peers import grouped_mm
+from turnout.bench.plot import efficiency
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
@@ -113,13 +116,17 @@ def run(
     device: str = "auto",
     peers: bool = True,
     output: Path | None = None,
+    plot: Path | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Measure every shape, format and token count; print a table and return the result (and save it).
+    """Measure every shape, format and token count; print a table and return the result (and save or plot it).
 
+    `shapes` ["all"]: those of published models. `plot`: an SVG of the efficiency.
     On a CPU each is run in float32 and in bfloat16, on CUDA in bfloat16. A point that fails is a row with
     an `error_message`. Raises UserError for a shape, format or routing that is not known.
     """
+    if list(shapes) == ["all"]:
+        shapes = [name for name in SHAPES if name != "cpu-small"]
     for kind, asked, known in (
         ("shape", shapes, SHAPES),
         ("format", formats, weight_formats.FORMATS),
@@ -128,8 +135,9 @@ def run(
         for name in asked:
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
-    if output is not None:
-        check_output(output)
+    for path in (output, plot):
+        if path is not None:
+            check_output(path)
     machine = hardware.detect(device)
     ceilings = timing.measure_ceilings(machine.device)
     dtypes = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
@@ -148,6 +156,8 @@ def run(
     show(content)
     if output is not None:
         save(content, output)
+    if plot is not None:
+        plot.write_text(efficiency(content))
     return content
 
 
@@ -175,7 +185,10 @@ class LayerBench:
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
         found = [self._ours(runner, dtype) for dtype in dtypes]
-        if peers and self._shape.ep == 1:
+        if not peers:
+            return found
+        found += [self._grouped_mm(dtype) for dtype in dtypes]
+        if self._shape.ep == 1 and not self._shape.swiglu:
             found += [peer for dtype in dtypes for peer in self._peers(dtype)]
         return found
 
@@ -242,6 +255,12 @@ class LayerBench:
             )
 
         return Contender(runner=name, dtype=dtype, forwards=tuple(map(forward, self._sets)))
+
+    def _grouped_mm(self, dtype: str) -> Contender:
+        forwards = [
+            grouped_mm(weights, self._spec.activation, getattr(torch, dtype)) for weights in self._sets
+        ]
+        return Contender(runner="torch grouped_mm", dtype=dtype, forwards=tuple(forwards), peer=True)
 
     def _peers(self, dtype: str) -> list[Contender]:
         """transformers' expert implementations on the decoded weights."""
