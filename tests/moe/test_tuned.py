@@ -119,8 +119,10 @@ def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
     spec, given = make_spec(format="mxfp4"), ((1, rule(SHAPE, 1)),)
     assert planned(spec).tiles == ()
+    assert planned(spec).reasons[-1].startswith("tilings by rule: none were measured")
     tuned.write(tuned.shipped(H200.name), content())
     assert [tokens for tokens, _ in planned(spec).tiles] == [1, 64]
+    assert planned(spec).reasons[-1] == "tilings as measured on NVIDIA H200 for batches of 1, 64 tokens"
     assert planned(spec, tiles=lambda shape: given).tiles == given
     assert planned(spec, tiles=lambda shape: given, wishes=Wishes(runner="torch")).tiles == ()
     assert planned(spec, tiles=lambda shape: given, wishes=Wishes(deterministic=True)).tiles == ()

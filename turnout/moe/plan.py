@@ -148,6 +148,7 @@ def plan(
         candidates.sort(key=lambda c: measured.get(c.runner.name, math.inf))
     best = candidates[0]
     prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
+    table = _tiles(case, best, tiles or partial(tuned.find, hardware=hardware))
     return MoEPlan(
         prefill=prefill,
         decode=decode,
@@ -163,9 +164,9 @@ def plan(
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
         two_batches=wishes.two_batches,
-        tiles=_tiles(case, best, tiles or partial(tuned.find, hardware=hardware)),
+        tiles=table,
         refused=tuple(refused),
-        reasons=_reasons(case, best, candidates, measured),
+        reasons=(*_reasons(case, best, candidates, measured), *_why_tiles(case, best, table)),
     )
 
 
@@ -327,6 +328,18 @@ def _why_measured(chosen: str, others: Iterable[str], measured: Mapping[str, flo
         if name != chosen
     ]
     return f"measured {measured[chosen]:.0f} us, mean over batch sizes, before {', '.join(times)}"
+
+
+def _why_tiles(case: Case, best: Candidate, table: TileTable) -> list[str]:
+    """A device that is only named has no table: nothing to say of it."""
+    if not best.runner.tiled or not case.hardware.present:
+        return []
+    if table:
+        sizes = ", ".join(str(tokens) for tokens, _ in table)
+        return [f"tilings as measured on {case.hardware.name} for batches of {sizes} tokens"]
+    if case.wishes.deterministic:
+        return ["tilings by rule, the same on every machine, for --deterministic"]
+    return ["tilings by rule: none were measured for this layer here; `turnout tune` does"]
 
 
 def _why_activation(case: Case, best: Candidate) -> str:
