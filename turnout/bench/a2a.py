@@ -252,8 +252,8 @@ class RankBench:
         return max(self._everyones(own_us))
 
     def _one_sided_bytes(self, spec: MoESpec, chosen: MoEPlan, ids_TK: Tensor) -> int:
-        """What this rank sends to others for these tokens, and others to it: a token, its ids and weights, once
-        to each rank that holds an expert it chose, and a result back."""
+        """What these tokens cost to and fro: a token, its ids and weights, once to each other rank that holds
+        an expert it chose, and a result from there."""
         per_token = token_bytes(chosen.prefill.wire_format, spec.hidden_size, itemsize=self._dtype.itemsize)
         per_token += 8 * spec.top_k + self._dtype.itemsize * spec.hidden_size
         holder_TK = ids_TK.long() // (spec.num_experts // self._settings.world_size)

@@ -29,9 +29,20 @@ each.
 Epochs live on the device: `epochs[0]` is the last that was combined, `epochs[1]` the one under way. Each
 kernel writes the one that it does not read, so graphs replay without anyone counting.
 
+Every warp of a program polls for itself, so all agree, in a barrier that counts, whether to look again:
+without it, warps that saw a flag early met the others in the wrong barrier and called rows padding that had
+arrived.
+
 A program first pushes all it has and then waits, and no more programs are launched than fit on the device
 together: none waits for another that cannot start. A wait that lasts longer than `limit` leaves a word in
 `failed` and, where the host sees it, in `told` (see `failure`), and gives up; so do all later ones at once.
+
+What was chosen without a clock, from counting bytes and round trips, and stands to be measured: results are
+pushed, not pulled, since a load from a peer waits for a round trip and a store does not; a flag per piece of
+a row, rather than one for a rank's whole step, spares the hop through a counter that all programs share, and
+lets sums begin before the last row is there; rows of several results share a release, whose fence waits for
+the acknowledgement of all stores before it. Waiting for 32 rows at once does not compile (Triton 3.6, layout
+conversions of 32 x 8 flags); 8 and 16 do.
 
 Legend: T tokens of this rank, R ranks, k top-k (KP, RP: the next power of two), H hidden, P pieces of PIECE
 columns, rows = capacity * R, room: tokens per rank for which a batch has rows.
