@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.workspace import aligned, regions, shape_of, workspace_bytes
+from turnout.moe.workspace import ALIGN, aligned, regions, shape_of, workspace_bytes
 from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_regions_lie_apart_and_fill_the_arena():
         for value, part in enumerate(parts.values(), start=1):
             part.fill_(value)
         assert [part.unique().tolist() for part in parts.values()] == [[v + 1] for v in range(len(parts))]
-        assert all(part.data_ptr() % 16 == 0 for part in parts.values())
+        assert all((part.data_ptr() - arena._bytes.data_ptr()) % ALIGN == 0 for part in parts.values())
     assert arena.nbytes == max(sum(map(aligned, sizes.values())) for sizes in sets.values())
     # What must stay zero between calls is the same memory in both layouts.
     assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
@@ -87,6 +88,27 @@ def test_planned_bytes_grow_with_the_batch_and_count_what_is_quantised(format: s
     assert planned(spec, "tokens", rows + 1) >= size
     slabs = planned(spec, "experts", rows)
     assert slabs >= 8 * rows * (2 * 256 + 2 * 256)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("layout", "slabs"), [("tokens", 1), ("experts", 8)])
+def test_a_runner_takes_the_arena_that_was_planned(
+    format: str, layout: str, slabs: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Preparing needs no GPU but for the number of its multiprocessors."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1)
+    )
+    spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
+    plan = make_plan(spec, runner="triton", layout=layout, compute_dtype="bfloat16")
+    plan = replace(plan, prefill=replace(plan.prefill, max_tokens=100))
+    runners = [RUNNERS.get("triton")(spec, plan, CPU) for _ in range(2)]
+    for runner in runners:
+        runner.prepare(make_experts(spec))
+    assert runners[0]._arena is runners[1]._arena
+    assert runners[0]._arena.nbytes + 2 * slabs * 100 * 256 == planned(spec, layout, 100)
+    with pytest.raises(ValueError, match=f"101 {layout}, but the plan bounds them by 100"):
+        runners[0]._space(layout, 101)
 
 
 def allocated(spec: MoESpec, plan: MoEPlan, tokens: int, calls: int) -> tuple[int, int]:
