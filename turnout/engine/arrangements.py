@@ -13,7 +13,7 @@ from turnout.engine.blueprint import Blueprint, ModelFolder, decide
 from turnout.engine.placement import arrange
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import ITEMSIZE, WIRE_GROUP, dispatch_bytes, moves, rows_seen
+from turnout.moe.budget import ITEMSIZE, WIRE_GROUP, dispatch_bytes, moves
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors
 
