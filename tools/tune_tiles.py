@@ -21,14 +21,14 @@ import torch
 
 from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
 from turnout.kernels.compilation import compilers, submit
-from turnout.moe import tuned
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.runners.triton import TritonRunner
-from turnout.moe.tile_times import TOKENS, copies, tile_times, to_compile
-from turnout.moe.tiles import REVISION
-from turnout.moe.tuned import Table, TileFile
+from turnout.moe.tiling import tuned
+from turnout.moe.tiling.tiles import REVISION
+from turnout.moe.tiling.times import TOKENS, copies, tile_times, to_compile
+from turnout.moe.tiling.tuned import Table, TileFile
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.moe.build import make_plan, make_spec
 from turnout.engine.warm import Tuner
-from turnout.moe import autotune
+from turnout.moe.flashinfer import autotune
 from turnout.parallel.groups import ALONE
 
 SPEC = make_spec("silu", "bf16", intermediate_size=128)

@@ -23,9 +23,9 @@ from turnout.formats import fp8, nvfp4
 from turnout.kernels import nvlink as kernels
 from turnout.moe.batch import TokensBatch
 from turnout.moe.dispatch import nvlink
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import connect, disconnect
 from turnout.parallel.symmetric import PeerError
 from turnout.parallel.topology import Topology

@@ -14,7 +14,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turnout.kernels.expert_gemm import expert_gemm
-from turnout.moe.tiles import RULES, Tiling
+from turnout.moe.tiling.tiles import RULES, Tiling
 
 POINTERS = {
     "x_ptr": "*bf16",

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tests.kernels import interpreted
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
-from turnout.moe.tiles import RULES, SORTED, Tiling
+from turnout.moe.tiling.tiles import RULES, SORTED, Tiling
 
 TILE = gl.NVMMASharedLayout(128, 8, 2)
 TYPES = {

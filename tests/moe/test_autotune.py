@@ -13,7 +13,7 @@ from tests.moe.build import make_experts, make_spec
 from tests.moe.cutlass_contract import TACTICS, library
 from tests.moe.test_cutlass_contract import batch_of, runner_of
 from turnout.errors import UserError
-from turnout.moe import autotune
+from turnout.moe.flashinfer import autotune
 from turnout.parallel.groups import Group
 
 CPU = torch.device("cpu")

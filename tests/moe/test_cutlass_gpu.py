@@ -14,7 +14,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.cutlass_sizes import workspace_bytes
+from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes
 from turnout.moe.packages import FLASHINFER
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec

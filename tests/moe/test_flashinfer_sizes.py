@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.moe.build import make_spec
-from turnout.moe.flashinfer_sizes import TILE, cutedsl_workspace_bytes, slots, trtllm_workspace_bytes
+from turnout.moe.flashinfer.blackwell_sizes import (
+    TILE,
+    cutedsl_workspace_bytes,
+    slots,
+    trtllm_workspace_bytes,
+)
 
 RANK = {"num_local_experts": 4, "expert_tp": 2, "decoded": False, "itemsize": 2}
 

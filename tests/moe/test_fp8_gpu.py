@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("held", [(0, 4), (2, 2)])
 @pytest.mark.parametrize("tokens", [90, 300, 1111])
 def test_rows_sorted_by_expert(activation: str, held: tuple[int, int], tokens: int):
-    from turnout.moe.tiles import SORTED
+    from turnout.moe.tiling.tiles import SORTED
 
     spec = make_spec(activation, "fp8", hidden_size=256, intermediate_size=256, num_experts=4)
     plan = make_plan(

@@ -47,11 +47,11 @@ from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden
 from turnout.moe.budget import WIRE_GROUP, Budget, token_bytes
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology

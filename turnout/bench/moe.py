@@ -42,7 +42,7 @@ from turnout.moe.budget import Budget, matrix_bytes
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
-from turnout.moe.tile_times import copies
+from turnout.moe.tiling.times import copies
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS

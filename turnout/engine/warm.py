@@ -9,7 +9,7 @@ import torch
 from turnout.config import cache_folder
 from turnout.engine.blueprint import Blueprint
 from turnout.models.interface import ProgressFn
-from turnout.moe import autotune
+from turnout.moe.flashinfer import autotune
 from turnout.moe.runners import Experts
 from turnout.parallel.groups import Groups
 from turnout.registry import RUNNERS

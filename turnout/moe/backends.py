@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
-from turnout.moe.flashinfer_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
+from turnout.moe.flashinfer.blackwell_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
+from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
 from turnout.moe.packages import DEEPEP, FLASHINFER, NCCL, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes

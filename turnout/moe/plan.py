@@ -32,7 +32,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from turnout.moe import tuned
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget, gigabytes
 from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, search
@@ -45,7 +44,8 @@ from turnout.moe.capability import (
 )
 from turnout.moe.proven import evidence
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiles import ExpertShape, TileTable
+from turnout.moe.tiling import tuned
+from turnout.moe.tiling.tiles import ExpertShape, TileTable
 from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology

@@ -9,7 +9,7 @@ a slab.
 from __future__ import annotations
 
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiles import MIN_TOKENS, ExpertShape
+from turnout.moe.tiling.tiles import MIN_TOKENS, ExpertShape
 
 ALIGN = 256
 FP8_GROUP = 128  # columns that share a float32 scale

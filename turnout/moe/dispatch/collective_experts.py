@@ -1,8 +1,8 @@
 """The all-to-all with one slab per local expert: what masked runners take, on any machine.
 
-Tokens travel as in `moe.exchange`. Those received are laid out by expert, as many rows per slab as the busiest
-expert got; the host waits for that number. Routing weights are applied here, after the experts, and a
-token's results are summed before its one row goes back.
+Tokens travel as in `moe.exchange`. Those received are laid out by expert, as many rows per slab as the
+busiest expert got; the host waits for that number. Routing weights are applied here, after the experts, and
+a token's results are summed before its one row goes back.
 
 Legend: N tokens received, k top-k, P (token, local expert) pairs, E experts held here, C rows of a slab,
 H hidden, W words of a packed row.

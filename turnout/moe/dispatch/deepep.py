@@ -35,9 +35,9 @@ from turnout.errors import UserError
 from turnout.formats import fp8
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import Group, Groups
 
 NORMAL, LOW_LATENCY = "deepep-normal", "deepep-low-latency"

@@ -29,9 +29,9 @@ from torch import Tensor
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import ITEMSIZE, OneSided, token_bytes
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import Group, Groups
 
 _WORKSPACES: WeakKeyDictionary[Group, dict[OneSided, Workspace]] = WeakKeyDictionary()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import Groups
 
 

@@ -18,7 +18,7 @@ from turnout.formats import cutlass
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.moe.cutlass import FusedMoe, Prepared, biases
+from turnout.moe.flashinfer.cutlass import FusedMoe, Prepared, biases
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 

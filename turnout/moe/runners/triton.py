@@ -30,7 +30,7 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiles import SORT_PAIRS, ExpertShape, Tiles, TileTable, Tiling, choose, slab_rule
+from turnout.moe.tiling.tiles import SORT_PAIRS, ExpertShape, Tiles, TileTable, Tiling, choose, slab_rule
 from turnout.moe.workspace import regions
 
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them

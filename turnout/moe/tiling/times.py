@@ -1,6 +1,6 @@
 """Which tilings are fastest for a layer, by measurement: what `turnout tune` keeps and the package ships.
 
-For each batch size the candidates of tile_search.py are timed as whole layers, in CUDA graphs over several
+For each batch size the candidates of search.py are timed as whole layers, in CUDA graphs over several
 copies of the weights, so that no copy stays in the L2 cache. The GEMMs are tuned one after the other: the
 first with the second as the rule has it, then the second with the best first. Last, the best and the rule's
 take turns, and the rule's stays unless it is beaten by more than the noise. Batch sizes in between get the
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.moe.tile_search import as_tiles, candidates
-from turnout.moe.tiles import ExpertShape, Tiles, TileTable, rule
-from turnout.moe.tuned import Entry
+from turnout.moe.tiling.search import as_tiles, candidates
+from turnout.moe.tiling.tiles import ExpertShape, Tiles, TileTable, rule
+from turnout.moe.tiling.tuned import Entry
 
 if TYPE_CHECKING:
     from turnout.kernels.compilation import Record

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from turnout.moe.broadcast import BroadcastExchange
 from turnout.moe.budget import reach
+from turnout.moe.exchange.broadcast import BroadcastExchange
+from turnout.moe.exchange.ragged import RaggedExchange
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan
-from turnout.moe.ragged import RaggedExchange
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import Groups
 
 NEEDED_BY_MOST = 0.75

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from turnout.moe.tiles import (
+from turnout.moe.tiling.tiles import (
     RULES,
     SORTED,
     ExpertShape,

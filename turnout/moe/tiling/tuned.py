@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from turnout.moe.tiles import REVISION, ExpertShape, Tiles, TileTable, Tiling, refuse
+from turnout.moe.tiling.tiles import REVISION, ExpertShape, Tiles, TileTable, Tiling, refuse
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tuning"

@@ -9,11 +9,11 @@ import pytest
 
 from tests.moe.build import make_spec
 from turnout.bench.moe import SHAPES
-from turnout.moe import tuned
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
-from turnout.moe.tiles import REVISION, Tiling, rule
-from turnout.moe.tuned import Entry, Table, TileFile
+from turnout.moe.tiling import tuned
+from turnout.moe.tiling.tiles import REVISION, Tiling, rule
+from turnout.moe.tiling.tuned import Entry, Table, TileFile
 from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology

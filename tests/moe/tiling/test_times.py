@@ -10,9 +10,9 @@ import torch
 
 from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.tile_search import candidates
-from turnout.moe.tile_times import BETWEEN, TOKENS, _settle, _tune, copies, tile_times, to_compile
-from turnout.moe.tiles import ExpertShape, Tiles, Tiling, choose, refuse, rule
+from turnout.moe.tiling.search import candidates
+from turnout.moe.tiling.tiles import ExpertShape, Tiles, Tiling, choose, refuse, rule
+from turnout.moe.tiling.times import BETWEEN, TOKENS, _settle, _tune, copies, tile_times, to_compile
 from turnout.registry import RUNNERS
 
 SHAPE = ExpertShape(

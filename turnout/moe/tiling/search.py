@@ -3,7 +3,7 @@
 The model takes a grouped GEMM as five streams that overlap, each with what an H200 was seen to reach in these
 kernels (docs/performance.md), and adds the depth of a program's own loop, which alone counts where programs
 are few. It says which tilings cannot be fast, not which is fastest: within a factor of two it is right, and
-what it keeps is timed (tune.py).
+what it keeps is timed (times.py).
 
 No torch here. Legend: T tokens, N weight rows, K columns, n tokens of one expert.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from turnout.moe.tiles import (
+from turnout.moe.tiling.tiles import (
     RULES,
     SHARED_BYTES,
     SORTED,

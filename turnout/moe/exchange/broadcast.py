@@ -19,9 +19,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.wire import Wire
 from turnout.parallel.groups import Groups, shares
 
 

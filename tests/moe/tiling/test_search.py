@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from turnout.bench.moe import SHAPES
-from turnout.moe.tile_search import as_tiles, candidates
-from turnout.moe.tiles import SORTED, ExpertShape, Tiles, Tiling, refuse, rule
+from turnout.moe.tiling.search import as_tiles, candidates
+from turnout.moe.tiling.tiles import SORTED, ExpertShape, Tiles, Tiling, refuse, rule
 from turnout.moe.workspace import shape_of
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MOST = 40  # timings for one batch size
 
 
