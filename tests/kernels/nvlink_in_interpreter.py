@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from tests.moe.build import make_setup
 from turnout.formats import fp8, nvfp4
 from turnout.kernels import nvlink as kernels
 from turnout.moe.batch import TokensBatch
@@ -137,8 +138,8 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
     spec, plan = make_plan(case, topology)
-    dispatcher = nvlink.NvlinkDispatch(spec, plan, "decode", groups, torch.device("cpu"), SCALE)
-    wire = Wire(spec, plan, "decode", torch.device("cpu"), SCALE)
+    setup = make_setup(spec, plan, groups=groups, input_scale=SCALE)
+    dispatcher, wire = nvlink.NvlinkDispatch(setup), Wire(setup)
     atp, D, dtype = topology.attention_tp, topology.dp_size, getattr(torch, case.dtype)
     good = True
     most = CAPACITY * atp
@@ -173,7 +174,7 @@ def deserted(case: Case, rank: int, folder: str) -> bool:
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
     spec, plan = make_plan(case, topology)
-    dispatcher = nvlink.NvlinkDispatch(spec, plan, "decode", groups, torch.device("cpu"))
+    dispatcher = nvlink.NvlinkDispatch(make_setup(spec, plan, groups=groups))
     for step in range(2 - rank):
         batch, state = dispatcher.dispatch(*tokens_of(case, step, rank, 2), [2, 2])
         dispatcher.combine(batch.hidden.data, state)

@@ -11,8 +11,10 @@ from turnout import formats
 from turnout.formats import nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import Activation, MoESpec
+from turnout.parallel.groups import ALONE, Groups
 
 MAX_TOKENS = 64  # the plans' budget
 
@@ -123,4 +125,18 @@ def make_plan(
         weight_bytes=0,
         workspace_bytes=0,
         dispatch_bytes=0,
+    )
+
+
+def make_setup(
+    spec: MoESpec,
+    plan: MoEPlan,
+    phase: str = "decode",
+    *,
+    groups: Groups = ALONE,
+    device: torch.device = torch.device("cpu"),
+    input_scale: Tensor | None = None,
+) -> DispatchSetup:
+    return DispatchSetup(
+        spec=spec, plan=plan, phase=phase, groups=groups, device=device, input_scale=input_scale
     )

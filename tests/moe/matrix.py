@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, make_spec
+from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, make_setup, make_spec
 from tests.moe.slabs import SlabDispatch
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import FORMATS
@@ -22,7 +22,6 @@ from turnout.moe.capability import pair_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
-from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS, RUNNERS
 
@@ -73,7 +72,7 @@ class Case:
         device = torch.device(self.device)
         runner = RUNNERS.get(self.runner)(self.spec, plan, device)
         runner.prepare(experts)
-        dispatcher = LOCAL[self.dispatcher](self.spec, plan, "decode", ALONE, device)
+        dispatcher = LOCAL[self.dispatcher](make_setup(self.spec, plan, device=device))
 
         def run(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
             batch, state = dispatcher.dispatch(

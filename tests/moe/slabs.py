@@ -14,9 +14,9 @@ from turnout.moe.capability import DispatcherCapability
 class SlabDispatch:
     capability = DispatcherCapability(name="slabs", summary="for tests", layout="experts", graph_safe=False)
 
-    def __init__(self, spec, plan, phase, groups, device, input_scale=None):
-        self._first, self._count = plan.first_expert, plan.num_local_experts
-        self._capacity = plan.phase(phase).max_tokens
+    def __init__(self, setup):
+        self._first, self._count = setup.plan.first_expert, setup.plan.num_local_experts
+        self._capacity = setup.plan.phase(setup.phase).max_tokens
 
     def dispatch(self, x_TH, topk_ids_TK, topk_weights_TK, tokens):
         slabs = torch.full((self._count, self._capacity, x_TH.shape[1]), torch.nan).to(

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tests.moe.bounds import relative_error
-from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_spec
+from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_setup, make_spec
 from tests.moe.exchange import DISPATCHERS, Case, cases, held, inputs, run
 from tests.ranks import Pools, Rank, RankPool
 from turnout.moe.budget import token_bytes
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.reference import experts_reference
-from turnout.parallel.groups import ALONE
 from turnout.registry import DISPATCHERS as REGISTRY
 from turnout.registry import RUNNERS
 
@@ -55,7 +54,7 @@ def built(rank: Rank, dispatcher: str):
     )
     runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
     runner.prepare(held(make_experts(spec), topology))
-    return REGISTRY.get(dispatcher)(spec, chosen, "decode", groups, torch.device("cpu")), runner
+    return REGISTRY.get(dispatcher)(make_setup(spec, chosen, groups=groups)), runner
 
 
 def padded(rank: Rank, dispatcher: str) -> None:
@@ -114,7 +113,7 @@ def test_rows_arrive_as_they_were_packed(format, dtype, top_k):
     spec = make_spec(top_k=top_k)
     chosen = make_plan(spec, compute_dtype=dtype)
     chosen = replace(chosen, decode=replace(chosen.decode, wire_format=format))
-    wire = Wire(spec, chosen, "decode", torch.device("cpu"), torch.tensor(0.01))
+    wire = Wire(make_setup(spec, chosen, input_scale=torch.tensor(0.01)))
     x_TH = torch.randn(5, spec.hidden_size).to(getattr(torch, dtype))
     ids_TK = torch.randint(0, 8, (5, top_k), dtype=torch.int32)
     weights_TK = torch.rand(5, top_k)
@@ -139,7 +138,7 @@ def test_nvfp4_on_the_wire_needs_a_scale():
     chosen = make_plan(spec)
     chosen = replace(chosen, decode=replace(chosen.decode, wire_format="nvfp4"))
     with pytest.raises(ValueError, match="input scales"):
-        Wire(spec, chosen, "decode", torch.device("cpu"), None)
+        Wire(make_setup(spec, chosen))
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
@@ -148,7 +147,7 @@ def test_a_single_rank_needs_no_process_group(dispatcher):
     chosen = make_plan(spec, dispatcher=dispatcher, layout=LAYOUTS[dispatcher])
     runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
     runner.prepare(experts)
-    sends = REGISTRY.get(dispatcher)(spec, chosen, "prefill", ALONE, torch.device("cpu"))
+    sends = REGISTRY.get(dispatcher)(make_setup(spec, chosen, "prefill"))
     for tokens in (0, 1, MAX_TOKENS):
         x_TH = inputs(tokens, 0)
         ids_TK = torch.arange(2 * tokens, dtype=torch.int32).view(-1, 2) % 8

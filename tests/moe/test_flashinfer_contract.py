@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import ACTIVATIONS, expert_slice, make_experts
+from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_setup
 from tests.moe.flashinfer_compile import ARCHITECTURE, Compiling
 from tests.moe.flashinfer_contract import Broken, Launches, library
 from tests.moe.slabs import SlabDispatch
@@ -25,7 +25,6 @@ from turnout.moe.dispatch.none import NoDispatch
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import ALONE
 from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
@@ -285,7 +284,7 @@ def test_ranks_sum_up_behind_a_dispatcher_of_either_layout(name, dispatch, ranks
         part = expert_slice(whole, 8 // ranks * rank, 8 // ranks)
         runner = made(name, spec, part, (layout, layout))
         plan = plan_of(name, part, (layout, layout), "nvfp4")
-        dispatcher = dispatch(spec, plan, "decode", ALONE, CPU)
+        dispatcher = dispatch(make_setup(spec, plan))
         batch, state = dispatcher.dispatch(x, ids, weights, (20,))
         out += dispatcher.combine(run(runner, batch)[0], state).float()
     expected = torch.zeros(20, 256)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.moe import deepep_on_cpu, flashinfer_on_cpu
-from tests.moe.build import make_experts, make_plan, make_spec
+from tests.moe.build import make_experts, make_plan, make_setup, make_spec
 from tests.moe.exchange import Case, Finding, held, inputs, run
 from tests.ranks import Pools, Rank
 from turnout.config import Config
@@ -99,7 +99,7 @@ def check_padding(rank: Rank, dispatcher: str) -> None:
     cpu, experts = torch.device("cpu"), make_experts(spec)
     runner = RUNNERS.get("torch")(spec, chosen, cpu)
     runner.prepare(held(experts, groups.topology))
-    sends = DISPATCHERS.get(dispatcher)(spec, chosen, "decode", groups, cpu)
+    sends = DISPATCHERS.get(dispatcher)(make_setup(spec, chosen, groups=groups))
     tokens = [5, 3, 0, 2][: rank.size]
     x_TH = inputs(tokens[rank.number], rank.number).bfloat16()
     ids_TK = torch.stack((torch.arange(len(x_TH)), torch.arange(len(x_TH)) + 3), dim=1).int() % 8

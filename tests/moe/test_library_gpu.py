@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import make_plan
+from tests.moe.build import make_plan, make_setup
 from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools, Rank
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
@@ -71,7 +71,7 @@ def replayed(rank: Rank, dispatcher: str) -> None:
         compute_dtype="bfloat16",
     )  # fmt: skip
     device = torch.device("cuda", rank.number)
-    sends = DISPATCHERS.get(dispatcher)(spec, chosen, "decode", groups, device)
+    sends = DISPATCHERS.get(dispatcher)(make_setup(spec, chosen, groups=groups, device=device))
     draw = torch.Generator(device=device).manual_seed(rank.number)
     x_TH = torch.empty(16, 2048, device=device, dtype=torch.bfloat16)
     ids_TK = torch.empty(16, 2, device=device, dtype=torch.int32)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.moe.build import make_plan, make_spec
+from tests.moe.build import make_plan, make_setup, make_spec
 from tests.ranks import Pools, Rank
 from turnout.errors import PlanRefused, UserError
 from turnout.moe.budget import Budget
@@ -76,9 +76,9 @@ def unequal(rank: Rank) -> str:
     spec, kind = make_spec(), DISPATCHERS.get("nvlink")
     made = make_plan(spec, dispatcher="nvlink", first=4 * rank.number, count=4, max_tokens=16)
     with pytest.raises(UserError, match=r"--max-dispatch-tokens-per-rank .* rank 0: 8, rank 1: 9"):
-        kind(spec, replace_tokens(made, 16 + 2 * rank.number), "decode", groups, CPU)
-    dispatcher = kind(spec, made, "decode", groups, CPU)
-    same = kind(spec, made, "prefill", groups, CPU)
+        kind(make_setup(spec, replace_tokens(made, 16 + 2 * rank.number), groups=groups))
+    dispatcher = kind(make_setup(spec, made, groups=groups))
+    same = kind(make_setup(spec, made, "prefill", groups=groups))
     assert same._region is dispatcher._region
     x_TH, ids_TK = torch.zeros(9, spec.hidden_size), torch.zeros(9, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="buffers hold 8") as told:

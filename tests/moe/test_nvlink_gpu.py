@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import make_plan, make_spec
+from tests.moe.build import make_plan, make_setup, make_spec
 from tests.ranks import Pools, Rank
 from turnout.moe.dispatch.nvlink import NvlinkDispatch
 from turnout.parallel.symmetric import PeerError
@@ -34,7 +34,7 @@ def built(rank: Rank) -> tuple[NvlinkDispatch, range, torch.device]:
         max_tokens=CAPACITY * rank.size,
     )  # fmt: skip
     device = torch.device("cuda", rank.number)
-    return NvlinkDispatch(spec, plan, "decode", groups, device), span, device
+    return NvlinkDispatch(make_setup(spec, plan, groups=groups, device=device)), span, device
 
 
 def factors(ids_NK: Tensor, weights_NK: Tensor, span: range) -> Tensor:

@@ -47,6 +47,7 @@ from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden
 from turnout.moe.budget import WIRE_GROUP, Budget, token_bytes
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.reference import experts_reference
@@ -199,10 +200,10 @@ class RankBench:
         return row | self._times(spec, chosen, tokens)
 
     def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int) -> dict[str, float]:
-        scale = torch.tensor(INPUT_SCALE, device=self._device)
+        setup = self._setup(spec, chosen)
 
         def make(groups: Groups, name: str = chosen.prefill.dispatcher) -> Any:
-            return DISPATCHERS.get(name)(spec, chosen, "prefill", groups, self._device, scale)
+            return DISPATCHERS.get(name)(replace(setup, groups=groups))
 
         world = [tokens] * self._settings.world_size
         inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
@@ -289,10 +290,19 @@ class RankBench:
         x_TH = self._inputs(tokens[topology.rank], 0)[0]
         y_TH = layer(x_TH, "prefill", tokens)
         ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
-        wire = Wire(spec, chosen, "prefill", self._device, torch.tensor(INPUT_SCALE, device=self._device))
-        sent_TH = _decoded(wire.encode(x_TH))
+        sent_TH = _decoded(Wire(self._setup(spec, chosen)).encode(x_TH))
         reference = experts_reference(sent_TH, ids_TK, weights_TK, experts, spec.activation)
         return max(self._everyones(relative_error(y_TH, reference)))
+
+    def _setup(self, spec: MoESpec, chosen: MoEPlan) -> DispatchSetup:
+        return DispatchSetup(
+            spec=spec,
+            plan=chosen,
+            phase="prefill",
+            groups=self._groups,
+            device=self._device,
+            input_scale=torch.tensor(INPUT_SCALE, device=self._device),
+        )
 
     def _inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's x [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
-from turnout.moe.dispatch import Dispatcher
+from turnout.moe.dispatch import Dispatcher, DispatchSetup
 from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
@@ -72,7 +72,14 @@ class MoELayer:
         self._input_scale = _input_scale(experts, device)
         self._dispatchers: dict[str, Dispatcher] = {
             phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
-                spec, plan, phase, groups, device, self._input_scale
+                DispatchSetup(
+                    spec=spec,
+                    plan=plan,
+                    phase=phase,
+                    groups=groups,
+                    device=device,
+                    input_scale=self._input_scale,
+                )
             )
             for phase in ("prefill", "decode")
         }

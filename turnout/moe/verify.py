@@ -23,6 +23,7 @@ from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.runners import Runner
@@ -99,7 +100,9 @@ class Pipeline:
         self._runner, self._decode = runner, plan.decode.max_tokens
         self._dispatchers = {
             phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
-                spec, plan, phase, ALONE, device, input_scale
+                DispatchSetup(
+                    spec=spec, plan=plan, phase=phase, groups=ALONE, device=device, input_scale=input_scale
+                )
             )
             for phase in ("prefill", "decode")
         }

@@ -9,30 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import TokensBatch
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange import make_exchange
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups
 
 
 class CollectiveDispatch:
     capability = DISPATCHER_CAPABILITIES["collective"]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._exchange = make_exchange(spec, plan, phase, groups, device, input_scale)
+    def __init__(self, setup: DispatchSetup) -> None:
+        self._exchange = make_exchange(setup)
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

@@ -20,10 +20,8 @@ from torch.nn import functional as F
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange import make_exchange
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,9 @@ class Slabs:
 class CollectiveExpertsDispatch:
     capability = DISPATCHER_CAPABILITIES["collective-experts"]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._exchange = make_exchange(spec, plan, phase, groups, device, input_scale)
-        self._first, self._count = plan.first_expert, plan.num_local_experts
+    def __init__(self, setup: DispatchSetup) -> None:
+        self._exchange = make_exchange(setup)
+        self._first, self._count = setup.plan.first_expert, setup.plan.num_local_experts
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

@@ -35,10 +35,11 @@ from turnout.errors import UserError
 from turnout.formats import fp8
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Group, Groups
+from turnout.parallel.groups import Group
 
 NORMAL, LOW_LATENCY = "deepep-normal", "deepep-low-latency"
 ROW = 32  # bytes of which a row of the normal kernels is a multiple: two halves in 16-byte words
@@ -49,19 +50,12 @@ _BUFFERS: WeakKeyDictionary[Group, dict[Needs, Any]] = WeakKeyDictionary()
 class NormalDispatch:
     capability = DISPATCHER_CAPABILITIES[NORMAL]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._wire = Wire(spec, plan, phase, device, input_scale)
+    def __init__(self, setup: DispatchSetup) -> None:
+        spec, plan = setup.spec, setup.plan
+        self._wire = Wire(setup)
         self._first, self._experts = plan.first_expert, spec.num_experts
-        self._world = groups.world
-        self._buffer, self._index_dtype = _buffer(spec, plan, groups.world)
+        self._world = setup.groups.world
+        self._buffer, self._index_dtype = _buffer(spec, plan, self._world)
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
@@ -96,19 +90,12 @@ class NormalDispatch:
 class LowLatencyDispatch:
     capability = DISPATCHER_CAPABILITIES[LOW_LATENCY]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._format = plan.phase(phase).wire_format
-        self._most, self._experts = _needs(spec, plan, groups.world.size).step, spec.num_experts
-        self._world = groups.world
-        self._buffer, self._index_dtype = _buffer(spec, plan, groups.world)
+    def __init__(self, setup: DispatchSetup) -> None:
+        spec, plan, world = setup.spec, setup.plan, setup.groups.world
+        self._format = setup.wire_format
+        self._most, self._experts = _needs(spec, plan, world.size).step, spec.num_experts
+        self._world = world
+        self._buffer, self._index_dtype = _buffer(spec, plan, world)
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

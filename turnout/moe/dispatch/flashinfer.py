@@ -29,10 +29,11 @@ from torch import Tensor
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import ITEMSIZE, OneSided, token_bytes
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Group, Groups
+from turnout.parallel.groups import Group
 
 _WORKSPACES: WeakKeyDictionary[Group, dict[OneSided, Workspace]] = WeakKeyDictionary()
 
@@ -40,21 +41,14 @@ _WORKSPACES: WeakKeyDictionary[Group, dict[OneSided, Workspace]] = WeakKeyDictio
 class FlashInferDispatch:
     capability = DISPATCHER_CAPABILITIES["flashinfer"]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._wire = Wire(spec, plan, phase, device, input_scale)
+    def __init__(self, setup: DispatchSetup) -> None:
+        spec, plan, world = setup.spec, setup.plan, setup.groups.world
+        self._wire = Wire(setup)
         self._own_expert, self._experts, self._top_k = plan.first_expert, spec.num_experts, spec.top_k
-        kept = _WORKSPACES.setdefault(groups.world, {})
-        sizes = _sizes(spec, plan, groups.world.size)
+        kept = _WORKSPACES.setdefault(world, {})
+        sizes = _sizes(spec, plan, world.size)
         if sizes not in kept:
-            kept[sizes] = Workspace(sizes, groups.world)
+            kept[sizes] = Workspace(sizes, world)
         self._workspace = kept[sizes]
 
     def dispatch(

@@ -12,32 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups
 
 
 class NoDispatch:
     capability = DISPATCHER_CAPABILITIES["none"]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        self._padded, self._groups = phase == "decode", groups
+    def __init__(self, setup: DispatchSetup) -> None:
+        groups = setup.groups
+        self._padded, self._groups = setup.phase == "decode", groups
         gathers = groups.data_parallel.size > 1
-        self._wire = Wire(spec, plan, phase, device, input_scale) if gathers else None
+        self._wire = Wire(setup) if gathers else None
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

@@ -24,6 +24,7 @@ from turnout.formats import fp8, nvfp4
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import symmetric_parts
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Group, Groups, shares
@@ -115,24 +116,17 @@ def _make(
 class NvlinkDispatch:
     capability = DISPATCHER_CAPABILITIES["nvlink"]
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None = None,
-    ) -> None:
+    def __init__(self, setup: DispatchSetup) -> None:
+        spec, plan, groups = setup.spec, setup.plan, setup.groups
         from turnout.kernels.nvlink import Links
 
-        self._format = plan.phase(phase).wire_format
-        if self._format == "nvfp4" and input_scale is None:
+        self._format = setup.wire_format
+        if self._format == "nvfp4" and setup.input_scale is None:
             raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
-        self._input_scale = input_scale
-        self._spec, self._groups, self._device = spec, groups, device
-        self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-        self._region = _region(spec, plan, groups, device)
+        self._input_scale = setup.input_scale
+        self._spec, self._groups, self._device = spec, groups, setup.device
+        self._dtype = setup.dtype
+        self._region = _region(spec, plan, groups, setup.device)
         memory = self._region.memory
         self._links = Links(
             rank=memory.rank,

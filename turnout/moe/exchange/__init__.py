@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from turnout.moe.budget import reach
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.broadcast import BroadcastExchange
 from turnout.moe.exchange.ragged import RaggedExchange
 from turnout.moe.exchange.wire import Wire
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups
 
 NEEDED_BY_MOST = 0.75
 
@@ -46,15 +43,8 @@ class Exchange(Protocol):
         ...
 
 
-def make_exchange(
-    spec: MoESpec,
-    plan: MoEPlan,
-    phase: str,
-    groups: Groups,
-    device: torch.device,
-    input_scale: Tensor | None,
-) -> Exchange:
+def make_exchange(setup: DispatchSetup) -> Exchange:
     """The form for this layer, the same on all ranks."""
-    needed = reach(spec.top_k, groups.topology.ep_size)
+    needed = reach(setup.spec.top_k, setup.groups.topology.ep_size)
     kind = BroadcastExchange if needed >= NEEDED_BY_MOST else RaggedExchange
-    return kind(spec, plan, phase, groups, device, input_scale)
+    return kind(setup)

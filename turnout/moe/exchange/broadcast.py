@@ -19,10 +19,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups, shares
+from turnout.parallel.groups import shares
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,11 @@ class Sizes:
 class BroadcastExchange:
     """An `exchange.Exchange` that sends everything to everyone."""
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None,
-    ) -> None:
-        self.wire = Wire(spec, plan, phase, device, input_scale)
-        self._groups = groups
-        self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-        self._fused = device.type == "cuda" and bool(find_spec("triton"))
+    def __init__(self, setup: DispatchSetup) -> None:
+        self.wire = Wire(setup)
+        self._groups = setup.groups
+        self._dtype = setup.dtype
+        self._fused = setup.device.type == "cuda" and bool(find_spec("triton"))
 
     def send(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

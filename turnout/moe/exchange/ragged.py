@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.exchange.wire import Wire
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Groups, shares
+from turnout.parallel.groups import shares
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,17 @@ class Receipt:
 class RaggedExchange:
     """An `exchange.Exchange` that sends only what is needed."""
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        plan: MoEPlan,
-        phase: str,
-        groups: Groups,
-        device: torch.device,
-        input_scale: Tensor | None,
-    ) -> None:
-        self.wire = Wire(spec, plan, phase, device, input_scale)
+    def __init__(self, setup: DispatchSetup) -> None:
+        groups, device = setup.groups, setup.device
+        self.wire = Wire(setup)
         self._groups = groups
-        self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+        self._dtype = setup.dtype
         self._fused = device.type == "cuda" and bool(find_spec("triton"))
-        self._experts_per_slice = plan.num_local_experts
+        self._experts_per_slice = setup.plan.num_local_experts
         slice_of_rank = [rank // groups.topology.expert_tp for rank in range(groups.world.size)]
         self._slice_R = torch.tensor(slice_of_rank, dtype=torch.int32, device=device)
         # A token is wanted by no more ranks than hold its k experts.
-        self._most = min(spec.top_k, groups.topology.ep_size) * groups.topology.expert_tp
+        self._most = min(setup.spec.top_k, groups.topology.ep_size) * groups.topology.expert_tp
 
     def send(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

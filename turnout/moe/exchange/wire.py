@@ -16,8 +16,7 @@ from torch import Tensor
 
 from turnout.formats import fp8, nvfp4
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
+from turnout.moe.dispatch import DispatchSetup
 
 WORD = 8  # bytes
 
@@ -42,18 +41,17 @@ class _Part:
 class Wire:
     """How tokens of one layer travel in one phase: `encode`, `pack`, and `unpack` on the other side."""
 
-    def __init__(
-        self, spec: MoESpec, plan: MoEPlan, phase: str, device: torch.device, input_scale: Tensor | None
-    ) -> None:
-        """input_scale: as for a dispatcher; needed for "nvfp4", whose receivers do not compute scales."""
-        self.format = plan.phase(phase).wire_format
+    def __init__(self, setup: DispatchSetup) -> None:
+        """Its input scale is needed for "nvfp4", whose receivers do not compute scales."""
+        spec, device, dtype, input_scale = setup.spec, setup.device, setup.dtype, setup.input_scale
+        self.format = setup.wire_format
         if self.format == "nvfp4" and input_scale is None:
             raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
         self._input_scale = input_scale
         self._device = device
         H, k = spec.hidden_size, spec.top_k
         columns = {
-            "bf16": ((getattr(torch, plan.compute_dtype), H),),
+            "bf16": ((dtype, H),),
             "fp8": ((fp8.DTYPE, H), (torch.float32, H // fp8.BLOCK)),
             "nvfp4": ((torch.uint8, H // 2), (fp8.DTYPE, H // nvfp4.GROUP)),
         }[self.format]
@@ -62,7 +60,7 @@ class Wire:
         for dtype, width in (*columns, (torch.int32, k), (torch.float32, k)):
             self._parts.append(_Part(dtype, width, self.words))
             self.words = self._parts[-1].stop
-        whole = H * getattr(torch, plan.compute_dtype).itemsize % WORD == 0
+        whole = H * dtype.itemsize % WORD == 0
         self._fused = device.type == "cuda" and self.format == "bf16" and whole and bool(find_spec("triton"))
 
     @property

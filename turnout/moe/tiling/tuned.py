@@ -27,7 +27,7 @@ import msgspec
 from turnout.moe.tiling.tiles import REVISION, ExpertShape, Tiles, TileTable, Tiling, refuse
 from turnout.parallel.hardware import Hardware
 
-SHIPPED = Path(__file__).parents[1] / "assets" / "tuning"
+SHIPPED = Path(__file__).parents[2] / "assets" / "tuning"
 PACKAGES = ("triton",)  # whose versions kernels depend on
 AGAIN = "run `turnout tune` again"
 
