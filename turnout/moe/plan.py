@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget, gigabytes
-from turnout.moe.candidates import PHASES, Candidate, Case, Wishes, search
+from turnout.moe.candidates import Candidate, search
 from turnout.moe.capability import (
     DispatcherCapability,
     PlanRefused,
@@ -42,6 +42,7 @@ from turnout.moe.capability import (
     RunnerCapability,
     layer_refusals,
 )
+from turnout.moe.case import PHASES, Case, Wishes
 from turnout.moe.proven import evidence
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import tuned
