@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
-# Python compiles what it imports; compiling all of every package would take longer than the tests' imports.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
 .PHONY: demo test test-gpu lint bench clean
 
@@ -27,7 +26,7 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m turnout.evals.demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch
 	$(PYTHON) -m pytest -m 'gpu or multigpu'

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tests.moe.build import make_setup
 from turnout.formats import fp8, nvfp4
 from turnout.kernels import nvlink as kernels
 from turnout.moe.batch import TokensBatch
-from turnout.moe.dispatch import nvlink
+from turnout.moe.dispatch import DispatchSetup, nvlink
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
@@ -138,7 +137,9 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
     spec, plan = make_plan(case, topology)
-    setup = make_setup(spec, plan, groups=groups, input_scale=SCALE)
+    setup = DispatchSetup(
+        spec=spec, plan=plan, phase="decode", groups=groups, device=torch.device("cpu"), input_scale=SCALE
+    )
     dispatcher, wire = nvlink.NvlinkDispatch(setup), Wire(setup)
     atp, D, dtype = topology.attention_tp, topology.dp_size, getattr(torch, case.dtype)
     good = True
@@ -174,7 +175,9 @@ def deserted(case: Case, rank: int, folder: str) -> bool:
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
     spec, plan = make_plan(case, topology)
-    dispatcher = nvlink.NvlinkDispatch(make_setup(spec, plan, groups=groups))
+    dispatcher = nvlink.NvlinkDispatch(
+        DispatchSetup(spec=spec, plan=plan, phase="decode", groups=groups, device=torch.device("cpu"))
+    )
     for step in range(2 - rank):
         batch, state = dispatcher.dispatch(*tokens_of(case, step, rank, 2), [2, 2])
         dispatcher.combine(batch.hidden.data, state)
