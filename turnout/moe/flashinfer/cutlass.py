@@ -11,6 +11,7 @@ Legend: T tokens, k top-k, H hidden, Hp hidden as padded for the kernels, I inte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,3 +151,26 @@ class FusedMoe:
             device=self._device,
             **options,
         )
+
+
+class CutlassRunner(ABC):
+    """A runner that ends in `cutlass_fused_moe`; `_prepared` is what each makes of the weights."""
+
+    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
+        self._spec, self._plan, self._device = spec, plan, device
+
+    def prepare(self, experts: ExpertWeights) -> None:
+        with torch.inference_mode(False):  # graphs captured later may write to what is made here
+            self._moe = FusedMoe(self._spec, self._plan, self._device, self._prepared(experts))
+
+    def update(self, experts: ExpertWeights) -> None:
+        self._moe.weights.load(self._prepared(experts))
+
+    def same_bits(self, tokens: int) -> range:
+        return range(0)
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        return self._moe(batch)
+
+    @abstractmethod
+    def _prepared(self, experts: ExpertWeights) -> Prepared: ...

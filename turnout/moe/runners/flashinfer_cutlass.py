@@ -17,30 +17,11 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import resolve_shared
 from turnout.moe.backends import RUNNER_CAPABILITIES
-from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.moe.flashinfer.cutlass import FusedMoe, Prepared, biases
-from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
+from turnout.moe.flashinfer.cutlass import CutlassRunner, Prepared, biases
 
 
-class FlashinferCutlassRunner:
+class FlashinferCutlassRunner(CutlassRunner):
     capability = RUNNER_CAPABILITIES["flashinfer_cutlass"]
-
-    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
-        self._spec, self._plan, self._device = spec, plan, device
-
-    def prepare(self, experts: ExpertWeights) -> None:
-        with torch.inference_mode(False):  # graphs captured later may write to what is made here
-            self._moe = FusedMoe(self._spec, self._plan, self._device, self._prepared(experts))
-
-    def update(self, experts: ExpertWeights) -> None:
-        self._moe.weights.load(self._prepared(experts))
-
-    def same_bits(self, tokens: int) -> range:
-        return range(0)
-
-    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
-        return self._moe(batch)
 
     def _prepared(self, experts: ExpertWeights) -> Prepared:
         make = {"bf16": self._bf16, "fp8": self._fp8, "nvfp4": self._nvfp4}[experts.format]
