@@ -5,7 +5,7 @@
 
 Names, types, shapes and files are those of a real checkpoint; only values are made up. They come from one
 pool of random numbers, each tensor starting elsewhere in it: drawing 17 GB takes minutes, this as long as
-writing. The scales give weights a standard deviation of 0.02, so that hidden states stay finite and routing
+writing, which several threads do, a file each. The scales give weights a standard deviation of 0.02, so that hidden states stay finite and routing
 is spread over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
@@ -18,9 +18,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,7 +70,8 @@ QWEN3_30B: Mapping[str, Any] = {
 }
 SPREAD = 0.02  # standard deviation of weights
 POOL_BYTES = 64 * 2**20
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 10**9
+THREADS = 16
 CODE_RMS = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of e2m1, all codes alike
 SCALES = (0x58, 0x68)  # e4m3 codes of block scales: 16 to 64, less one step
 INPUT_AMAX = 8.0
@@ -84,7 +87,7 @@ class Pool:
         self._weights = torch.empty(POOL_BYTES // 4, dtype=torch.bfloat16).normal_(0, SPREAD, generator=draw)
         mean_square = self._scales.view(torch.float8_e4m3fn).float().square().mean()
         self._global_scale = SPREAD / (CODE_RMS * mean_square.sqrt())
-        self._draw = draw
+        self._seed = seed
 
     def tensor(self, entry: Entry) -> Tensor:
         """What `entry` holds; norms are 1."""
@@ -102,7 +105,7 @@ class Pool:
 
     def _view(self, block: Tensor, entry: Entry) -> Tensor:
         size = math.prod(entry.shape)
-        start = int(torch.randint(len(block), (), generator=self._draw))
+        start = crc32(entry.name.encode(), self._seed) % len(block)
         if start + size <= len(block):
             return block[start : start + size].view(entry.shape)
         repeats = -(-(start + size) // len(block))
@@ -140,9 +143,13 @@ def write(out: Path, config: Mapping[str, Any], *, seed: int = 0) -> int:
     pool = Pool(seed)
     with new_folder(out, needed_bytes=size) as folder:
         writer = ShardWriter(folder, groups, SHARD_BYTES)
-        for group in groups:
-            for entry in group:
+
+        def fill(entries: Sequence[Entry]) -> None:
+            for entry in entries:
                 writer.write(entry.name, pool.tensor(entry))
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(fill, writer.files))
         writer.finish()
         write_tokenizer(folder, config["vocab_size"])
         kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]

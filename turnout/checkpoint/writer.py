@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,8 +75,9 @@ def new_folder(out: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 class ShardWriter:
     """The `*.safetensors` files of one folder and their index.
 
-    `groups` are the tensors in the order in which they will be written; a group is never split over
-    two files. A file is closed when it is full: more than `shard_bytes` only if one group alone is.
+    `groups` are the tensors in the order of the files; a group is never split over two of them. A file has
+    more than `shard_bytes` only if one group alone has. It is open from its first tensor to its last, so
+    whoever writes in that order has one open. Threads may write different tensors at once.
     """
 
     def __init__(self, folder: Path, groups: Sequence[Sequence[Entry]], shard_bytes: int):
@@ -84,8 +86,14 @@ class ShardWriter:
         self._names = _file_names(len(self._shards))
         self._places = {e.name: (i, e) for i, shard in enumerate(self._shards) for e in shard}
         self._written = dict.fromkeys(self._places, 0)
-        self._open: _Shard | None = None
-        self._seen: set[int] = set()
+        self._pending = [{entry.name for entry in shard} for shard in self._shards]
+        self._open: dict[int, _Shard] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def files(self) -> list[list[Entry]]:
+        """The tensors of each file."""
+        return self._shards
 
     def write(self, name: str, tensor: Tensor, *, first: int = 0) -> None:
         """A whole tensor, or its entries from `first` of the leading dimension on."""
@@ -96,14 +104,19 @@ class ShardWriter:
         stride = entry.nbytes // entry.shape[0] if first else 0
         data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         self._shard(index).write(name, first * stride, data)
-        self._written[name] += len(data)
+        with self._lock:
+            self._written[name] += len(data)
+            if self._written[name] >= entry.nbytes:
+                self._pending[index].discard(name)
+            done = None if self._pending[index] else self._open.pop(index, None)
+        if done is not None:
+            done.close()
 
     def finish(self) -> None:
-        """Close the last file, give all files their names, write the index if there is more than one."""
+        """Give all files their names, write the index if there is more than one."""
         missing = [name for name, done in self._written.items() if done != self._places[name][1].nbytes]
         if missing:
             raise ValueError(f"{len(missing)} tensors are not complete, the first being {missing[0]}")
-        self._close()
         for name in self._names:
             (self._folder / (name + UNFINISHED)).rename(self._folder / name)
         if len(self._shards) > 1:
@@ -112,28 +125,19 @@ class ShardWriter:
             write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _shard(self, index: int) -> _Shard:
-        if self._open is None or self._open.index != index:
-            if index in self._seen:
-                raise ValueError(
-                    f"{self._names[index]} is finished; tensors must come in the order announced"
-                )
-            self._close()
-            self._seen.add(index)
-            path = self._folder / (self._names[index] + UNFINISHED)
-            self._open = _Shard(index, path, self._shards[index])
-        return self._open
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        with self._lock:
+            if not self._pending[index]:
+                raise ValueError(f"{self._names[index]} is finished; each tensor is written once")
+            if index not in self._open:
+                path = self._folder / (self._names[index] + UNFINISHED)
+                self._open[index] = _Shard(path, self._shards[index])
+            return self._open[index]
 
 
 class _Shard:
     """One file being written: header first, tensors in any order after it."""
 
-    def __init__(self, index: int, path: Path, entries: Sequence[Entry]):
-        self.index = index
+    def __init__(self, path: Path, entries: Sequence[Entry]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         # Widest dtypes first, as the safetensors library does, so that every tensor is aligned.
