@@ -5,8 +5,8 @@
 
 Names, types, shapes and files are those of a real checkpoint; only values are made up. They come from one
 pool of random numbers, each tensor starting elsewhere in it: drawing 17 GB takes minutes, this as long as
-writing, which several threads do, a file each. The scales give weights a standard deviation of 0.02, so that hidden states stay finite and routing
-is spread over the experts.
+writing, which several threads do, a file each. The scales give weights a standard deviation of 0.02, so that
+hidden states stay finite and routing is spread over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
 says is text.
