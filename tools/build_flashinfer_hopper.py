@@ -221,9 +221,7 @@ def compile_all(
 
 
 def link(objects: list[Path], flags: dict[str, list[str]], folder: Path) -> int:
-    """Into FOLDER/fused_moe_90.so; how many functions were missing."""
-    from flashinfer.jit.cpp_ext import get_cuda_path
-
+    """Into FOLDER/fused_moe_90.so; how many functions and tables were missing."""
     source = folder / "units" / "missing.cpp"
     source.write_text(MISSING)
     missing = folder / "objects" / "missing.o"
@@ -234,27 +232,45 @@ def link(objects: list[Path], flags: dict[str, list[str]], folder: Path) -> int:
     _run([*shared, "-o", str(probe), *everything])
     wanted = set(re.findall(r" U ([^@\s]+)", _run(["nm", "-D", "--undefined-only", str(probe)])))
     left_out = sorted(name for name in wanted if "tensorrt_llm" in name or "deep_gemm" in name)
-    stubs = [f".globl {name}\n.type {name},@function\n{name}: jmp not_built@PLT" for name in left_out]
     assembler = folder / "units" / "stubs.s"
-    assembler.write_text("\n".join([".text", *stubs, '.section .note.GNU-stack,"",@progbits', ""]))
+    assembler.write_text(stubs(left_out))
     stubbed = folder / "objects" / "stubs.o"
     _run(["c++", "-c", "-fPIC", str(assembler), "-o", str(stubbed)])
-    cuda = Path(get_cuda_path())
-    libraries = [f"-L{cuda / 'lib64'}", f"-L{cuda / 'lib64/stubs'}", "-lcudart"]
-    _run(
-        [
-            *shared,
-            "-Wl,-z,lazy",
-            "-s",
-            "-o",
-            str(folder / "fused_moe_90.so"),
-            *everything,
-            str(stubbed),
-            *libraries,
-        ]
-    )
+    target = ["-Wl,-z,lazy", "-s", "-o", str(folder / "fused_moe_90.so")]
+    _run([*shared, *target, *everything, str(stubbed), *_libraries()])
     probe.unlink()
     return len(left_out)
+
+
+def stubs(names: Iterable[str]) -> str:
+    """Assembly that defines `names`: functions that throw, and empty tables of classes."""
+    lines = [".text"]
+    tables = [name for name in names if re.match(r"_ZT[VIST]", name)]
+    for name in names:
+        if name not in tables:
+            lines += [f".globl {name}", f".type {name},@function", f"{name}: jmp not_built@PLT"]
+    lines.append(".data")
+    for name in tables:
+        lines += [f".globl {name}", f".type {name},@object", f"{name}: .fill 64, 8, 0"]
+    return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
+
+
+def _libraries() -> list[str]:
+    """CUDA's, which the module names as needed: the toolkit's, else those that came with torch."""
+    import torch
+    from flashinfer.jit.cpp_ext import get_cuda_path
+
+    cuda = Path(get_cuda_path())
+    folders = [cuda / "lib64", cuda / "lib64/stubs"]
+    folders += sorted((Path(torch.__file__).parent.parent / "nvidia").glob("*/lib"))
+    found = []
+    for name in ("libcudart.so", "libnvrtc.so", "libcuda.so"):
+        files = [file for folder in folders for file in sorted(folder.glob(f"{name}*"))]
+        if files:
+            found.append(str(files[0]))
+        else:
+            print(f"{name} was not found; it has to be loaded before the module", file=sys.stderr)
+    return found
 
 
 def _run(command: list[str]) -> str:
