@@ -1,10 +1,12 @@
-"""What decode steps of an engine take on this GPU, in CUDA graphs and without, and where the time goes.
+"""What steps of an engine take on this GPU, decoding in CUDA graphs or without and prefilling, and where the
+time goes.
 
     python -m tools.decode_steps demo --output benchmarks/results/decode-DEVICE-DATE.json
     python -m tools.random_checkpoint /dev/shm/qwen3-30b && python -m tools.decode_steps /dev/shm/qwen3-30b
 
 Requests of 64 prompt tokens decode together. A step is timed whole, from the schedule to sampled tokens, as
-the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap.
+the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap. Prompts of
+--prefill tokens are timed from their arrival to the first token of the last.
 """
 
 from __future__ import annotations
@@ -19,50 +21,64 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from turnout import LLM, SamplingParams
-from turnout.bench.results import gpu_driver, result, save
+from turnout.bench.results import cpu_name, gpu_driver, result, save
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
 
-CONCURRENCY = (1, 16, 64)
 PROMPT, LENGTH = 64, 128  # tokens
 STEPS, PROFILED = 40, 4
-KERNELS = 12  # listed per row, those that take most
+KERNELS = 16  # listed per row, those that take most
 
 
 class Bench:
     """A loaded model, alone on the GPU."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, options: argparse.Namespace) -> None:
         start = time.perf_counter()
+        most = max(options.requests)
+        self._options = options
         self._llm = LLM(
-            model, device="cuda", load_progress=False, disable_prefix_cache=True, max_total_tokens=65536
+            model,
+            device=options.device,
+            load_progress=False,
+            disable_prefix_cache=True,
+            max_total_tokens=65536,
+            max_running_requests=most,
+            cuda_graph_max_bs=most,
         )
-        torch.cuda.synchronize()
+        _wait()
         self.loaded: dict[str, Any] = {
             "model": model,
             "layers": self._llm.info()["description"]["shape"]["num_layers"],
             "load_s": time.perf_counter() - start,
-            "allocated_bytes": torch.cuda.memory_allocated(),
-            "peak_bytes": torch.cuda.max_memory_allocated(),
             "planned_bytes": self._llm.info()["memory"]["total"],
         }
-        draw = torch.Generator().manual_seed(0)
-        self._prompts = torch.randint(10, 200, (max(CONCURRENCY), PROMPT), generator=draw).tolist()
+        if torch.cuda.is_available():
+            self.loaded["allocated_bytes"] = torch.cuda.memory_allocated()
+            self.loaded["peak_bytes"] = torch.cuda.max_memory_allocated()
+        print(self.loaded, flush=True)
 
     def rows(self) -> list[dict[str, Any]]:
         core, found = self._llm._open(), [self.loaded]
-        graphs = core._forward.graphs
-        for kept in (graphs, None):
+        graphs, options = core._forward.graphs, self._options
+        loads = [(graphs, requests) for requests in options.requests]
+        loads += [(None, requests) for requests in options.eager]
+        for kept, requests in loads:
             core._forward.graphs = kept
-            for requests in CONCURRENCY:
-                found.append(
-                    {"model": self.loaded["model"], "decode": "graphs" if kept else "eager"}
-                    | {"requests": requests}
-                    | self._throughput(requests)
-                    | self._steps(core, requests)
-                )
-                print({key: value for key, value in found[-1].items() if key != "kernels"}, flush=True)
+            found.append(
+                {"model": self.loaded["model"], "decode": "graphs" if kept else "eager"}
+                | {"requests": requests}
+                | self._throughput(requests)
+                | self._steps(core, requests)
+            )
+            _show(found[-1])
         core._forward.graphs = graphs
+        for tokens, requests in options.prefill:
+            found.append(
+                {"model": self.loaded["model"], "prompt_tokens": tokens, "requests": requests}
+                | self._prefill(core, tokens, requests)
+            )
+            _show(found[-1])
         self._llm.close()
         return found
 
@@ -70,39 +86,88 @@ class Bench:
         """Of whole answers, prompts included."""
         sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
         start = time.perf_counter()
-        self._llm.generate(self._prompts[:requests], sampling, progress=False)
+        self._llm.generate(_prompts(requests, PROMPT), sampling, progress=False)
         return {"tokens_per_s": requests * LENGTH / (time.perf_counter() - start)}
 
     def _steps(self, core: EngineCore, requests: int) -> dict[str, Any]:
-        ids = [f"bench-{i}" for i in range(requests)]
-        sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
-        for id, prompt in zip(ids, self._prompts, strict=False):
-            core.add(AddRequest(id=id, prompt_ids=prompt, sampling=sampling))
+        ids = _add(core, requests, PROMPT, LENGTH)
         decoding = False
         while not decoding:
             core.step()
             decoding = core.agreed is not None and core.agreed.phase == "decode"
-        torch.cuda.synchronize()
+        _wait()
         start = time.perf_counter()
         for _ in range(STEPS):
             core.step()
-        torch.cuda.synchronize()
+        _wait()
         step_ms = 1000 * (time.perf_counter() - start) / STEPS
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[_watched()]) as seen:
             for _ in range(PROFILED):
                 core.step()
-            torch.cuda.synchronize()
+            _wait()
         core.abort(ids)
         core.step()
-        return {"step_ms": step_ms} | _kernels(seen)
+        return {"step_ms": step_ms} | _kernels(seen, PROFILED)
+
+    def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
+        """The second of two times, and the kernels of a third, of all its steps together."""
+        seconds = steps = 0.0
+        for _ in range(2):
+            _wait()
+            start = time.perf_counter()
+            steps = self._prompt_steps(core, tokens, requests)
+            _wait()
+            seconds = time.perf_counter() - start
+        with profile(activities=[_watched()]) as seen:
+            self._prompt_steps(core, tokens, requests)
+            _wait()
+        rate = requests * tokens / seconds
+        return {"seconds": seconds, "steps": steps, "tokens_per_s": rate} | _kernels(seen, 1)
+
+    def _prompt_steps(self, core: EngineCore, tokens: int, requests: int) -> int:
+        _add(core, requests, tokens, 1)
+        steps = 0
+        while core.has_work():
+            core.step()
+            steps += 1
+        return steps
 
 
-def _kernels(seen: profile) -> dict[str, Any]:
+def _prompts(requests: int, tokens: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(10, 200, (requests, tokens), generator=draw).tolist()
+
+
+def _add(core: EngineCore, requests: int, tokens: int, length: int) -> list[str]:
+    ids = [f"bench-{i}" for i in range(requests)]
+    sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0)
+    for id, prompt in zip(ids, _prompts(requests, tokens), strict=True):
+        core.add(AddRequest(id=id, prompt_ids=prompt, sampling=sampling))
+    return ids
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _watched() -> ProfilerActivity:
+    return ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+
+
+def _show(row: dict[str, Any]) -> None:
+    print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
+    for kernel in row["kernels"]:
+        print(f"    {kernel['us']:9.1f} us {kernel['launches']:7.1f} x {kernel['name']}", flush=True)
+
+
+def _kernels(seen: profile, times: int) -> dict[str, Any]:
+    """Of one of `times` repetitions."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in seen.events() or ():
         if event.device_type.name == "CUDA":
-            totals[event.name[:80]][0] += 1 / PROFILED
-            totals[event.name[:80]][1] += event.device_time / PROFILED
+            totals[event.name[:80]][0] += 1 / times
+            totals[event.name[:80]][1] += event.device_time / times
     largest = sorted(totals.items(), key=lambda item: -item[1][1])[:KERNELS]
     return {
         "launches": round(sum(count for count, _ in totals.values())),
@@ -116,12 +181,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="decoded in graphs")
+    parser.add_argument("--eager", type=int, nargs="*", default=[1, 64], help="decoded without graphs")
+    parser.add_argument(
+        "--prefill",
+        type=_load,
+        nargs="*",
+        default=[(2048, 1), (2048, 16), (128, 64)],
+        metavar="TOKENSxREQUESTS",
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    rows = [row for model in options.models for row in Bench(model).rows()]
-    content = result("decode", rows, device=torch.cuda.get_device_name(), driver=gpu_driver())
+    rows = [row for model in options.models for row in Bench(model, options).rows()]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    content = result("decode", rows, device=device, driver=gpu_driver())
     if options.output is not None:
         save(content, options.output)
+
+
+def _load(text: str) -> tuple[int, int]:
+    tokens, requests = text.split("x")
+    return int(tokens), int(requests)
 
 
 if __name__ == "__main__":

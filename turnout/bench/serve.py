@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turnout.bench.results import check_output, cpu_name, result, save
-from turnout.config import ServerConfig
+from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.config import ServerConfig, load
 from turnout.errors import UserError
 from turnout.evals.client import served_model
 from turnout.server.launch import launch
@@ -74,11 +74,12 @@ def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Pat
     if output:
         check_output(output)
     server: AbstractContextManager[str] = (
-        launch(ServerConfig(model=model, port=0)) if model else nullcontext(base_url)
+        launch(load(ServerConfig, {"model": model, "port": 0})) if model else nullcontext(base_url)
     )
     with server as url:
         row = measure(bench, url)
-    content = result("serve", [row], device=cpu_name())
+        where = place(url)
+    content = result("serve", [row], **where)
     table = Table("metric", "value")
     for name, value in row.items():
         table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
@@ -86,6 +87,19 @@ def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Pat
     if output:
         save(content, output)
     return content
+
+
+def place(base_url: str) -> dict[str, Any]:
+    """Device, how many, and driver of a server, as a result wants them; this machine if it does not say."""
+    url = base_url.rstrip("/").removesuffix("/v1") + "/server_info"
+    try:
+        info = httpx.get(url, timeout=10).json()
+        hardware, ranks = info["engine"]["hardware"], info["ranks"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return {"device": cpu_name()}
+    if hardware["device"] == "cpu":
+        return {"device": cpu_name()}
+    return {"device": hardware["name"], "devices": len(ranks), "driver": gpu_driver()}
 
 
 def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
