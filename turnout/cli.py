@@ -296,7 +296,9 @@ def bench_moe(
     tokens: Annotated[
         list[int] | None, typer.Option(min=0, help="tokens of a batch; may be repeated")
     ] = None,
-    routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
+    routing: Annotated[
+        str, typer.Option(help="how tokens choose experts [uniform|zipf|zipf-1.2]")
+    ] = "uniform",
     runner: Annotated[str, typer.Option(help="the runner; auto: what a plan takes")] = "auto",
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
     peers: Annotated[

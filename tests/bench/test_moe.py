@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from turnout.bench import moe
+from turnout.bench import moe, moe_peers, moe_triton_kernels
+from turnout.bench.contender import Contender
 from turnout.bench.plot import efficiency
 from turnout.errors import UserError
 
@@ -40,7 +41,7 @@ def test_rows_of_ours_and_of_every_peer(tmp_path):
         assert row["efficiency"] == row["floor_us"] / row["time_us"]
         assert row["error"] < (1e-5 if row["compute_dtype"] == "float32" else 2e-2)
     peers = {row["runner"] for row in content["rows"] if row["peer"]}
-    assert peers == {"torch grouped_mm"} | {f"transformers {name}" for name in moe.PEERS}
+    assert peers == {"torch grouped_mm"} | {f"transformers {name}" for name in moe_peers.TRANSFORMERS}
 
 
 def test_biases_and_a_clamped_activation_beside_grouped_mm(monkeypatch, tmp_path):
@@ -93,22 +94,43 @@ def test_zipf_routes_are_skewed_and_uniform_ones_are_not():
 
     assert busiest("uniform") < 1.4
     assert busiest("zipf") > 2.4
+    assert busiest("zipf-2") > 1.1 * busiest("zipf")
 
 
 def test_a_failed_point_is_a_row(monkeypatch):
     def fail(*_):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(moe.LayerBench, "_peers", lambda self, dtype: [
-        moe.Contender(runner="broken", dtype=dtype, forwards=(fail,), peer=True)
-    ])  # fmt: skip
+    def peers(layer: moe_peers.Layer) -> list[Contender]:
+        return [
+            Contender(runner="broken", dtype=layer.dtype, forwards=(fail,), peer=True),
+            Contender(runner="choosy", dtype=layer.dtype, forwards=(), peer=True, refusal="three experts"),
+        ]
+
+    monkeypatch.setattr(moe, "PEERS", (peers,))
     content = moe.run(shapes=["tiny"], formats=["bf16"], tokens=[1], device="cpu")
     failed = [row for row in content["rows"] if "error_message" in row]
-    assert [row["error_message"] for row in failed] == ["RuntimeError: out of registers"] * 2
+    assert [row["error_message"] for row in failed] == [
+        "RuntimeError: out of registers",
+        "not run: three experts",
+    ] * 2
     assert len(content["rows"]) == 6
 
 
-@pytest.mark.parametrize("wrong", [{"shapes": ["huge"]}, {"formats": ["fp3"]}, {"routing": "round"}])
+@pytest.mark.parametrize(
+    "wrong", [{"shapes": ["huge"]}, {"formats": ["fp3"]}, {"routing": "round"}, {"routing": "zipf-steep"}]
+)
 def test_unknown_names_list_the_known_ones(wrong):
-    with pytest.raises(UserError, match=r"unknown \w+ '\w+'; known: "):
+    with pytest.raises(UserError, match=r"unknown \w+ '[\w-]+'; known: "):
         moe.run(device="cpu", **wrong)
+
+
+def test_logits_whose_largest_are_the_routes():
+    """What triton_kernels is handed in a call's place: its top-k in a softmax."""
+    _, ids_TK, weights_TK = moe.draw_inputs(TINY, 40, 0, "zipf", "cpu")
+    logits_TE, _ = moe_triton_kernels.routes(ids_TK, weights_TK, num_experts=TINY.experts)
+    found_TK, chosen_TK = logits_TE.topk(TINY.top_k)
+    order_TK = chosen_TK.argsort(), ids_TK.argsort()
+    assert torch.equal(chosen_TK.gather(1, order_TK[0]).int(), ids_TK.gather(1, order_TK[1]))
+    wanted_TK = weights_TK.gather(1, order_TK[1])
+    assert torch.allclose(found_TK.softmax(1).gather(1, order_TK[0]), wanted_TK, atol=1e-6)

@@ -16,8 +16,9 @@ Legend: T tokens, H hidden, E experts, k top-k.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,8 @@ from torch import Tensor
 
 from turnout import formats as weight_formats
 from turnout.bench import timing
-from turnout.bench.moe_peers import grouped_mm
+from turnout.bench.contender import Contender, Forward
+from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
 from turnout.errors import UserError
@@ -47,14 +49,11 @@ from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
 
-ROUTINGS = ("uniform", "zipf")
-PEERS = ("eager", "grouped_mm", "batched_mm")
+ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
 INPUTS = 4  # sets of tokens and routes per point
 TABLE_WIDTH = 110
 GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
-
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,7 @@ def run(
     for kind, asked, known in (
         ("shape", shapes, SHAPES),
         ("format", formats, weight_formats.FORMATS),
-        ("routing", [routing], ROUTINGS),
+        ("routing", [] if _skew(routing) is not None else [routing], ROUTINGS),
     ):
         for name in asked:
             if name not in known:
@@ -161,17 +160,6 @@ def run(
     return content
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """Something that computes the layer: one of our runners, or a peer. One forward per set of weights."""
-
-    runner: str
-    dtype: str
-    forwards: tuple[Forward, ...]
-    gathered_bytes: int = 0  # of weights, per token
-    peer: bool = False
-
-
 class LayerBench:
     """One layer's weights in one format, and all that is measured on them."""
 
@@ -187,10 +175,7 @@ class LayerBench:
         found = [self._ours(runner, dtype) for dtype in dtypes]
         if not peers:
             return found
-        found += [self._grouped_mm(dtype) for dtype in dtypes]
-        if self._shape.ep == 1 and not self._shape.swiglu:
-            found += [peer for dtype in dtypes for peer in self._peers(dtype)]
-        return found
+        return found + [peer for dtype in dtypes for peer in self._peers(dtype)]
 
     def measure(
         self, tokens: int, contenders: list[Contender], ceilings: dict[str, float]
@@ -205,15 +190,20 @@ class LayerBench:
         floor = self._floor_us(inputs, ceilings)
         for contender in contenders:
             row: dict[str, Any] = {"runner": contender.runner, "compute_dtype": contender.dtype}
+            refusal = contender.refusal
             if contender.gathered_bytes * tokens > PEER_BYTES:
-                size = contender.gathered_bytes * tokens / 1e9
-                rows.append(row | {"error_message": f"not run: it gathers {size:.1f} GB of weights"})
+                refusal = f"it gathers {contender.gathered_bytes * tokens / 1e9:.1f} GB of weights"
+            if refusal:
+                rows.append(row | {"error_message": f"not run: {refusal}", "peer": contender.peer})
                 continue
-            cast = [(x.to(getattr(torch, contender.dtype)), ids, w) for x, ids, w in inputs]
+            dtype = getattr(torch, contender.dtype)
             try:
+                cast = [(x.to(dtype), *contender.routes(ids, w)) for x, ids, w in inputs]
                 error = relative_error(contender.forwards[0](*cast[0]), reference)
             except Exception as failure:  # a failed point is a row, never an absent one
-                rows.append(row | {"error_message": f"{type(failure).__name__}: {failure}"})
+                rows.append(
+                    row | {"error_message": f"{type(failure).__name__}: {failure}", "peer": contender.peer}
+                )
                 continue
             rows.append(row | {"floor_us": floor, "error": error, "peer": contender.peer})
             forwards = contender.forwards
@@ -256,53 +246,10 @@ class LayerBench:
 
         return Contender(runner=name, dtype=dtype, forwards=tuple(map(forward, self._sets)))
 
-    def _grouped_mm(self, dtype: str) -> Contender:
-        forwards = [
-            grouped_mm(weights, self._spec.activation, getattr(torch, dtype)) for weights in self._sets
-        ]
-        return Contender(runner="torch grouped_mm", dtype=dtype, forwards=tuple(forwards), peer=True)
-
     def _peers(self, dtype: str) -> list[Contender]:
-        """transformers' expert implementations on the decoded weights."""
-        from transformers import AutoConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-        shape, kind = self._shape, getattr(torch, dtype)
-        config = AutoConfig.for_model(
-            "qwen3_moe",
-            hidden_size=shape.hidden,
-            moe_intermediate_size=shape.intermediate,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-        )
-        per_token = shape.top_k * 3 * shape.hidden * shape.intermediate * kind.itemsize
-
-        def module(weights: ExpertWeights) -> Any:
-            with torch.device("meta"):
-                experts = Qwen3MoeExperts(config)
-            for name, weight in (("gate_up_proj", weights.w13), ("down_proj", weights.w2)):
-                setattr(experts, name, torch.nn.Parameter(weight.decode(kind), requires_grad=False))
-            return experts
-
-        modules = [module(weights) for weights in self._sets]
-
-        def peer(implementation: str) -> Contender:
-            def forward(experts: Any) -> Forward:
-                def run(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-                    config._experts_implementation = implementation
-                    return experts(x_TH, ids_TK.long(), weights_TK.to(x_TH.dtype))
-
-                return run
-
-            return Contender(
-                runner=f"transformers {implementation}",
-                dtype=dtype,
-                forwards=tuple(map(forward, modules)),
-                gathered_bytes=per_token if implementation == "batched_mm" else 0,
-                peer=True,
-            )
-
-        return [peer(implementation) for implementation in PEERS]
+        """Those that are installed, and take such a layer."""
+        layer = Layer(spec=self._spec, sets=tuple(self._sets), ranks=self._shape.ep, dtype=dtype)
+        return [contender for peer in PEERS for contender in peer(layer)]
 
     def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
         """Averaged over the inputs, whose routes touch more experts or fewer."""
@@ -345,10 +292,22 @@ def draw_inputs(
     draw = torch.Generator().manual_seed(seed)
     x_TH = torch.randn(tokens, shape.hidden, generator=draw)
     E, k = shape.experts, shape.top_k
-    rank_E = torch.randperm(E, generator=draw) if routing == "zipf" else torch.zeros(E)
-    ids_TK = torch.multinomial((1 / (1 + rank_E)).expand(tokens, E), k, generator=draw)
+    skew = _skew(routing) or 0.0
+    rank_E = torch.randperm(E, generator=draw) if skew else torch.zeros(E)
+    ids_TK = torch.multinomial((1.0 + rank_E).pow(-skew).expand(tokens, E), k, generator=draw)
     weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
     return x_TH.to(device), ids_TK.int().to(device), weights_TK.to(device)
+
+
+def _skew(routing: str) -> float | None:
+    """The exponent of Zipf's law, 0 for uniform routes; None for a routing that is not known."""
+    if routing in ("uniform", "zipf"):
+        return float(routing == "zipf")
+    name, _, exponent = routing.partition("-")
+    try:
+        return float(exponent) if name == "zipf" and 0 < float(exponent) < math.inf else None
+    except ValueError:
+        return None
 
 
 def show(content: dict[str, Any]) -> None:
@@ -359,7 +318,7 @@ def show(content: dict[str, Any]) -> None:
     )  # fmt: skip
     groups: dict[tuple, list[float]] = {}
     for row in content["rows"]:
-        if row.get("peer"):
+        if row.get("peer") and "time_us" in row:
             groups.setdefault((row["shape"], row["format"], row["tokens"]), []).append(row["time_us"])
     for row in content["rows"]:
         head = [row["shape"], row["format"], str(row["tokens"]), row["runner"], row["compute_dtype"]]
