@@ -106,6 +106,8 @@ def main() -> int:
     units = [*named(csrc), *written(csrc, generated, folder / "units", asked.every_tile)]
     objects, slow = compile_all(units, flags, folder, asked.deadline)
     print(f"{len(objects)} of {len(units)} units compiled, the slowest in {slow:.0f} s")
+    late = {unit.name for unit in units} - {target.stem for target in objects}
+    print(f"not in time: {', '.join(sorted(late)) or 'none'}")
     print(f"{link(objects, flags, folder)} functions are left out; {folder / 'fused_moe_90.so'}")
     return 0 if len(objects) == len(units) else 1
 
