@@ -32,7 +32,8 @@ from turnout.parallel.groups import ALONE
 from turnout.registry import DISPATCHERS, RUNNERS
 
 TOKENS = (0, 1, 3, 17)  # and as many as the budget or the caller allows
-CAPTURED = (1, 17)  # tokens of the batches that are tried in CUDA graphs
+BUCKETS = (64, 256, 1024, 4096)  # more on a GPU, whose kernels are others for other numbers of tokens
+CAPTURED = (1, 17, 256)  # tokens of the batches that are tried in CUDA graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +168,10 @@ def make_batches(inputs: Inputs, plan: MoEPlan, most: int) -> list[Batch]:
 
     inputs: at least one token; they are repeated where more are wanted.
     """
+    sizes = TOKENS + BUCKETS if inputs.x_TH.device.type == "cuda" else TOKENS
     found = [
         Batch(name=str(tokens), inputs=_some(inputs, tokens), prefix=True)
-        for tokens in sorted({n for n in TOKENS if n < most} | {most})
+        for tokens in sorted({n for n in sizes if n < most} | {most})
     ]
     last = plan.first_expert + plan.num_local_experts - 1
     found.append(Batch(name="one expert", inputs=_only(_some(inputs, most), [last] * most)))
