@@ -1,6 +1,6 @@
 """Compile the part of FlashInfer's Hopper MoE module that Turnout calls, with nvcc and without a download.
 
-    python tools/build_flashinfer_hopper.py FOLDER [--deadline SECONDS] [--every-tile]
+    python tools/build_flashinfer_hopper.py FOLDER [--deadline SECONDS] [--jobs N] [--every-tile]
 
 FlashInfer compiles `fused_moe_90` at first use, 248 units of up to three minutes each, for every type it has.
 Turnout calls it with MXFP4 weights (W4A16), with bf16 and with FP8 blocks. This compiles those: the dispatch
@@ -98,13 +98,14 @@ def main() -> int:
     parser.add_argument(
         "--deadline", type=float, default=3600, help="seconds after which to link what there is"
     )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="units to compile at a time")
     parser.add_argument("--every-tile", action="store_true", help="all tiles of W4A16, with clusters")
     asked = parser.parse_args()
     folder: Path = asked.folder.resolve()
     (folder / "units").mkdir(parents=True, exist_ok=True)
     csrc, generated, flags = library()
     units = [*named(csrc), *written(csrc, generated, folder / "units", asked.every_tile)]
-    objects, slow = compile_all(units, flags, folder, asked.deadline)
+    objects, slow = compile_all(units, flags, folder, asked.deadline, asked.jobs)
     print(f"{len(objects)} of {len(units)} units compiled, the slowest in {slow:.0f} s")
     late = {unit.name for unit in units} - {target.stem for target in objects}
     print(f"not in time: {', '.join(sorted(late)) or 'none'}")
@@ -156,17 +157,14 @@ def written(csrc: Path, generated: Path, folder: Path, every_tile: bool) -> Iter
         head = f'#include "{include}"\n#include "moe_kernels.h"\n{NAMESPACE}'
         yield unit(f"runner_{number}", f"{head}template class CutlassMoeFCRunner<{types}>;\n}}\n")
     yield unit("bf16_bf16", f'#include "{csrc / MOE}/moe_gemm_template_dispatch.h"{NO_SM80}')
-    for number, (head, group) in enumerate(_kernels(generated, every_tile)):
+    for name, head, group in _kernels(generated, every_tile):
         body = "\n".join(group)
-        yield unit(
-            f"kernels_{number}",
-            f"{head}\nnamespace tensorrt_llm::kernels::cutlass_kernels_oss {{\n{body}\n}}\n",
-        )
+        yield unit(name, f"{head}\nnamespace tensorrt_llm::kernels::cutlass_kernels_oss {{\n{body}\n}}\n")
 
 
-def _kernels(generated: Path, every_tile: bool) -> Iterator[tuple[str, list[str]]]:
-    """What FlashInfer generates for W4A16 and bf16, by tile: the line that includes, the instantiations."""
-    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+def _kernels(generated: Path, every_tile: bool) -> Iterator[tuple[str, str, list[str]]]:
+    """What FlashInfer generates for W4A16 and bf16, by tile: a name, the line that includes, the code."""
+    found: dict[tuple[str, str], list[str]] = {}
     for file in sorted(generated.glob("gemm_grouped/90/*.cu")):
         text = file.read_text()
         head = text.partition("\n")[0]
@@ -176,18 +174,18 @@ def _kernels(generated: Path, every_tile: bool) -> Iterator[tuple[str, list[str]
             if ("Pingpong" in kernel) != together and (
                 every_tile or (cluster == [1, 1] and (m, n, k) in TILES)
             ):
-                found.setdefault((head, (m, n, k)), []).append(kernel)
+                found.setdefault((f"w4a16_{m}x{n}x{k}", head), []).append(kernel)
         macro = r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\(Sm90, __nv_bfloat16, __nv_bfloat16.*?\);"
         for kernel in re.findall(macro, text, re.S):
             m, n, k, *cluster = map(int, re.findall(r"\b\d+\b", kernel)[:5])
             if "NONE" in kernel and cluster == [1, 1]:
-                found.setdefault((head, (m, n, k)), []).append(kernel)
-    for (head, _), kernels in sorted(found.items(), key=lambda item: -len(item[1])):
-        yield head, kernels
+                found.setdefault((f"bf16_{m}x{n}x{k}", head), []).append(kernel)
+    for (name, head), kernels in sorted(found.items(), reverse=True):
+        yield name, head, kernels
 
 
 def compile_all(
-    units: Iterable[Unit], flags: dict[str, list[str]], folder: Path, deadline: float
+    units: Iterable[Unit], flags: dict[str, list[str]], folder: Path, deadline: float, jobs: int
 ) -> tuple[list[Path], float]:
     """The objects that there are in the end, old ones included, and the seconds of the slowest unit."""
     (folder / "objects").mkdir(exist_ok=True)
@@ -217,7 +215,7 @@ def compile_all(
         taken.append(time.monotonic() - begun)
         return draft.rename(target)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         objects = [target for target in pool.map(compile, units) if target]
     return objects, max(taken)
 

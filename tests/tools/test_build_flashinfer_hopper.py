@@ -40,11 +40,11 @@ def test_kernels_that_turnout_calls_are_grouped_by_tile(tmp_path: Path):
     (folder / "mixed.cu").write_text('#include "mixed.inl"\n' + "".join(mixed))
     (folder / "dense.cu").write_text('#include "dense.inl"\n' + "".join(dense))
     few, every = list(_kernels(tmp_path, False)), list(_kernels(tmp_path, True))
-    assert [(head, len(kernels)) for head, kernels in few] == [
-        ('#include "dense.inl"', 2),
-        ('#include "mixed.inl"', 1),
-        ('#include "mixed.inl"', 1),
+    assert [(name, head, len(kernels)) for name, head, kernels in few] == [
+        ("w4a16_64x16x128", '#include "mixed.inl"', 1),
+        ("w4a16_128x64x256", '#include "mixed.inl"', 1),
+        ("bf16_128x16x64", '#include "dense.inl"', 2),
     ]
-    chosen = {kernel + "\n" for _, kernels in few for kernel in kernels}
+    chosen = {kernel + "\n" for *_, kernels in few for kernel in kernels}
     assert chosen == {mixed[0], mixed[2], dense[0], dense[1]}
-    assert sum(len(kernels) for _, kernels in every) == 6
+    assert sum(len(kernels) for *_, kernels in every) == 6
