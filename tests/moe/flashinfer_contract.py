@@ -129,6 +129,10 @@ class Launches:
     def _exactly(self, x: Tensor) -> Tensor:
         return self._exact.pop(x.data_ptr(), x.float())
 
+    def _decoded(self, codes: Tensor, decode: Callable[[], Tensor]) -> Tensor:
+        """The weights that `codes` are part of."""
+        return decode()
+
     # Quantisers
 
     def fp4_quantize(
@@ -207,8 +211,12 @@ class Launches:
         tensor("w1_alpha", a.w1_alpha, torch.float32, E, align=4)
         tensor("w2_alpha", a.w2_alpha, torch.float32, E, align=4)
         tensor("moe_output", a.moe_output, torch.bfloat16, T, H)
-        w1 = values(codes1, mma_scales("w1_weight_sf", a.w1_weight_sf, E, N, H))
-        w2 = values(codes2, mma_scales("w2_weight_sf", a.w2_weight_sf, E, H, I))
+        w1 = self._decoded(
+            codes1, lambda: values(codes1, mma_scales("w1_weight_sf", a.w1_weight_sf, E, N, H))
+        )
+        w2 = self._decoded(
+            codes2, lambda: values(codes2, mma_scales("w2_weight_sf", a.w2_weight_sf, E, H, I))
+        )
 
         def activated(h: Tensor) -> Tensor:
             if not gated:
@@ -279,8 +287,8 @@ class Launches:
         require(bool((ones == 1).all()), "silu is a swiglu whose alpha is 1")
         tensor("output", a.output, torch.bfloat16, T, H)
         require(a.do_finalize, "the layer sums over a token's experts")
-        w1 = unshuffled(values(codes1, tiled_scales(sf1, E, 2 * I, H)))
-        w2 = unshuffled(values(codes2, tiled_scales(sf2, E, H, I)))
+        w1 = self._decoded(codes1, lambda: unshuffled(values(codes1, tiled_scales(sf1, E, 2 * I, H))))
+        w2 = self._decoded(codes2, lambda: unshuffled(values(codes2, tiled_scales(sf2, E, H, I))))
 
         def expert(e: int, x: Tensor) -> Tensor:
             up, gate = (x @ w1[e].T).unflatten(-1, (I, 2)).unbind(-1)
@@ -315,7 +323,8 @@ def weighted(
     out_TH = torch.zeros_like(x_TH)
     for e in range(E):
         token, slot = (ids_TK == first + e).nonzero(as_tuple=True)
-        out_TH.index_add_(0, token, expert(e, x_TH[token]) * weights_TK[token, slot, None])
+        if len(token):
+            out_TH.index_add_(0, token, expert(e, x_TH[token]) * weights_TK[token, slot, None])
     return out_TH
 
 
