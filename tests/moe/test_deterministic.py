@@ -103,7 +103,8 @@ def test_the_planner_takes_only_what_promises_it():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("format", "activations"), [*((f, "bf16") for f in ("bf16", "mxfp4", "nvfp4")), ("fp8", "fp8")]
+    ("format", "activations"),
+    [*((f, "bf16") for f in ("bf16", "mxfp4", "nvfp4")), ("fp8", "fp8"), ("mxfp4", "fp8")],
 )
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
 def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):

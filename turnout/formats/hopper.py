@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from turnout.formats.fragments import fill, pair_rows, to_fragments
+from turnout.formats.fragments_fp8 import fill_fp8, to_fragments_fp8
 from turnout.formats.packed import PackedTensor
 
 FP8_GROUP = 128  # columns that share a scale
@@ -19,14 +20,27 @@ class Matrix:
     """
 
     def __init__(
-        self, weights: PackedTensor, bias: Tensor | None, paired: bool, device: torch.device
+        self,
+        weights: PackedTensor,
+        bias: Tensor | None,
+        paired: bool,
+        device: torch.device,
+        *,
+        w4a8: bool = False,
     ) -> None:
-        self.format, self.paired = weights.format, paired
+        """w4a8: MXFP4 weights that are multiplied with FP8 activations."""
+        self.format, self.paired, self._w4a8 = weights.format, paired, w4a8
         self.rows, self.inner = weights.shape[1:]
         self.codes: Tensor
         self.scales: Tensor
         self.alpha: Tensor
-        if weights.format in ("mxfp4", "nvfp4"):
+        if w4a8:
+            self._fragments_fp8 = to_fragments_fp8(weights, paired=paired, device=device)
+            self.codes, self.scales = self._fragments_fp8.codes, self._fragments_fp8.scales
+            self.alpha = self._fragments_fp8.alpha
+            self.blocks = self.codes.shape[2], self.codes.shape[1]
+            self.padded_rows = 64 * self.blocks[0]
+        elif weights.format in ("mxfp4", "nvfp4"):
             self._fragments = to_fragments(weights, paired=paired, device=device)
             self.codes, self.scales = self._fragments.codes, self._fragments.scales
             self.alpha = self._fragments.alpha
@@ -51,7 +65,9 @@ class Matrix:
 
     def load(self, weights: PackedTensor, bias: Tensor | None) -> None:
         """Take other values of the same shapes and format into the same storage."""
-        if self.format in ("mxfp4", "nvfp4"):
+        if self._w4a8:
+            fill_fp8(self._fragments_fp8, weights, paired=self.paired)
+        elif self.format in ("mxfp4", "nvfp4"):
             fill(self._fragments, weights, paired=self.paired)
         else:
             self._load_rows(weights)

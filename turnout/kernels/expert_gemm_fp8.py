@@ -43,7 +43,7 @@ def quantize_groups(x):
 def quantize_rows(
     x_ptr, q_ptr, scale_ptr, rows, K, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """q e4m3 [rows, K], scale float32 [rows, K / 128] of x [rows, K]."""
+    """q e4m3 [rows, 128 GROUPS], scale float32 [rows, GROUPS] of x [rows, K]; beyond K there are zeros."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -52,8 +52,8 @@ def quantize_rows(
     column = (g % GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     exists = row < rows
     at = x_ptr + row[:, None] * x_stride + column
-    q, scale = quantize_groups(tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32))
-    tl.store(q_ptr + row[:, None] * K + column, q, mask=exists[:, None])
+    q, scale = quantize_groups(tl.load(at, mask=exists[:, None] & (column < K), other=0.0).to(tl.float32))
+    tl.store(q_ptr + row[:, None] * (GROUPS * 128) + column, q, mask=exists[:, None])
     tl.store(scale_ptr + row * GROUPS + g % GROUPS, scale, mask=exists)
 
 

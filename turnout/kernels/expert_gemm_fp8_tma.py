@@ -72,7 +72,7 @@ def quantize_sorted(
     x_ptr, tiles_ptr, q_ptr, scale_ptr, K, x_stride, scale_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `quantize_rows`, of the first tiles[1] rows, with scales [K / 128, scale_stride]."""
+    """As `quantize_rows`, of the first tiles[1] rows, with scales [GROUPS, scale_stride]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -85,8 +85,9 @@ def quantize_sorted(
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         exists = g < total
         at = x_ptr + row.to(tl.int64)[:, None] * x_stride + column
-        q, scale = quantize_groups(tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32))
-        tl.store(q_ptr + row.to(tl.int64)[:, None] * K + column, q, mask=exists[:, None])
+        held = exists[:, None] & (column < K)
+        q, scale = quantize_groups(tl.load(at, mask=held, other=0.0).to(tl.float32))
+        tl.store(q_ptr + row.to(tl.int64)[:, None] * (GROUPS * 128) + column, q, mask=exists[:, None])
         tl.store(scale_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=exists)
         first += tl.num_programs(0) * BLOCK
 

@@ -33,10 +33,11 @@ RUNNER_CAPABILITIES = {
         ),
         RunnerCapability(
             name="triton",
-            summary="Gluon and Triton kernels for Hopper: W4A16, W8A8, bf16; fused activation, no host waits",
+            summary="Gluon and Triton kernels for Hopper: W4A16, W4A8, W8A8, bf16; fused, no host waits",
             layouts=frozenset({"tokens", "experts"}),
             weight_formats=frozenset({"bf16", "mxfp4", "nvfp4", "fp8"}),
             activation_formats=frozenset({"bf16", "fp8"}),
+            fp8_weight_formats=frozenset({"fp8", "mxfp4"}),
             weight_only_formats=frozenset({"bf16", "mxfp4", "nvfp4"}),
             fp8_units=True,
             compute_dtypes=frozenset({"bfloat16"}),

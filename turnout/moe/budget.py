@@ -313,6 +313,7 @@ def workspace_bytes(
     expert_tp: int,
     decoded: bool,
     itemsize: int,
+    activations: str = "bf16",
 ) -> int:
     """What a runner needs beside its weights for a batch of `rows` tokens.
 

@@ -261,7 +261,9 @@ def _join(
         storage=storage,
         wire=wire,
         weight_bytes=case.weight_bytes(storage) * copies,
-        workspace_bytes=max(case.workspace(runner, feeds[phase], phase, storage) for phase in PHASES),
+        workspace_bytes=max(
+            case.workspace(runner, feeds[phase], phase, storage, activation) for phase in PHASES
+        ),
         dispatch_bytes=_dispatch_bytes(case, feeds, wire),
         order=(
             -runner.preference,
@@ -304,7 +306,8 @@ def _needed(case: Case, candidate: Candidate) -> int:
     """Experts of all layers and the shared buffers; the rest of the model comes on top."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
     workspace = max(
-        case.workspace(candidate.runner, feeds[phase], phase, candidate.storage) for phase in PHASES
+        case.workspace(candidate.runner, feeds[phase], phase, candidate.storage, candidate.activation)
+        for phase in PHASES
     )
     return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)
 

@@ -86,7 +86,12 @@ class Case:
         return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
 
     def workspace(
-        self, runner: RunnerCapability, dispatcher: DispatcherCapability, phase: str, storage: str
+        self,
+        runner: RunnerCapability,
+        dispatcher: DispatcherCapability,
+        phase: str,
+        storage: str,
+        activations: str,
     ) -> int:
         """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
         return runner.workspace(
@@ -98,6 +103,7 @@ class Case:
             decoded=storage == "decoded",
             # GEMM libraries for CPUs are fast in float32, and runners compute in it there.
             itemsize=4 if self.hardware.device == "cpu" else self.itemsize,
+            activations=activations,
         )
 
     def decode_once(self) -> bool:

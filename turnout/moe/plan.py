@@ -237,8 +237,14 @@ def _tiles(case: Case, best: Candidate, find: Callable[[ExpertShape], TileTable]
     """Under --deterministic the rule alone: every machine then runs the same kernels."""
     if not best.runner.tiled or case.wishes.deterministic:
         return ()
-    expert_tp = case.topology.expert_tp
-    return find(shape_of(case.spec, num_local_experts=case.num_local_experts, expert_tp=expert_tp))
+    return find(
+        shape_of(
+            case.spec,
+            num_local_experts=case.num_local_experts,
+            expert_tp=case.topology.expert_tp,
+            activations=best.activation,
+        )
+    )
 
 
 def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:

@@ -9,7 +9,7 @@ a slab.
 from __future__ import annotations
 
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import MIN_TOKENS, ExpertShape
+from turnout.moe.tiling.tiles import MIN_TOKENS, W4A8, ExpertShape
 
 ALIGN = 256
 FP8_GROUP = 128  # columns that share a float32 scale
@@ -20,10 +20,12 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def shape_of(spec: MoESpec, *, num_local_experts: int, expert_tp: int) -> ExpertShape:
-    """One rank's share of `spec`."""
+def shape_of(
+    spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
+) -> ExpertShape:
+    """One rank's share of `spec`. activations: what the GEMMs multiply with."""
     return ExpertShape(
-        format=spec.format,
+        format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
         hidden=spec.hidden_size,
         inner=spec.intermediate_size // expert_tp,
         w13_rows=spec.w13_rows // expert_tp,
@@ -41,19 +43,21 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
     scale per group; by_expert, the same with rows sorted by expert.
     """
-    fp8, H, I = shape.format == "fp8", shape.hidden, shape.inner
+    fp8, H, I = shape.format in ("fp8", W4A8), shape.hidden, shape.inner
+    H8, I8 = (FP8_GROUP * -(-columns // FP8_GROUP) for columns in (H, I))
     found = {"counts": 2 * 4 * (1 << shape.local_experts.bit_length())}
     if layout == "experts":
         held = shape.local_experts * rows
         found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))
         found["h"] = 2 * held * I
-        return found | (_quantized("quantized", held * max(H, I)) if fp8 else {})
+        return found | (_quantized("quantized", held * max(H8, I8)) if fp8 else {})
     pairs = rows * shape.top_k
     found["tiles"] = 16 * (1 + shape.most_tiles(rows, MIN_TOKENS))
     found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
     if fp8:
-        found |= _quantized("quantized", max(rows * H, pairs * I))
-        found |= _quantized("by_expert", pairs * max(H, I)) if shape.sortable else {}
+        found |= _quantized("quantized", max(rows * H8, pairs * I8))
+        sorts = shape.sortable or shape.format == W4A8
+        found |= _quantized("by_expert", pairs * max(H8, I8)) if sorts else {}
     return found
 
 
@@ -66,9 +70,10 @@ def workspace_bytes(
     expert_tp: int,
     decoded: bool,
     itemsize: int,
+    activations: str = "bf16",
 ) -> int:
     """The arena for batches of `rows` in one layout, and the output that a call hands out."""
-    shape = shape_of(spec, num_local_experts=num_local_experts, expert_tp=expert_tp)
+    shape = shape_of(spec, num_local_experts=num_local_experts, expert_tp=expert_tp, activations=activations)
     slabs = num_local_experts if layout == "experts" else 1
     arena = sum(map(aligned, regions(shape, layout, rows).values()))
     return arena + itemsize * slabs * rows * spec.hidden_size

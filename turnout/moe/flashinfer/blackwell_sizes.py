@@ -37,6 +37,7 @@ def cutedsl_workspace_bytes(
     expert_tp: int,
     decoded: bool,
     itemsize: int,
+    activations: str = "bf16",
 ) -> int:
     """Tokens: the input quantised, maps of the pairs, the output, and of W4A4 or W4A16 what is more: GEMM1's
     output in NVFP4, or both GEMMs' inputs in bf16. Slabs: the input quantised, GEMM1's output, the same
@@ -62,6 +63,7 @@ def trtllm_workspace_bytes(
     expert_tp: int,
     decoded: bool,
     itemsize: int,
+    activations: str = "bf16",
 ) -> int:
     """The input quantised, maps of the pairs, GEMM1's output in NVFP4, GEMM2's in bf16, the output."""
     H, I, pairs = spec.hidden_size, spec.intermediate_size // expert_tp, rows * spec.top_k

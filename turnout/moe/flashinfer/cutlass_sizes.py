@@ -30,6 +30,7 @@ def workspace_bytes(
     expert_tp: int,
     decoded: bool,
     itemsize: int,
+    activations: str = "bf16",
 ) -> int:
     """Two buffers that inputs and outputs of both GEMMs take in turn, maps of the pairs, what the GEMMs
     themselves ask for; then the output that a call hands out, and the input where it is padded."""

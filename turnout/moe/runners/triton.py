@@ -30,7 +30,16 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import SORT_PAIRS, ExpertShape, Tiles, TileTable, Tiling, choose, slab_rule
+from turnout.moe.tiling.tiles import (
+    SORT_PAIRS,
+    W4A8,
+    ExpertShape,
+    Tiles,
+    TileTable,
+    Tiling,
+    choose,
+    slab_rule,
+)
 from turnout.moe.workspace import regions
 
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
@@ -91,6 +100,7 @@ class TritonRunner:
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
         self._deterministic = plan.deterministic
+        self._w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
         self._plan, self._table = plan, plan.tiles
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
         self._padded_count = _power_of_two(self._count + 1)
@@ -98,10 +108,11 @@ class TritonRunner:
 
     def prepare(self, experts: ExpertWeights) -> None:
         gated = self._spec.activation.gated
-        self._w13 = Matrix(experts.w13, experts.b13, gated, self._device)
-        self._w2 = Matrix(experts.w2, experts.b2, False, self._device)
+        self._w13 = Matrix(experts.w13, experts.b13, gated, self._device, w4a8=self._w4a8)
+        self._w2 = Matrix(experts.w2, experts.b2, False, self._device, w4a8=self._w4a8)
         self.shape = ExpertShape(
-            format=self._w13.format, hidden=self._w2.rows, inner=self._w2.inner, w13_rows=self._w13.rows,
+            format=W4A8 if self._w4a8 else self._w13.format,
+            hidden=self._w2.rows, inner=self._w2.inner, w13_rows=self._w13.rows,
             num_experts=self._spec.num_experts, local_experts=self._count, top_k=self._spec.top_k,
         )  # fmt: skip
         self._arena, self._spaces = workspaces(self.shape, self._plan, self._device)
@@ -138,7 +149,7 @@ class TritonRunner:
         if P == 0:
             return out_TH
         space = self._space("tokens", T)
-        sort, tiles = P > SORT_PAIRS, self._tiles(T)
+        sort, tiles = P > SORT_PAIRS or self._w4a8, self._tiles(T)
         if sort:
             self._sort(space, ids_TK, P, tiles.tokens)
         bound = self.shape.most_tiles(T, tiles.tokens)
@@ -205,6 +216,9 @@ class TritonRunner:
     ) -> None:  # fmt: skip
         """weights None: slabs, whose rows are neither gathered nor scattered."""
         cut = tiles.first if first else tiles.second
+        if self._w4a8:
+            self._gemm_w4a8(space, w, x, out, table, weights, k, cut, first=first)
+            return
         if tiles.sorted:
             assert weights is not None, "slabs are cut by slab_rule"
             self._gemm_fp8_sorted(space, w, x, out, table, weights, k, cut, first=first)
@@ -258,25 +272,14 @@ class TritonRunner:
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma, gather_sorted, quantize_sorted
+        from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
 
-        activation, programs = self._spec.activation, 16 * self._processors
-        P, K = len(out), w.inner
+        activation, P, K = self._spec.activation, len(out), w.inner
         groups = K // FP8_GROUP
-        codes, scales = space.by_expert[0][: P * K], space.by_expert[1][: P * groups]
-        if first:
-            token_codes, token_scales = self._quantize(space, x, True)
-            gather_sorted[(programs,)](
-                token_codes.view(torch.int64), token_scales, space.order, table, codes.view(torch.int64),
-                scales, P, k, K // 8, groups, _power_of_two(groups), 8, True, launch_pdl=True,
-            )  # fmt: skip
-        else:
-            quantize_sorted[(programs,)](
-                x, table, codes, scales, K, x.stride(0), P, groups, 32, True, launch_pdl=True
-            )
+        codes, scales = self._quantize_sorted(space, x, table, P, k, gather=first)
         tile = NVMMASharedLayout(128, 8, 2)
         expert_gemm_fp8_tma[(self._processors,)](
-            TensorDescriptor.from_tensor(codes.view(P, K), [cut.tokens, FP8_GROUP], tile), scales,
+            TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
             TensorDescriptor.from_tensor(w.codes.view(-1, K), [cut.rows, FP8_GROUP], tile),
             w.scales, w.any_bias, out, space.order, table, weights,
             w.rows, self._w2.inner if first else w.rows, groups, P, out.stride(0), self._first, self._count,
@@ -285,12 +288,66 @@ class TritonRunner:
             cut.group, True, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
 
+    def _gemm_w4a8(
+        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
+        k: int, cut: Tiling, *, first: bool,
+    ) -> None:  # fmt: skip
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from turnout.kernels.expert_gemm_w4a8 import expert_gemm_w4a8
+
+        activation, pairs, rows = self._spec.activation, weights is not None, len(out)
+        n_blocks, groups = w.blocks
+        if pairs:
+            codes, scales = self._quantize_sorted(space, x, table, rows, k, gather=first)
+            scale_row, scale_group = 1, rows
+        else:
+            flat, scales = self._quantize(space, x, False)
+            codes = flat[: rows * groups * FP8_GROUP].view(rows, -1)
+            scale_row, scale_group = groups, 1
+        tile, weight_tile = NVMMASharedLayout(128, 8, 2), NVMMASharedLayout(128, 32, 2)
+        expert_gemm_w4a8[(self._processors,)](
+            TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
+            TensorDescriptor.from_tensor(w.codes.view(-1, 32), [128, 32], weight_tile),
+            w.scales, w.alpha, w.any_bias, out, space.order, table,
+            weights if weights is not None else w.alpha,
+            n_blocks, self._w2.inner if first else w.rows, groups, scale_row, scale_group, rows,
+            out.stride(0), self._first, self._count,
+            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
+            activation.kind if first else "none", pairs and not first, w.bias is not None, cut.tokens,
+            cut.stages, cut.group, pairs, num_warps=cut.warps, launch_pdl=pairs,
+        )  # fmt: skip
+
+    def _quantize_sorted(
+        self, space: Workspace, x: Tensor, table: Tensor, P: int, k: int, *, gather: bool
+    ) -> tuple[Tensor, Tensor]:
+        """e4m3 [P, K'] and float32 [K' / 128, P] of rows by expert, K' being K up to a multiple of 128.
+        gather: x has them token by token."""
+        from turnout.kernels.expert_gemm_fp8_tma import gather_sorted, quantize_sorted
+
+        K, programs = x.shape[1], 16 * self._processors
+        groups = -(-K // FP8_GROUP)
+        columns = groups * FP8_GROUP
+        codes, scales = space.by_expert[0][: P * columns], space.by_expert[1][: P * groups]
+        if gather:
+            token_codes, token_scales = self._quantize(space, x, True)
+            gather_sorted[(programs,)](
+                token_codes.view(torch.int64), token_scales, space.order, table, codes.view(torch.int64),
+                scales, P, k, columns // 8, groups, _power_of_two(groups), 8, True, launch_pdl=True,
+            )  # fmt: skip
+        else:
+            quantize_sorted[(programs,)](
+                x, table, codes, scales, K, x.stride(0), P, groups, 32, True, launch_pdl=True
+            )
+        return codes.view(P, columns), scales
+
     def _quantize(self, space: Workspace, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:
-        """x as e4m3 [R, K] and float32 [R, K / 128]."""
+        """x as e4m3 [R, K'] and float32 [R, K' / 128], flat; K' is K up to a multiple of 128."""
         from turnout.kernels.expert_gemm_fp8 import quantize_rows
 
         R, K = x_RK.shape
-        groups = K // FP8_GROUP
+        groups = -(-K // FP8_GROUP)
         codes, scales = space.quantized
         block = 64 if R * groups > 1 << 16 else 16
         quantize_rows[(-(-R * groups // block),)](

@@ -22,6 +22,7 @@ MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 # FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
 SORTED_ABOVE = 48
+W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
 _FEW_PROGRAMS = 600
@@ -86,6 +87,12 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
         (24, Tiling(128, 32, 1, 4, 4, 1)),
         (math.inf, Tiling(128, 64, 1, 4, 4, 1)),
     ),
+    W4A8: (
+        (12, Tiling(256, 16, 1, 8, 4, 1)),
+        (24, Tiling(256, 32, 1, 8, 4, 1)),
+        (72, Tiling(256, 64, 1, 7, 4, 8)),
+        (math.inf, Tiling(256, 128, 1, 5, 4, 8)),
+    ),
 }
 
 
@@ -93,7 +100,7 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
 class ExpertShape:
     """One rank's share of a layer, as far as tilings depend on it."""
 
-    format: str  # of the weights
+    format: str  # of the weights, or W4A8
     hidden: int  # columns of GEMM1, rows of GEMM2
     inner: int  # columns of GEMM2
     w13_rows: int
@@ -138,6 +145,8 @@ def rule(shape: ExpertShape, tokens: int) -> Tiles:
     if shape.sortable and per_expert > SORTED_ABOVE:
         return SORTED
     tiling = _by_tokens(shape, per_expert)
+    if shape.format == W4A8:
+        return Tiles(tiling, tiling, sorted=True)
     tiles = _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
     if tiles.tokens == MIN_TOKENS and tokens * shape.top_k <= SORT_PAIRS:
         held = tokens * shape.top_k * shape.local_experts / shape.num_experts
@@ -149,6 +158,8 @@ def rule(shape: ExpertShape, tokens: int) -> Tiles:
 def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
     """For slabs of `capacity` rows, of which nobody knows how many are filled."""
     tiling = _by_tokens(shape, capacity)
+    if shape.format == W4A8:
+        return Tiles(tiling, tiling, sorted=True)
     return _narrow(shape, tiling, shape.local_experts * -(-capacity // tiling.tokens))
 
 
@@ -156,6 +167,9 @@ def refuse(shape: ExpertShape, tiles: Tiles) -> str:
     """Why no kernel runs `tiles`; "" if one does."""
     if tiles.first.tokens != tiles.second.tokens:
         return "the two GEMMs share a table of tiles, and differ in their tokens"
+    if shape.format == W4A8:
+        known = [tiling for _, tiling in RULES[W4A8]]
+        return "" if tiles.sorted and tiles.first in known and tiles.second in known else "no tiling of W4A8"
     if tiles.sorted:
         return "" if shape.sortable and tiles == SORTED else "the TMA kernel has one tiling, and whole tiles"
     for tiling in tiles[:2]:
