@@ -1,7 +1,9 @@
 """DeepEP between CPU ranks: `deep_ep.Buffer` by what its documentation says of each argument and result.
 
 The library is a compiled extension that needs GPUs to be imported; names, order and defaults of parameters
-are those of its 1.2. Rows travel as pickled objects. Places of slabs beyond the counts hold NaN.
+are those of its 1.2, and for NVFP4 those of sgl-deep-ep 0.1.2, whose tests say how it lays out what arrives:
+codes [C, H/2, E] and scales [32, 4, C/128, 4, H/64, E], by which 1 / x_global_scale is multiplied. Rows
+travel as pickled objects. Places of slabs beyond the counts hold NaN.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from turnout.formats import nvfp4
 
 BLOCK = 128
 
@@ -141,8 +145,9 @@ class Buffer:
 
     def low_latency_dispatch(
         self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
-        cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True,
-        round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False,
+        cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, x_global_scale=None,
+        use_fp8=True, round_scale=False, use_ue8m0=False, use_nvfp4=False, async_finish=False,
+        return_recv_hook=False,
     ):  # fmt: skip
         most = num_max_dispatch_tokens_per_rank
         assert self.low_latency
@@ -151,6 +156,8 @@ class Buffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert len(x) <= most <= 1024
+        assert not (use_fp8 and use_nvfp4)
+        assert (x_global_scale is not None) == use_nvfp4
         assert topk_idx.dtype == torch.int64
         assert topk_idx.is_contiguous()
         held = num_experts // self.ranks
@@ -165,6 +172,9 @@ class Buffer:
                 origin[expert].append((source, token, slot))
                 counts[expert] += 1
         handle = (origin, most, x.shape[1], num_experts)
+        if use_nvfp4:
+            assert (x_global_scale.dtype, x_global_scale.ndim) == (torch.float32, 0)
+            return _nvfp4(slabs, counts, x_global_scale), counts, handle, object(), None
         return (_fp8(slabs) if use_fp8 else slabs), counts, handle, object(), None
 
     def low_latency_combine(
@@ -194,6 +204,20 @@ def _fp8(slabs: Tensor) -> tuple[Tensor, Tensor]:
     scales = blocks.abs().amax(-1).clamp(min=1e-4) / 448
     data = (blocks / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn)
     return data, scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _nvfp4(slabs: Tensor, counts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and e4m3 scales, each scale where the hardware reads it; garbage beyond counts."""
+    E, C, H = slabs.shape
+    assert C % 128 == 0
+    used = torch.arange(C) < counts[:, None]
+    codes, scales = nvfp4.quantize_activation(slabs.nan_to_num(), 1 / scale)
+    codes = torch.where(used[..., None], codes, 0x77)
+    scales = torch.where(used[..., None], scales.view(torch.uint8), 0x7F)
+    tiles = torch.zeros(E, C // 128, H // 64, 32, 4, 4, dtype=torch.uint8)
+    r, g = torch.arange(C)[:, None], torch.arange(H // 16)[None]
+    tiles[:, r // 128, g // 4, r % 32, r % 128 // 32, g % 4] = scales
+    return codes.permute(1, 2, 0), tiles.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 
 def _bytes(x: Tensor) -> Tensor:

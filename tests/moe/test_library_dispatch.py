@@ -52,7 +52,8 @@ class LibraryCase(Case):
 
     def declared(self) -> Sequence[DispatcherCapability]:
         own = DISPATCHER_CAPABILITIES[self.dispatcher]
-        return [replace(own, devices=frozenset({"cpu"}), limits=Limits(one_to_one=True), requires=())]
+        anywhere = {"devices": frozenset({"cpu"}), "limits": Limits(one_to_one=True)}
+        return [replace(own, **anywhere, wire_needs=(), requires=())]
 
 
 def cases(dispatcher: str, ranks: int) -> list[LibraryCase]:
@@ -168,14 +169,16 @@ def budget(prefill: int, dp_size: int) -> Budget:
     )
 
 
-def planned(spec: MoESpec = MODEL, ranks_count: int = 4, prefill: int = 512, **wishes) -> MoEPlan:
+def planned(
+    spec: MoESpec = MODEL, ranks_count: int = 4, prefill: int = 512, machine: str = "h200", **wishes
+) -> MoEPlan:
     return plan(
         spec,
         topology=Topology(
             tp_size=ranks_count, dp_size=ranks_count, ep_size=ranks_count, enable_dp_attention=True
         ),
         budget=budget(prefill, ranks_count),
-        hardware=hardware.named("h200"),
+        hardware=hardware.named(machine),
         wishes=Wishes(**{"runner": "torch", "dispatcher": "deepep"} | wishes),
         compute_dtype="bfloat16",
     )
@@ -235,8 +238,30 @@ def test_what_cannot_be_sent_is_refused_with_all_reasons():
         )
 
 
-def test_low_latency_kernels_send_no_nvfp4():
-    calibrated = replace(MODEL, format="nvfp4", quantized_activations=True)
-    found = planned(calibrated, dispatch_format="nvfp4")
+CALIBRATED = replace(MODEL, format="nvfp4", quantized_activations=True)
+
+
+def test_low_latency_kernels_send_no_nvfp4_from_hopper():
+    found = planned(CALIBRATED, dispatch_format="nvfp4")
     assert used(found) == ("deepep-normal",) * 2
     assert found.prefill.wire_format == found.decode.wire_format == "nvfp4"
+    with pytest.raises(PlanRefused, match=r"sends bf16, fp8, nvfp4 on compute capability 10\.0, 10\.3; the"):
+        planned(CALIBRATED, dispatch_format="nvfp4", dispatcher_mode="low_latency")
+
+
+def test_low_latency_kernels_feed_masked_ones_nvfp4_on_blackwell():
+    wishes = {"runner": "flashinfer_cutedsl", "activation_format": "nvfp4"}
+    found = planned(CALIBRATED, machine="b200", **wishes)
+    assert used(found) == ("deepep-normal", "deepep-low-latency")
+    assert found.decode.wire_format == found.prefill.wire_format == "nvfp4"
+    assert found.decode.max_tokens % 128 == 0
+
+
+def test_nvfp4_is_not_sent_by_a_library_that_cannot():
+    """Here is none; a machine that is not this one is taken to have what it needs."""
+    declared = DISPATCHER_CAPABILITIES["deepep-low-latency"]
+    elsewhere = hardware.named("b200")
+    assert "nvfp4" in declared.on(elsewhere).wire_formats
+    here = declared.on(replace(elsewhere, present=True))
+    assert here.wire_formats == {"bf16", "fp8"}
+    assert here.withheld == ("nvfp4 with sgl-deep-ep>=0.1.2 (pip install --no-deps 'sgl-deep-ep>=0.1.2')",)

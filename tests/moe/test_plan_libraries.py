@@ -73,7 +73,7 @@ def refused(*args, **kwargs) -> dict[tuple[str, str], str]:
 ACCEPTED = {
     "none": [("none", "tokens", "nvfp4"), ("none", "tokens", "nvfp4")],
     "flashinfer": [("flashinfer", "tokens", "nvfp4"), ("flashinfer", "tokens", "nvfp4")],
-    "deepep": [("deepep-normal", "tokens", "nvfp4"), ("deepep-low-latency", "experts", "bf16")],
+    "deepep": [("deepep-normal", "tokens", "nvfp4"), ("deepep-low-latency", "experts", "nvfp4")],
 }
 
 

@@ -7,11 +7,11 @@ class carries as `capability` (a test compares).
 from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
-from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capability import DispatcherCapability, RunnerCapability, WireNeed
 from turnout.moe.flashinfer.blackwell_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
 from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
-from turnout.moe.packages import DEEPEP, FLASHINFER, NCCL, NVSHMEM, TRITON
+from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
 
 HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
@@ -243,7 +243,8 @@ DISPATCHER_CAPABILITIES = {
             summary="DeepEP's low-latency kernels: a slab per expert, made for small steps",
             layout="experts",
             exchange="all_to_all",
-            wire_formats=frozenset({"bf16", "fp8"}),
+            wire_formats=frozenset({"bf16", "fp8", "nvfp4"}),
+            wire_needs=(WireNeed(format="nvfp4", architectures=frozenset({100, 103}), package=DEEPEP_NVFP4),),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -256,6 +257,7 @@ DISPATCHER_CAPABILITIES = {
                 max_tokens=1024,
             ),
             buffers="low_latency",
+            row_multiple=128,  # scales of NVFP4 come in tiles of as many rows
             family="deepep",
             mode="low_latency",
             checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",

@@ -48,6 +48,7 @@ def search(
 ) -> tuple[list[Candidate], list[Refusal]]:
     """All that can run, the best first, and every reason why the rest cannot. Either may be empty."""
     working, refused = [], []
+    dispatchers = [dispatcher.on(case.hardware) for dispatcher in dispatchers]
     for dispatcher in dispatchers:
         reasons = dispatcher.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
         reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, moves, rows_seen, workspace_bytes
@@ -25,6 +25,7 @@ __all__ = [
     "PlanRefused",
     "Refusal",
     "RunnerCapability",
+    "WireNeed",
     "layer_refusals",
     "pair_refusals",
     "wire_format",
@@ -138,6 +139,22 @@ class RunnerCapability:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WireNeed:
+    """What a wire format asks for beyond what its dispatcher does."""
+
+    format: str
+    architectures: frozenset[int]
+    package: Package
+
+    def lacking(self, hardware: Hardware) -> str:
+        """On what tokens travel so, where they do not between GPUs of this kind; "" where they do."""
+        if hardware.device == "cuda" and hardware.architecture not in self.architectures:
+            return f"on compute capability {_listed(str(a / 10) for a in self.architectures)}"
+        missing = hardware.present and self.package.lacking()
+        return f"with {self.package} ({self.package.install})" if missing else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DispatcherCapability:
     """What a dispatcher emits and where it works.
 
@@ -155,12 +172,15 @@ class DispatcherCapability:
     layout: str
     exchange: str = "gather"
     wire_formats: frozenset[str] = frozenset({"bf16"})
+    wire_needs: tuple[WireNeed, ...] = ()
+    withheld: tuple[str, ...] = ()  # formats that `on` took away, each with where it is there
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
     peer_access: bool = False  # needs GPUs that read and write each other's memory
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     limits: Limits = NO_LIMITS
     buffers: str = "rows"
+    row_multiple: int = 1  # of what `rows` says
     family: str = ""
     mode: str = ""
     made_for: frozenset[str] = frozenset({"prefill", "decode"})
@@ -175,7 +195,15 @@ class DispatcherCapability:
     def rows(self, phase: str, budget: Budget, topology: Topology) -> int:
         """The most tokens a runner sees behind it in a step of `phase`."""
         senders = topology.attention_tp if self.buffers == "symmetric" else 1
-        return rows_seen(self.exchange, phase, budget, senders=senders)
+        rows = rows_seen(self.exchange, phase, budget, senders=senders)
+        return -(-rows // self.row_multiple) * self.row_multiple
+
+    def on(self, hardware: Hardware) -> DispatcherCapability:
+        """With the wire formats alone that are sent between GPUs of this kind."""
+        lacking = {need.format: need.lacking(hardware) for need in self.wire_needs}
+        without = {format: where for format, where in lacking.items() if where}
+        withheld = tuple(f"{format} {where}" for format, where in without.items())
+        return replace(self, wire_formats=self.wire_formats.difference(without), withheld=withheld)
 
     def refusals(
         self, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
@@ -288,11 +316,12 @@ def pair_refusals(
             )
         )
     elif not _wire_formats(runner, dispatcher, spec, wish, dp_size):
+        sends = _listed((*dispatcher.wire_formats, *dispatcher.withheld))
         found.append(
             Refusal(
                 who=who,
                 asked=f"{asked} at hidden size {spec.hidden_size}",
-                limit=f"the dispatcher sends {_listed(dispatcher.wire_formats)}, the runner takes "
+                limit=f"the dispatcher sends {sends}; the runner takes "
                 f"{_listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
                 f"{WIRE_GROUP['fp8']} and {WIRE_GROUP['nvfp4']}",
                 remedy="use --moe-dispatch-dtype auto"

@@ -77,6 +77,12 @@ DEEPEP = Package(
     distribution="deep_ep",
     install="pip install --no-deps 'tokenspeed-deepep<2' (Python 3.12 and CUDA 13), or build DeepEP",
 )
+DEEPEP_NVFP4 = Package(
+    module="deep_ep",
+    distribution="sgl-deep-ep",
+    minimum="0.1.2",
+    install="pip install --no-deps 'sgl-deep-ep>=0.1.2'",
+)
 NVSHMEM = Package(
     module="nvidia.nvshmem",
     distribution="nvidia-nvshmem-cu13",

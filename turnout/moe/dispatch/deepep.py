@@ -11,8 +11,9 @@ What the library asks for, and how it is met:
   first expert.
 * The normal kernels move rows of bfloat16, or FP8 with a float32 scale per 128 columns. They do not look into
   rows: NVFP4 travels as rows of bytes, padded to 32, that are called bfloat16.
-* The low-latency kernels take bfloat16 and quantise to FP8 themselves, by the same rule as `formats.fp8`.
-  Options that concern FP8 are passed for FP8 alone.
+* The low-latency kernels take bfloat16 and quantise themselves: to FP8 by the same rule as `formats.fp8`, or,
+  those of sgl-deep-ep, to NVFP4 by the scale that all experts share. Block scales arrive in the tiles of
+  Blackwell's tensor cores, and are laid out in rows here. Options of a format are passed for it alone.
 * Both combine in bfloat16.
 
 Legend: T tokens of this rank, H hidden, k top-k, N rows received, E experts held here, C a slab's rows: those
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.errors import UserError
-from turnout.formats import fp8
+from turnout.formats import fp8, layouts, nvfp4
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.dispatch import DispatchSetup
@@ -92,7 +93,7 @@ class LowLatencyDispatch:
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan, world = setup.spec, setup.plan, setup.groups.world
-        self._format = setup.wire_format
+        self._format, self._input_scale = setup.wire_format, setup.input_scale
         self._most, self._experts = _needs(spec, plan, world.size).step, spec.num_experts
         self._world = world
         self._buffer, self._index_dtype = _buffer(spec, plan, world)
@@ -102,12 +103,10 @@ class LowLatencyDispatch:
     ) -> tuple[ExpertsBatch, Any]:
         self._world.calls += 1
         ids_TK = topk_ids_TK.to(self._index_dtype)
-        only_fp8 = {"round_scale": False, "use_ue8m0": False} if self._format == "fp8" else {}
         got, counts_E, handle, _, _ = self._buffer.low_latency_dispatch(
-            x_TH.contiguous(), ids_TK, self._most, self._experts, use_fp8=self._format == "fp8", **only_fp8
+            x_TH.contiguous(), ids_TK, self._most, self._experts, **self._options()
         )
-        data_ECH, scale = got if isinstance(got, tuple) else (got, None)
-        hidden = Hidden(data=data_ECH, format=self._format, scale=scale)
+        hidden = self._hidden(got)
         return ExpertsBatch(hidden=hidden, counts=counts_E), (ids_TK, topk_weights_TK.contiguous(), handle)
 
     def combine(self, out_ECH: Tensor, state: Any) -> Tensor:
@@ -115,6 +114,32 @@ class LowLatencyDispatch:
         ids_TK, weights_TK, handle = state
         out_TH, _, _ = self._buffer.low_latency_combine(out_ECH.contiguous(), ids_TK, weights_TK, handle)
         return out_TH
+
+    def _options(self) -> dict[str, Any]:
+        if self._format == "fp8":
+            return {"use_fp8": True, "round_scale": False, "use_ue8m0": False}
+        if self._format == "nvfp4":
+            assert self._input_scale is not None, "planned for calibrated checkpoints alone"
+            return {
+                "use_fp8": False,
+                "use_nvfp4": True,
+                "x_global_scale": self._input_scale.reciprocal().view(()),
+            }
+        return {"use_fp8": False}
+
+    def _hidden(self, got: Tensor | tuple[Tensor, Tensor]) -> Hidden:
+        """nvfp4: codes [C, H/2, E] over storage [E, C, H/2], scales as in `layouts.mma_view`."""
+        if not isinstance(got, tuple):
+            return Hidden(data=got)
+        data, scale = got
+        if self._format == "fp8":
+            return Hidden(data=data, format="fp8", scale=scale)
+        data_ECH = data.permute(2, 0, 1)
+        C, groups = data_ECH.shape[1], 2 * data_ECH.shape[2] // nvfp4.GROUP
+        rows = layouts.unswizzle(layouts.from_mma_view(scale.view(torch.uint8)), C, groups)
+        return Hidden(
+            data=data_ECH, format="nvfp4", scale=rows.view(fp8.DTYPE), global_scale=self._input_scale
+        )
 
 
 def _rows(hidden: Hidden) -> Tensor | tuple[Tensor, Tensor]:
