@@ -1,7 +1,7 @@
-"""Run by test_graphs.py with TRITON_INTERPRET=1: decode steps as graphs compute them; prints JSON.
+"""Run by test_graphs.py with TRITON_INTERPRET=1: steps as CUDA computes them; prints JSON.
 
-What a graph would replay runs again instead, with the same tensors at the same addresses; attention and the
-store to the cache run in the interpreter.
+What a graph would replay runs again instead, with the same tensors at the same addresses; attention, of
+decode steps and of others, runs in the interpreter.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class InTurns(ToyModel):
         return own if step.other is None else torch.cat((own, super().forward(step.other)))
 
 
-def decodes(seed: int) -> dict[str, bool]:
-    """Requests come and go over few pages; each gets what the model says, whatever graph it was in."""
+def answers(seed: int, *, graphs: bool) -> dict[str, bool]:
+    """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
     draw, model = random.Random(seed), InTurns()
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24)
-    core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
+    core._forward._kernels = True
+    if graphs:
+        core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
     core._settles, core._sampler._report_close = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)
@@ -73,8 +75,9 @@ def decodes(seed: int) -> dict[str, bool]:
     wanted = {id: model.greedy(asked[id], 8, eos=False) for id in asked}
     return {
         "tokens": {id: output.token_ids for id, output in found.items()} == wanted,
-        "turns": model.turns > 0,
+        "turns": (model.turns > 0) == graphs,
     }
 
 
-print(json.dumps(decodes(seed=1)))
+eager = {f"eager {name}": right for name, right in answers(seed=2, graphs=False).items()}
+print(json.dumps(answers(seed=1, graphs=True) | eager))

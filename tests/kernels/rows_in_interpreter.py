@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from turnout.kernels.route import choose
-from turnout.kernels.rows import norm, rotate, store
+from turnout.kernels.rows import norm, rotate
 
 torch.manual_seed(0)
 results = {}
@@ -25,7 +25,8 @@ def norms(rows: int, size: int) -> bool:
     x, delta, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
     (same, alone), (total, both) = norm(x, weight, 1e-6), norm(x, weight, 1e-6, delta)
     good = same is x and torch.equal(total, x + delta)
-    for found, of in ((alone, x), (both, x + delta)):
+    parts = torch.stack((delta, x, -2 * x))
+    for found, of in ((alone, x), (both, x + delta), (norm(x, weight, 1e-6, parts)[1], delta)):
         good &= near(found, F.rms_norm(of, (size,), weight, 1e-6))
     return good
 
@@ -40,26 +41,27 @@ def rotates(rows: int, q: int, k: int, size: int, *, normed: bool) -> bool:
         both = F.rms_norm(both, (size,), eps=1e-6) * weight
     wanted = both * cos[:, None] + both.roll(size // 2, -1) * sin[:, None]
     found = rotate(heads, q, k, cos, sin, weight, 1e-6)
-    return near(torch.cat(found, 1), wanted)
+    good = near(torch.cat(found, 1), wanted)
+    cache, slots = torch.zeros(k, 20, 2, size), torch.randperm(20)[:rows]
+    filled = cache.clone()
+    filled[:, slots, 0] = wanted[:, q:].transpose(0, 1)
+    filled[:, slots, 1] = heads.view(rows, -1, size)[:, q + k :].transpose(0, 1)
+    parts = torch.stack((2 * heads, -heads))
+    for given in (heads, parts):
+        found, no_keys = rotate(given, q, k, cos, sin, weight, 1e-6, store=(cache.zero_(), slots))
+        good &= near(found, wanted[:, :q]) and no_keys is None and near(cache, filled)
+    return good
 
 
-def stores(rows: int, heads: int, size: int) -> bool:
-    cache = torch.zeros(heads, 20, 2, size)
-    slots = torch.randperm(20)[:rows]
-    k, all_heads = torch.randn(rows, heads, size), torch.randn(rows, 3 * heads, size)
-    v = all_heads[:, heads : 2 * heads]
-    wanted = cache.clone()
-    wanted[:, slots] = torch.stack((k, v), 2).transpose(0, 1)
-    store(k, v, slots, cache)
-    return torch.equal(cache, wanted)
-
-
-def chooses(tokens: int, experts: int, top_k: int, *, of_all=True, renormalize=True, scaling=1.0) -> bool:
+def chooses(
+    tokens: int, experts: int, top_k: int, *, of_all=True, renormalize=True, scaling=1.0, parts=False
+) -> bool:
     logits = torch.randn(tokens, experts)
     real = torch.rand(tokens) < 0.7 if tokens > 1 else None
     counts = torch.full((experts,), 5)
+    given = torch.stack((logits / 2, logits / 4, logits / 4)) if parts else logits
     ids, weights = choose(
-        logits, top_k, of_all=of_all, renormalize=renormalize, scaling=scaling, real_T=real, counts_E=counts
+        given, top_k, of_all=of_all, renormalize=renormalize, scaling=scaling, real_T=real, counts_E=counts
     )
     shares, wanted = (logits.softmax(-1) if of_all else logits).topk(top_k)
     shares = shares if of_all else shares.softmax(-1)
@@ -96,9 +98,8 @@ def odd() -> bool:
 results["norm"] = norms(3, 48) and norms(1, 64)
 results["rotate"] = rotates(3, 4, 2, 16, normed=True) and rotates(2, 3, 1, 24, normed=True)
 results["rotate-only"] = rotates(2, 2, 2, 8, normed=False)
-results["store"] = stores(7, 2, 16) and stores(1, 1, 24)
 results["softmax-topk"] = chooses(9, 16, 4) and chooses(1, 6, 2, renormalize=False)
-results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5)
+results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
 results["odd"] = odd()
 empty = torch.zeros(0, 8)
 results["none"] = norm(empty, torch.ones(8), 1e-6, empty)[1].shape == (0, 8)

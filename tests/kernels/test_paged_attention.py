@@ -16,7 +16,19 @@ def results() -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     "case",
-    ["short", "pages", "splits", "padding", "odd-heads", "one-kv-head", "product", "product-odd"],
+    [
+        "short",
+        "pages",
+        "splits",
+        "padding",
+        "odd-heads",
+        "one-kv-head",
+        "prompts",
+        "prompts-odd",
+        "parts",
+        "product",
+        "product-odd",
+    ],
 )
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
@@ -40,3 +52,48 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int):
         wanted = F.scaled_dot_product_attention(q[b, :, None].double(), k, v)[:, 0] if end else 0
         error = (found[b].double() - wanted).abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(32, 4, 128), (16, 16, 64), (12, 2, 96)])
+def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
+    """Whole prompts, one token, and chunks behind a long context, against attention in float64."""
+    from turnout.kernels import prompt_attention
+
+    torch.manual_seed(0)
+    spans, page = [(0, 1000), (3000, 3001), (2047, 3333), (0, 5), (64, 192)], 16
+    pages = torch.randperm(5 * 256).view(5, 256)
+    cache = torch.randn(Hkv, 5 * 256 * page, 2, D).bfloat16()
+    q = torch.randn(sum(end - start for start, end in spans), Hq, D).bfloat16()
+    chunks, row = [], 0
+    for owner, (start, end) in enumerate(spans):
+        chunks.append((row, start, end, owner))
+        row += end - start
+    out = torch.full_like(q, torch.nan).cuda()
+    tiles = prompt_attention.tiles(chunks, Hq // Hkv)
+    prompt_attention.attend(*(t.cuda() for t in (q, cache, tiles, pages)), out, page_size=page)
+    for row, start, end, owner in chunks:
+        slots = (pages[owner, :, None] * page + torch.arange(page)).flatten()[:end]
+        k, v = (x.cuda().double().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
+        seen = torch.arange(end) <= torch.arange(start, end)[:, None]
+        mine = slice(row, row + end - start)
+        wanted = F.scaled_dot_product_attention(
+            q[mine].cuda().double().transpose(0, 1), k, v, attn_mask=seen.cuda()
+        ).transpose(0, 1)
+        assert (out[mine] - wanted).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+def test_parts_add_up_on_a_gpu(rows: int):
+    from turnout.kernels.split_gemm import parts
+
+    torch.manual_seed(0)
+    for M, K in ((5120, 2048), (2048, 4096), (128, 2048), (70, 768)):
+        x = torch.randn(rows, K, device="cuda").bfloat16()
+        w = (torch.randn(M, K, device="cuda") * K**-0.5).bfloat16()
+        found = parts(x, w)
+        assert found is not None
+        error = (found.sum(0).double() - x.double() @ w.double().T).abs().max()
+        assert error < 1e-4
+    assert parts(torch.randn(33, K, device="cuda").bfloat16(), w) is None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from turnout.engine.attention import PagedAttention, to_device
-from turnout.engine.graphs import PaddedAttention
+from turnout.engine.fused_attention import RowAttention
 from turnout.engine.lockstep import Agreement
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, Step
@@ -33,16 +33,15 @@ SPANS = 8  # that kernels cut a context into; never from the batch
 def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
     """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
     ids_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
-    places_N = torch.tensor([p for c in chunks for p in range(c.start, c.end)], dtype=torch.int64)
     if attention.device.type == "cpu":
         singles = [Chunk(c.request, place, place + 1) for c in chunks for place in range(c.start, c.end)]
-        return _one_by_one(model, attention, singles, agreed, ids_N, places_N)
+        return _one_by_one(model, attention, singles, agreed, ids_N)
     rows = attention.place_rows(chunks)
-    ids_N, places_N, slots_N, table_BP, owners_N = to_device([ids_N, places_N, *rows], attention.device)
+    ids_N, places_N, slots_N, table_BP, owners_N = to_device([ids_N, *rows], attention.device)
     step = Step(
         input_ids=ids_N,
         positions=places_N,
-        attention=PaddedAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
+        attention=RowAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
         phase=agreed.phase,
         tokens=agreed.tokens,
     )
@@ -55,10 +54,10 @@ def _one_by_one(
     singles: Sequence[Chunk],
     agreed: Agreement,
     ids_N: Tensor,
-    places_N: Tensor,
 ) -> Tensor:
     """A forward for each token of the rank that brings most; other ranks take part without one."""
     hidden = []
+    places_N = torch.tensor([single.start for single in singles], dtype=torch.int64)
     for i in range(max(agreed.tokens)):
         attention.begin(singles[i : i + 1], [])
         step = Step(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +52,8 @@ class StepLayout:
     chunks: tuple[ChunkLayout, ...]
 
 
-class PagedAttention:
-    """Owns the KV cache and the page table; an `interface.Attention` once `begin` laid out the step."""
+class PagedAttention(Attention):
+    """Owns the KV cache and the page table; attends with torch alone once `begin` laid out the step."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class PagedAttention:
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._group = shape.num_heads // shape.num_kv_heads
+        self.group = shape.num_heads // shape.num_kv_heads
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
         # One page more than there are, for what padding writes.
         self.spare_slot = num_pages * page_size
@@ -118,18 +117,22 @@ class PagedAttention:
             self.table.index_copy_(0, rows, pages_BP)
         return slots
 
-    def place_rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """On the host: slots [N] that the tokens of `chunks` write to, pages [B, P] of each chunk's context,
-        and which chunk is each token's [N]."""
+    def place_rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """On the host: places [N] of the tokens of `chunks` in their sequences, slots [N] that they write to,
+        pages [B, P] of each chunk's context, and which chunk is each token's [N]."""
         for chunk in chunks:
             self._place(chunk.request)
-        rows_B = torch.tensor([c.request.row for c in chunks], dtype=torch.int64)
-        lengths_B = torch.tensor([c.length for c in chunks], dtype=torch.int64)
-        places_N = torch.tensor([p for c in chunks for p in range(c.start, c.end)], dtype=torch.int64)
+        rows_B, starts_B, ends_B = torch.tensor(
+            [[c.request.row for c in chunks], [c.start for c in chunks], [c.end for c in chunks]],
+            dtype=torch.int64,
+        )
+        lengths_B = ends_B - starts_B
         owners_N = torch.repeat_interleave(lengths_B)
+        firsts_B = lengths_B.cumsum(0) - lengths_B
+        places_N = torch.arange(len(owners_N)) + (starts_B - firsts_B)[owners_N]
         pages = -(-max((c.end for c in chunks), default=0) // self.page_size)
         slots_N = self._single_slots(rows_B[owners_N], places_N)
-        return slots_N, self._table_RP[rows_B, :pages], owners_N
+        return places_N, slots_N, self._table_RP[rows_B, :pages], owners_N
 
     def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
         """Lay out a step: tokens of `decoding`, one each and perhaps drafts, then of `chunks`."""
@@ -168,14 +171,16 @@ class PagedAttention:
         """The attention of one of several micro-batches of a step, laid out as by `begin`."""
         self.begin(decoding, chunks)
         assert self._layout is not None
-        return partial(self._attend, self._layout)
+        return _LaidOut(self, self._layout)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         """See `interface.Attention`."""
         assert self._layout is not None, "begin() lays out the step first"
-        return self._attend(self._layout, layer, q_NHD, k_NHD, v_NHD)
+        return self.attend_laid_out(self._layout, layer, q_NHD, k_NHD, v_NHD)
 
-    def _attend(self, layout: StepLayout, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def attend_laid_out(
+        self, layout: StepLayout, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor
+    ) -> Tensor:
         cache_HS2D = self._cache[layer]
         cache_HS2D.index_copy_(1, layout.write_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
         parts = []
@@ -217,7 +222,7 @@ class PagedAttention:
         slots_BL = (table_BP[:, :, None] * self.page_size + self._offsets).flatten(1)
         beyond_BTL = self._places[: slots_BL.shape[1]] >= ends_BT[:, :, None]
         slots_BL = torch.where(beyond_BTL[:, -1], slots_BL[:, :1], slots_BL)
-        heads = self._group if ends_BT.shape[1] > 1 else 1
+        heads = self.group if ends_BT.shape[1] > 1 else 1
         return slots_BL, self._mask(beyond_BTL.repeat_interleave(heads, dim=1))[:, None]
 
     def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
@@ -231,6 +236,17 @@ class PagedAttention:
     def _mask(self, hidden: Tensor) -> Tensor:
         zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(hidden, float("-inf"))
+
+
+@dataclass(frozen=True)
+class _LaidOut(Attention):
+    """Of one micro-batch of a step."""
+
+    paged: PagedAttention
+    layout: StepLayout
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        return self.paged.attend_laid_out(self.layout, layer, q_NHD, k_NHD, v_NHD)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -15,11 +15,12 @@ from turnout.engine import alone
 from turnout.engine.attention import PagedAttention, to_device
 from turnout.engine.blueprint import Blueprint
 from turnout.engine.eager import graph_for, graph_sizes, why_eager
+from turnout.engine.fused_attention import StepAttention, has_kernels
 from turnout.engine.graphs import Computed, DecodeGraphs
 from turnout.engine.halves import cut, halves
 from turnout.engine.lockstep import Agreement
 from turnout.engine.scheduler import Chunk
-from turnout.models.interface import Model, ProgressFn, Step
+from turnout.models.interface import Attention, Model, ProgressFn, Step
 
 
 class Forward:
@@ -34,6 +35,7 @@ class Forward:
     ):
         """Captures graphs, if there are to be any; collective among the ranks of a model."""
         self._model, self._attention = model, attention
+        self._kernels = has_kernels(attention)
         self._deterministic = blueprint.config.deterministic
         self._two_batches = blueprint.plan.two_batches
         self._dp_rank = blueprint.topology.dp_rank
@@ -92,8 +94,13 @@ class Forward:
         for chunk in (*decoding, *others):
             ids += chunk.tokens
             places += range(chunk.start, chunk.end)
-        ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
-        attention = self._attention.laid_out(decoding, others)
+        attention: Attention
+        if self._kernels:
+            attention = fused = StepAttention(self._attention, decoding, others)
+            (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused.places_N
+        else:
+            ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
+            attention = self._attention.laid_out(decoding, others)
         return Step(
             input_ids=ids_N,
             positions=places_N,

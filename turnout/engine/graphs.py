@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from turnout.engine.attention import PagedAttention
+from turnout.engine.fused_attention import RowAttention
 from turnout.engine.halves import halves
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, ProgressFn, Step
@@ -133,7 +134,7 @@ class DecodeGraphs:
         return Step(
             input_ids=ids_B,
             positions=positions_B,
-            attention=PaddedAttention(self._attention, slots_B, table_BP, ends_B),
+            attention=RowAttention(self._attention, slots_B, table_BP, ends_B),
             phase="decode",
             tokens=(len(ids_B),) * self._dp_size,
             real=ends_B > 0,
@@ -157,32 +158,3 @@ def contexts(attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, ro
     """int64 [B, P]: the pages of rows, once the table has the ones that this step writes to."""
     attention.table[rows_B, positions_B // attention.page_size] = slots_B // attention.page_size
     return attention.table[rows_B]
-
-
-class PaddedAttention:
-    """An `interface.Attention` of one token per row, whose rows and lengths are read on the device."""
-
-    def __init__(self, paged: PagedAttention, slots_B: Tensor, table_BP: Tensor, ends_B: Tensor):
-        """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
-        from turnout.kernels.paged_attention import spans
-
-        self._paged, self._slots_B, self._table_BP, self._ends_B = paged, slots_B, table_BP, ends_B
-        longest = table_BP.shape[1] * paged.page_size
-        self._splits = paged.fixed_spans or spans(
-            len(slots_B), paged.cache.shape[1], longest, paged.processors
-        )
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        from turnout.kernels.paged_attention import attend
-        from turnout.kernels.rows import store
-
-        cache_HS2D = self._paged.cache[layer]
-        store(k_NHD, v_NHD, self._slots_B, cache_HS2D)
-        return attend(
-            q_NHD.contiguous(),
-            cache_HS2D,
-            self._table_BP,
-            self._ends_B,
-            page_size=self._paged.page_size,
-            splits=self._splits,
-        )

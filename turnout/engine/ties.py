@@ -25,7 +25,7 @@ from torch import Tensor
 
 from turnout.engine.attention import attend_chunk
 from turnout.engine.blueprint import SETTLED_BLOCK
-from turnout.models.interface import Model, Step
+from turnout.models.interface import Attention, Model, Step
 
 BLOCK = SETTLED_BLOCK  # tokens; never from configuration, for the result must not depend on it
 CLOSE = 1e-4  # of the spread between a row's largest and smallest logit
@@ -40,8 +40,8 @@ def close_calls(logits_SV: Tensor, best_S: Tensor) -> Tensor:
     return top_S1[:, 0] - second_S < CLOSE * (top_S1[:, 0] - low_S)
 
 
-class WholeAttention:
-    """An `interface.Attention` over one sequence that comes in blocks, with keys and values of its own."""
+class WholeAttention(Attention):
+    """Over one sequence that comes in blocks, with keys and values of its own."""
 
     def __init__(self, num_layers: int):
         self._kept: list[list[Tensor]] = [[] for _ in range(num_layers)]
@@ -55,8 +55,8 @@ class WholeAttention:
         return attend_chunk(q_NHD, k_HLD, v_HLD, mask_NL.masked_fill_(later_NL, float("-inf")))
 
 
-class NoAttention:
-    """An `interface.Attention` over no sequence."""
+class NoAttention(Attention):
+    """Over no sequence."""
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
         return q_NHD

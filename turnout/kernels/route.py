@@ -20,12 +20,13 @@ from turnout.kernels.dependent import launches_early
 
 @triton.jit
 def choose_experts(
-    logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E,
-    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, OF_ALL: tl.constexpr, RENORMALIZE: tl.constexpr,
-    PADDED: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, OF_ALL: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ids int32 [T, K] and weights float32 [T, K] of logits [T, E]; counts int64 [E] += choices.
 
+    logits: the sum of PARTS that are `part_stride` apart.
     OF_ALL: weights are shares of the softmax over all experts, not over the chosen ones alone. PADDED: rows
     that real, bool [T], denies get ids -1 and weights 0. A row with a NaN gets weights NaN.
     """
@@ -36,6 +37,8 @@ def choose_experts(
         gdc_launch_dependents()
         gdc_wait()
     logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
     left = tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf")))
     best = tl.max(left, 0)
@@ -66,7 +69,7 @@ def choose_experts(
 
 
 def choose(
-    logits_TE: Tensor,
+    logits: Tensor,
     top_k: int,
     *,
     of_all: bool,
@@ -75,16 +78,20 @@ def choose(
     real_T: Tensor | None,
     counts_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int32 [T, k], weights float32 [T, k]); see `choose_experts`."""
-    logits_TE = logits_TE.contiguous()
-    T, E = logits_TE.shape
-    ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits_TE.device)
-    weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
+    """(ids int32 [T, k], weights float32 [T, k]); see `choose_experts`.
+
+    logits: [T, E], or float32 [P, T, E], whose sum over P is meant.
+    """
+    logits = logits.contiguous()
+    T, E = logits.shape[-2:]
+    ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
+    weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
     if T:
-        block, early = triton.next_power_of_2(E), launches_early(logits_TE.device)
+        block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_experts[(T,)](
-            logits_TE, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E,
-            top_k, triton.next_power_of_2(top_k), block, of_all, renormalize, real_T is not None, early,
+            logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E, T * E,
+            len(logits) if logits.dim() == 3 else 1, top_k, triton.next_power_of_2(top_k), block, of_all,
+            renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
         )  # fmt: skip
     return ids_TK, weights_TK

@@ -10,7 +10,7 @@ how many others there are. Here they do not:
   rows the second, so that a tile's width follows their number, while each row's products are added in the
   same order, 64 columns at a time into one accumulator, whatever the width. No split of the inner dimension.
 
-Legend: N rows, K inputs, M outputs.
+Legend: N rows, K inputs, M outputs, P parts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,18 @@ def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Ten
 
         return fused(x_NK, weight_MK, bias_M)
     return one_by_one(lambda row: F.linear(row, weight_MK, bias_M), x_NK)
+
+
+def product(linear: Linear, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+    """[N, M] of `linear`; or, of few rows on a GPU where `linear` is torch's, float32 parts [P, N, M] for
+    whoever comes next to add up (split_gemm.py)."""
+    if linear is F.linear and bias_M is None and x_NK.device.type == "cuda" and find_spec("triton"):
+        from turnout.kernels import split_gemm
+
+        parts_PNM = split_gemm.parts(x_NK, weight_MK)
+        if parts_PNM is not None:
+            return parts_PNM
+    return linear(x_NK, weight_MK, bias_M)
 
 
 def one_by_one(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:

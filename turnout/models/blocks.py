@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.kernels.rowwise import Linear
+from turnout.kernels.rowwise import Linear, product
 from turnout.models import interface
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
@@ -86,7 +86,7 @@ class Norm:
         return F.rms_norm(x, self._shape, eps=self.eps) * self.weight
 
     def of_sum(self, x_NH: Tensor, delta_NH: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm); x [N, H] itself where there is no delta."""
+        """(x + delta, its norm); x [N, H] itself without a delta, which may come in parts [P, N, H]."""
         if self._fused:
             from turnout.kernels import rows
 
@@ -152,13 +152,18 @@ class Attention:
         self._fused = one_kernel(qkv.device)
 
     def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention) -> Tensor:
+        """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
         N, D = x_NH.shape[0], self._head_dim
-        heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
-        heads_NGD = heads_NX.view(N, self._num_qkv, D)
-        q_NHD, k_NHD = self._fuse(heads_NX, *rotary) if self._fused else self._compose(heads_NGD, *rotary)
-        out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :])
-        out_NH = self._linear(out_NHD.reshape(N, self._num_q * D), self._out, self._out_bias)
-        return self._group.all_reduce(out_NH)
+        if self._fused:
+            out_NHD = self._attend_fused(x_NH, rotary, attention)
+        else:
+            heads_NGD = self._linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
+            q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
+            out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :])
+        flat_NX = out_NHD.reshape(N, self._num_q * D)
+        if self._fused and self._group.size == 1:
+            return product(self._linear, flat_NX, self._out, self._out_bias)
+        return self._group.all_reduce(self._linear(flat_NX, self._out, self._out_bias))
 
     def _compose(self, heads_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and rotated."""
@@ -168,13 +173,26 @@ class Attention:
         qk_NGD = rotate(qk_NGD, cos_N1D, sin_N1D)
         return qk_NGD[:, : self._num_q], qk_NGD[:, self._num_q :]
 
-    def _fuse(self, heads_NX: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_compose`, in one launch."""
+    def _attend_fused(
+        self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention
+    ) -> Tensor:
+        """Norm, rotation and, where the cache is there to be written, the store in one launch."""
         from turnout.kernels import rows
 
         norm, num_k = self._qk_norm, self._num_qk - self._num_q
         weight_GD, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return rows.rotate(heads_NX, self._num_q, num_k, cos_N1D[:, 0], sin_N1D[:, 0], weight_GD, eps)
+        cos_ND, sin_ND = (x_N1D[:, 0] for x_N1D in rotary)
+        place = attention.place(self._layer)
+        given = self._num_q, num_k, cos_ND, sin_ND, weight_GD, eps
+        if place is not None:
+            heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
+            q_NHD, _ = rows.rotate(heads, *given, store=place)
+            return attention.attend(self._layer, q_NHD)
+        heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
+        q_NHD, k_NHD = rows.rotate(heads_NX, *given)
+        assert k_NHD is not None, "keys are returned unless stored"
+        v_NHD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, self._num_qk :]
+        return attention(self._layer, q_NHD, k_NHD, v_NHD)
 
 
 class GatedMLP:

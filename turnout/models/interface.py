@@ -23,6 +23,15 @@ class Attention(Protocol):
         """Store k and v [N, Hkv, D] for `layer`, attend causally with q [N, Hq, D]; returns [N, Hq, D]."""
         ...
 
+    def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Where a kernel that makes keys and values may put them itself: a cache [Hkv, S, 2, D], keys before
+        values, and a slot [N] of it for each token. None: they are to be handed over."""
+        return None
+
+    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+        """As a call, with keys and values that are in their place already."""
+        raise ValueError("nothing was put in place")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

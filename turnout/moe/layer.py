@@ -112,8 +112,8 @@ class MoELayer:
         if self._shared_expert is not None:  # needs nothing of what follows
             start = self._fork("shared", plan.shared_expert_beside)
             shared = start(partial(self._shared_expert, x_TH))
-        logits_TE = self._linear(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
-        ids_TK, weights_TK = self._route(logits_TE, real_T, self.expert_counts)
+        logits = self._logits(x_TH.to(self._router_weight.dtype))
+        ids_TK, weights_TK = self._route(logits, real_T, self.expert_counts)
         dispatcher, travel = self._dispatchers[phase], self._fork("travel", apart)
         given = x_TH, ids_TK, weights_TK
         return Underway(
@@ -135,6 +135,11 @@ class MoELayer:
 
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
+
+    def _logits(self, x_TH: Tensor) -> Tensor:
+        """[T, E]; or parts [P, T, E] for a router that adds them up."""
+        multiply = partial(rowwise.product, self._linear) if self._route.adds_parts else self._linear
+        return multiply(x_TH, self._router_weight, self._router_bias)
 
     def _fork(self, name: str, apart: bool) -> Fork:
         device = self._router_weight.device

@@ -23,7 +23,10 @@ FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
 
 
 class Router:
-    """Chooses experts from a layer's logits, and counts how often it chose each."""
+    """Chooses experts from a layer's logits, and counts how often it chose each.
+
+    adds_parts: whether logits may come as float32 parts [P, T, E], whose sum is meant.
+    """
 
     def __init__(
         self,
@@ -35,21 +38,21 @@ class Router:
         correction_bias: Tensor | None = None,
     ) -> None:
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
-        self._fused = (
+        self.adds_parts = self._fused = (
             device.type == "cuda"
             and find_spec("triton") is not None
             and routing.kind in FUSED
             and num_experts <= FUSED_EXPERTS
         )
 
-    def __call__(self, logits_TE: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         """As `route`; rows that `real`, bool [T], denies get ids -1 and weights 0. counts, int64 [E], grow by
         the choices. Never waits for the device."""
         if self._fused:
             from turnout.kernels.route import choose
 
             return choose(
-                logits_TE,
+                logits,
                 self._top_k,
                 of_all=self._routing.kind == "softmax_topk",
                 renormalize=self._routing.renormalize,
@@ -57,7 +60,7 @@ class Router:
                 real_T=real_T,
                 counts_E=counts_E,
             )
-        ids_TK, weights_TK = route(logits_TE, self._routing, self._top_k, self._correction_bias)
+        ids_TK, weights_TK = route(logits, self._routing, self._top_k, self._correction_bias)
         if real_T is not None:
             ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
             weights_TK = weights_TK.masked_fill(~real_T[:, None], 0)

@@ -1,0 +1,135 @@
+"""Causal attention of prompts over their paged contexts, all chunks of a step in one launch (Triton).
+
+A program has a tile of queries, the tokens of one chunk times the heads that share a key, and goes through
+the context that the first of them sees with no mask, then through what is left with one. Keys and values are
+read from their pages; nothing is gathered or padded before, and no mask is made. Tiles come longest first, so
+that none is left over at the end.
+
+Legend: N rows of the step, Hq/Hkv query/KV heads, G = Hq/Hkv, GP its power of two, D head size, DP its power
+of two, S slots of the cache, B chunks, P pages of a row of the table, ROWS tokens of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FIELDS = 4  # of a tile: first row, tokens, place of the first in its sequence, row of the table
+QUERIES = 128  # of a tile
+BLOCK = 64  # tokens of a context at a time
+
+
+@triton.jit
+def attend_block(
+    q, best, total, acc, base_ptr, table_ptr, at, end, place_M, scale,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax's state after TOKENS more keys, from `at` on."""
+    place = at + tl.arange(0, TOKENS)
+    d = tl.arange(0, DP)
+    if MASKED:
+        page = tl.load(table_ptr + place // PAGE, mask=place < end, other=0)
+        held = (place < end)[:, None] & (d[None, :] < D)
+    else:
+        page = tl.load(table_ptr + place // PAGE)
+        held = d[None, :] < D
+    slot = page.to(tl.int64) * PAGE + place % PAGE
+    k_at = base_ptr + slot[:, None] * (2 * D) + d[None, :]
+    if MASKED or D < DP:
+        k = tl.load(k_at, mask=held, other=0.0)
+    else:
+        k = tl.load(k_at)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(place[None, :] <= place_M[:, None], scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    shrink = tl.exp2(best - higher)
+    p = tl.exp2(scores - higher[:, None])
+    if MASKED or D < DP:
+        v = tl.load(k_at + D, mask=held, other=0.0)
+    else:
+        v = tl.load(k_at + D)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def attend_tiles(
+    q_ptr, cache_ptr, tiles_ptr, table_ptr, out_ptr, scale, head_stride, P, Hkv,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """out [N, Hq, D] of the rows of each tile; `scale` includes log2(e)."""
+    tile = tiles_ptr + tl.program_id(0) * 4
+    h = tl.program_id(1).to(tl.int64)
+    first, count = tl.load(tile), tl.load(tile + 1)
+    start, owner = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3)
+    m = tl.arange(0, ROWS * GP)
+    token, g = m // GP, m % GP
+    d = tl.arange(0, DP)
+    held = ((token < count) & (g < G))[:, None] & (d[None, :] < D)
+    at = ((first + token) * Hkv * G + h * G + g)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + at, mask=held, other=0.0)
+    place_M = start + token
+    end = start + count.to(tl.int32)
+    seen = (start + 1) // TOKENS * TOKENS
+    best = tl.full([ROWS * GP], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * GP], tl.float32)
+    acc = tl.zeros([ROWS * GP, DP], tl.float32)
+    base, pages = cache_ptr + h * head_stride, table_ptr + owner * P
+    for j in range(0, seen, TOKENS):
+        best, total, acc = attend_block(
+            q, best, total, acc, base, pages, j, end, place_M, scale, D, DP, PAGE, TOKENS, False
+        )
+    for j in range(seen, end, TOKENS):
+        best, total, acc = attend_block(
+            q, best, total, acc, base, pages, j, end, place_M, scale, D, DP, PAGE, TOKENS, True
+        )
+    out = acc / total[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def tile_tokens(group: int) -> int:
+    """ROWS: tokens of a tile where as many query heads share a key."""
+    return max(1, QUERIES // triton.next_power_of_2(group))
+
+
+def tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> Tensor:
+    """int64 [tiles, FIELDS] on the host. chunks: (first row in the step, start, end, row of the table) of
+    each; group: query heads that share a key."""
+    step = tile_tokens(group)
+    found = [torch.empty(0, FIELDS, dtype=torch.int64)]
+    for row, start, end, owner in chunks:
+        places = torch.arange(start, end, step)
+        counts = (end - places).clamp(max=step)
+        found.append(
+            torch.stack((places - start + row, counts, places, torch.full_like(places, owner)), dim=1)
+        )
+    whole = torch.cat(found)
+    return whole[whole[:, 2].argsort(descending=True)]
+
+
+def attend(
+    q_NHD: Tensor, cache_HS2D: Tensor, tiles_TF: Tensor, table_BP: Tensor, out_NHD: Tensor, *, page_size: int
+) -> None:
+    """Fill the rows of `out` that the tiles cover: each attends to its context up to itself.
+
+    q, out [N, Hq, D], contiguous; cache [Hkv, S, 2, D] with contiguous slots; tiles int64 as of `tiles`;
+    table int64 [B, P], contiguous: the pages of each chunk's context.
+    """
+    Hq, D = q_NHD.shape[1:]
+    Hkv = len(cache_HS2D)
+    G = Hq // Hkv
+    if not len(tiles_TF):
+        return
+    attend_tiles[(len(tiles_TF), Hkv)](
+        q_NHD, cache_HS2D, tiles_TF, table_BP, out_NHD,
+        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv,
+        G, triton.next_power_of_2(G), D, max(16, triton.next_power_of_2(D)), page_size,
+        tile_tokens(G), BLOCK, num_warps=8, num_stages=3,
+    )  # fmt: skip
