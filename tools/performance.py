@@ -19,6 +19,7 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
+        ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
@@ -137,7 +138,7 @@ def serving(content: dict[str, Any]) -> str:
 
 
 def exchange(content: dict[str, Any]) -> str:
-    """Dispatch and combine in us, and how many times the bare collectives they take."""
+    """Dispatch and combine in us, how many times the bare collectives they take, and a graph of both."""
     lines = [
         [
             row["dispatcher"],
@@ -146,6 +147,7 @@ def exchange(content: dict[str, Any]) -> str:
                 f"{row[f'{part}_us']:.0f} ({row[f'{part}_us'] / row[f'raw_{part}_us']:.2f})"
                 for part in ("dispatch", "combine")
             ),
+            f"{row['graph_us']:.0f}" if row.get("graph_us") else "",
         ]
         for row in content["rows"]
         if "error_message" not in row
@@ -156,7 +158,8 @@ def exchange(content: dict[str, Any]) -> str:
         f"{first['format']}.\n\n"
     )
     return head + table(
-        ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)"], lines
+        ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)", "as a graph"],
+        lines,
     )
 
 

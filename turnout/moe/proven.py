@@ -11,7 +11,11 @@ from collections.abc import Mapping
 RUNS: dict[str, dict[str, str]] = {
     "collective": {"NVIDIA H200": "2026-11-21"},
     "collective-experts": {"NVIDIA H200": "2026-11-21"},
+    "deepep-low-latency": {"NVIDIA H200": "2026-11-21"},
+    "deepep-normal": {"NVIDIA H200": "2026-11-21"},
+    "flashinfer": {"NVIDIA H200": "2026-11-21"},
     "none": {"NVIDIA H200": "2026-11-21"},
+    "nvlink": {"NVIDIA H200": "2026-11-21"},
     "torch": {"AMD EPYC x2": "2026-11-21"},
     "triton": {"NVIDIA H200": "2026-11-21"},
 }

@@ -45,6 +45,8 @@ def workspace_bytes(
     if spec.format == "fp8":  # inputs of a GEMM in e4m3, with a scale per row and 128 columns
         slots = pairs + 32 * num_local_experts
         total += slots * max(hidden, inner) + 4 * slots * max(hidden, inner) // FP8_GROUP
+    if spec.format == "mxfp4":  # two inputs of a GEMM in bf16, for a smoothing that is not asked for
+        total += 4 * pairs * max(hidden, inner)
     if spec.format == "nvfp4":
         total += (pairs + 128 * num_local_experts) * max(hidden, inner) // 16
     return total
