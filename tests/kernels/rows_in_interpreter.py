@@ -42,7 +42,7 @@ def rotates(rows: int, q: int, k: int, size: int, *, normed: bool) -> bool:
     wanted = both * cos[:, None] + both.roll(size // 2, -1) * sin[:, None]
     found = rotate(heads, q, k, cos, sin, weight, 1e-6)
     good = near(torch.cat(found, 1), wanted)
-    cache, slots = torch.zeros(k, 20, 2, size), torch.randperm(20)[:rows]
+    cache, slots = torch.zeros(k, 80, 2, size), torch.randperm(80)[:rows]
     filled = cache.clone()
     filled[:, slots, 0] = wanted[:, q:].transpose(0, 1)
     filled[:, slots, 1] = heads.view(rows, -1, size)[:, q + k :].transpose(0, 1)
@@ -96,7 +96,7 @@ def odd() -> bool:
 
 
 results["norm"] = norms(3, 48) and norms(1, 64)
-results["rotate"] = rotates(3, 4, 2, 16, normed=True) and rotates(2, 3, 1, 24, normed=True)
+results["rotate"] = rotates(3, 4, 2, 16, normed=True) and rotates(2, 3, 1, 24, normed=True) and rotates(70, 5, 2, 8, normed=True)
 results["rotate-only"] = rotates(2, 2, 2, 8, normed=False)
 results["softmax-topk"] = chooses(9, 16, 4) and chooses(1, 6, 2, renormalize=False)
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)

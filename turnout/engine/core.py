@@ -77,7 +77,9 @@ class EngineCore:
         self._groups, self._lockstep = groups, lockstep or Lockstep()
         self._watch = watch or Unwatched()
         self._device = torch.device(blueprint.hardware.device)
-        self._threads = _use_threads(blueprint.config.num_threads, blueprint.topology.ranks_per_node)
+        self._threads = _use_threads(
+            blueprint.config.num_threads, blueprint.topology.ranks_per_node, self._device
+        )
         check = None if model or verify == "off" else SelfCheck(blueprint, verify, self._device)
         tuner = Tuner(blueprint, self._device, check.make_runner if check else None)
         self._model = model or self._load(progress, tuner)
@@ -392,9 +394,9 @@ def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
         row += chunk.length
 
 
-def _use_threads(wanted: int, ranks: int) -> int:
+def _use_threads(wanted: int, ranks: int, device: torch.device) -> int:
     """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
-    threads = wanted or min(torch.get_num_threads(), default_threads(ranks))
+    threads = wanted or min(torch.get_num_threads(), default_threads(ranks, beside_gpu=device.type != "cpu"))
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads

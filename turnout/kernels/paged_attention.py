@@ -27,7 +27,7 @@ JOINED_BLOCK = 64
 ROWS = 256  # of one launch: bounds the spans' partial results
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def attend_span(
     q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
     scale, head_stride, P, Hkv,

@@ -58,7 +58,7 @@ def attend_block(
     return higher, total * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def attend_tiles(
     q_ptr, cache_ptr, tiles_ptr, table_ptr, out_ptr, scale, head_stride, P, Hkv,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.dependent import launches_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def choose_experts(
     logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, OF_ALL: tl.constexpr,

@@ -23,8 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.dependent import launches_early
 
+FEW = 64  # rows, each of whose heads is a program; of more, a program has several
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["part_stride"])
 def norm_rows(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, H, part_stride, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -52,53 +54,55 @@ def norm_rows(
     tl.store(out_ptr + row + c, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def rotate_heads(
     heads_ptr, weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, slots_ptr, cache_ptr,
     row_stride, part_stride, head_stride, eps, HQ, HK,
-    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [N, HQ, D] and k [N, HK, D]: the heads of each row, normed with weight [G, D], then rotated.
 
     heads: rows `row_stride` apart, of at least G * D values, the sum of PARTS that are `part_stride` apart.
     cos, sin [N, D], sin with the rotation's sign. STORE: keys go to cache[h, slots[n], 0] instead, and the HK
     heads that follow, values, go as they are to cache[h, slots[n], 1]; heads of the cache are `head_stride`
-    apart.
+    apart. A program has HEADS of a row.
     """
     row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1)
+    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, DP)
-    across = (d + D // 2) % D
-    held = d < D
+    turned = g < HQ + HK
+    held = (d < D)[None, :] & (g < HQ + (2 * HK if STORE else HK))[:, None]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    head = heads_ptr + row * row_stride + g * D
-    x = tl.load(head + d, mask=held, other=0.0).to(tl.float32)
+    head = heads_ptr + row * row_stride + g[:, None] * D
+    across = ((d + D // 2) % D)[None, :]
+    x = tl.load(head + d[None, :], mask=held, other=0.0).to(tl.float32)
+    y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        x += tl.load(head + part * part_stride + d, mask=held, other=0.0).to(tl.float32)
-    if g < HQ + HK:
-        y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            y += tl.load(head + part * part_stride + across, mask=held, other=0.0).to(tl.float32)
-        if NORM:
-            scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-            x *= scale * tl.load(weight_ptr + g * D + d, mask=held, other=0.0).to(tl.float32)
-            y *= scale * tl.load(weight_ptr + g * D + across, mask=held, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + row * D + d, mask=held, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + row * D + d, mask=held, other=0.0).to(tl.float32)
-        x = x * cos + y * sin
-    out = x.to(q_ptr.dtype.element_ty)
-    if g < HQ:
-        tl.store(q_ptr + (row * HQ + g) * D + d, out, mask=held)
-    elif STORE:
+        x += tl.load(head + part * part_stride + d[None, :], mask=held, other=0.0).to(tl.float32)
+        y += tl.load(head + part * part_stride + across, mask=held, other=0.0).to(tl.float32)
+    z = x
+    if NORM:
+        weight = weight_ptr + g[:, None] * D
+        normed = held & turned[:, None]
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        z = x * (scale * tl.load(weight + d[None, :], mask=normed, other=0.0).to(tl.float32))
+        y *= scale * tl.load(weight + across, mask=normed, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    out = tl.where(turned[:, None], z * cos + y * sin, x).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + (row * HQ + g)[:, None] * D + d[None, :], out, mask=held & (g < HQ)[:, None])
+    keys = held & (g >= HQ)[:, None]
+    if STORE:
         kind = (g - HQ) // HK
         h = ((g - HQ) % HK).to(tl.int64)
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        tl.store(cache_ptr + h * head_stride + (2 * slot + kind) * D + d, out, mask=held)
+        to = h * head_stride + (2 * slot + kind) * D
+        tl.store(cache_ptr + to[:, None] + d[None, :], out, mask=keys)
     else:
-        tl.store(k_ptr + (row * HK + g - HQ) * D + d, out, mask=held)
+        tl.store(k_ptr + (row * HK + g - HQ)[:, None] * D + d[None, :], out, mask=keys)
 
 
 def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -144,11 +148,12 @@ def rotate(
     if N:
         early = launches_early(heads.device)
         cache, slots = store or (q_NHD, q_NHD)
-        rotate_heads[(N, num_q + num_k + (num_k if store else 0))](
+        total, block = num_q + num_k + (num_k if store else 0), 1 if N <= FEW else 8
+        rotate_heads[(N, -(-total // block))](
             heads, cos_ND if weight_GD is None else weight_GD, cos_ND, sin_ND,
             q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
             heads.stride(-2), N * heads.shape[-1], cache.stride(0), eps, num_q, num_k,
-            D, triton.next_power_of_2(D), weight_GD is not None, store is not None,
-            len(heads) if heads.dim() == 3 else 1, early, num_warps=1, launch_pdl=early,
+            D, triton.next_power_of_2(D), block, weight_GD is not None, store is not None,
+            len(heads) if heads.dim() == 3 else 1, early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD

@@ -26,7 +26,7 @@ WIDTHS = (16, 32)
 COLUMNS = (256, 128)  # of a part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def multiply_part(
     x_ptr, w_ptr, y_ptr, N, M, K, x_stride, w_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
