@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.engine.toy import ToyModel, make_core, request
 from tests.moe.build import make_plan, make_spec
+from turnout.engine import warm
 from turnout.engine.warm import Tuner
 from turnout.moe.flashinfer import autotune
 from turnout.parallel.groups import ALONE
@@ -44,3 +46,20 @@ def test_the_first_layer_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(("runner", "layers"), [("torch", 3), ("triton", 3), ("flashinfer_cutlass", 0)])
 def test_nothing_to_choose_or_no_layer_means_no_tuning(runner: str, layers: int, monkeypatch, tmp_path: Path):
     assert tuned_with(runner, monkeypatch, tmp_path, layers)[1] == []
+
+
+@pytest.mark.parametrize(("most", "context"), [(40, 128), (50, 12), (1, 128)])
+def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int):
+    model = ToyModel()
+    core = make_core(model, max_context=context, max_prefill_tokens=most, max_running_requests=6)
+    free, computed = core._pool.num_available, []
+    model.reset_counts = lambda: computed.extend(model.steps)
+    warm.first_prompts(core.blueprint, core._forward, model, core._pool, None)
+    assert computed == warm.prompt_sizes(most)
+    assert set(computed) >= {1, most}
+    assert core._pool.num_available == free
+    core.add(request("a", [3, 1, 4, 1, 5], max_tokens=6, ignore_eos=True))
+    found = []
+    while core.has_work():
+        found += [token for output in core.step() for token in output.token_ids]
+    assert found == ToyModel().greedy([3, 1, 4, 1, 5], 6, eos=False)

@@ -72,6 +72,9 @@ class ToyModel:
     def expert_counts(self) -> list[list[int]]:
         return [[sum(self.steps)]]
 
+    def reset_counts(self) -> None:
+        self.steps.clear()
+
     def reference_logits(self, tokens: list[int]) -> Tensor:
         """[len(tokens), V], by definition."""
         shape = self.shape

@@ -39,7 +39,7 @@ from turnout.engine.scheduler import Chunk, Scheduler
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.threads import default_threads
 from turnout.engine.ties import accompany, settled_logits
-from turnout.engine.warm import Tuner
+from turnout.engine.warm import Tuner, first_prompts
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn
@@ -107,6 +107,9 @@ class EngineCore:
             fixed_spans=alone.SPANS if config.deterministic else 0,
         )
         self._forward = Forward(blueprint, self._model, self._attention, progress)
+        if self._device.type == "cuda":
+            with torch.inference_mode():
+                first_prompts(blueprint, self._forward, self._model, self._pool, progress)
         self._settles = blueprint.compute_dtype == "float32" and not config.deterministic
         self._sampler = Sampler(
             shape.vocab_size,

@@ -35,10 +35,12 @@ class _Stored(Attention):
     def place(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._paged.cache[layer], self._slots_N
 
-    def _spans(self, rows: int, table_BP: Tensor) -> int:
+    def _spans(self, rows: int) -> int:
+        """By what contexts may become, not by what they are: each number is a kernel of its own."""
         from turnout.kernels.paged_attention import spans
 
-        paged, longest = self._paged, table_BP.shape[1] * self._paged.page_size
+        paged = self._paged
+        longest = paged.table.shape[1] * paged.page_size
         return paged.fixed_spans or spans(rows, paged.cache.shape[1], longest, paged.processors)
 
 
@@ -49,7 +51,7 @@ class RowAttention(_Stored):
         """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
         super().__init__(paged, slots_N)
         self._table_NP, self._ends_N = table_NP, ends_N
-        self._splits = self._spans(len(slots_N), table_NP)
+        self._splits = self._spans(len(slots_N))
 
     def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
         from turnout.kernels.paged_attention import attend
@@ -84,7 +86,7 @@ class StepAttention(_Stored):
         super().__init__(paged, slots_N)
         self._ends_M = self.places_N[: self._num_decoding] + 1
         self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
-        self._splits = self._spans(max(1, self._num_decoding), table_BP)
+        self._splits = self._spans(max(1, self._num_decoding))
 
     def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
         from turnout.kernels import paged_attention, prompt_attention

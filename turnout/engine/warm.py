@@ -1,4 +1,5 @@
-"""What is settled between loading and serving, once for all ranks: the cuts of library kernels."""
+"""What is settled between loading and serving, once for all ranks: the cuts of library kernels, and that all
+kernels of prompts are compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import torch
 
 from turnout.config import cache_folder
 from turnout.engine.blueprint import Blueprint
-from turnout.models.interface import ProgressFn
+from turnout.engine.forward import Forward
+from turnout.engine.lockstep import Agreement
+from turnout.engine.messages import AddRequest
+from turnout.engine.pages import PagePool
+from turnout.engine.request import Request
+from turnout.engine.sampling import SamplingParams
+from turnout.engine.scheduler import Chunk
+from turnout.models.interface import Model, ProgressFn
 from turnout.moe.flashinfer import autotune
 from turnout.moe.runners import Experts
 from turnout.parallel.groups import Groups
@@ -52,3 +60,42 @@ class Tuner:
             self._blueprint.description.moe, plan, self._device
         )
         return runner
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Tokens of steps that between them take every kernel a prompt may: runners cut batches by powers of two
+    or more, and kernels are compiled for sizes that are multiples of 16 and for others."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted({size for power in powers for size in (power, power - 1) if size} | {most})
+
+
+def first_prompts(
+    blueprint: Blueprint, forward: Forward, model: Model, pool: PagePool, progress: ProgressFn | None
+) -> None:
+    """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
+    second. Collective; before any request. Leaves no trace but in memory that is free."""
+    config, topology = blueprint.config, blueprint.topology
+    room = min(blueprint.max_context, pool.num_available * blueprint.page_size // config.max_running_requests)
+    most = min(max(config.max_prefill_tokens, 1), room * config.max_running_requests)
+    sizes = prompt_sizes(most)
+    for done, size in enumerate(sizes):
+        if progress is not None:
+            progress("compiling", done, len(sizes))
+        chunks = [_prompt(row, min(room, size - at)) for row, at in enumerate(range(0, size, room))]
+        for chunk in chunks:
+            chunk.request.pages = pool.allocate(-(-chunk.length // blueprint.page_size)) or []
+        agreed = Agreement(
+            phase="prefill", tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
+        )
+        computed = forward(chunks, agreed)
+        model.logits(computed.hidden_NH[-1:])
+        for chunk in chunks:
+            pool.release(chunk.request.pages)
+    model.reset_counts()
+
+
+def _prompt(row: int, length: int) -> Chunk:
+    message = AddRequest(id=f"first-{row}", prompt_ids=[0] * length, sampling=SamplingParams(max_tokens=1))
+    request = Request.start(message, seed=0, eos_token_ids=())
+    request.row = row
+    return Chunk(request, 0, length)

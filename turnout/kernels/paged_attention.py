@@ -63,13 +63,14 @@ def attend_span(
         page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
         slot = page.to(tl.int64) * PAGE + place % PAGE
         base = cache_ptr + h * head_stride + slot * (2 * D)
-        k = tl.load(base[None, :] + d[:, None], mask=known[None, :] & (d[:, None] < D), other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        held_kv = known[:, None] & (d[None, :] < D)
+        k = tl.load(base[:, None] + d[None, :], mask=held_kv, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(known[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
-        v = tl.load(base[:, None] + D + d[None, :], mask=known[:, None] & (d[None, :] < D), other=0.0)
+        v = tl.load(base[:, None] + D + d[None, :], mask=held_kv, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         best = higher

@@ -117,9 +117,10 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
     parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
     if N:
         block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
+        warps = min(16, max(1, block // (128 if parts > 1 else 512)))
         norm_rows[(N,)](
             x_NH, x_NH if delta is None else delta.contiguous(), weight_H, sum_NH, out_NH, H, N * H, eps,
-            parts, block, early, num_warps=min(16, max(1, block // 512)), launch_pdl=early,
+            parts, block, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return sum_NH, out_NH
 

@@ -156,6 +156,12 @@ class Decoder:
         """See `interface.Model.expert_counts`; waits for the device."""
         return [layer.mlp.expert_counts.tolist() for layer in self._layers if isinstance(layer.mlp, MoELayer)]
 
+    def reset_counts(self) -> None:
+        """See `interface.Model.reset_counts`."""
+        for layer in self._layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.reset_counts()
+
     def _layer(self, i: int) -> DecoderLayer:
         prefix = f"model.layers.{i}"
         is_moe = i in self._spec.moe_layers

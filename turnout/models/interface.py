@@ -114,7 +114,11 @@ class Model(Protocol):
         ...
 
     def expert_counts(self) -> list[list[int]]:
-        """[MoE layer][expert]: how often the router chose each expert since loading."""
+        """[MoE layer][expert]: how often the router chose each expert since loading, or the last reset."""
+        ...
+
+    def reset_counts(self) -> None:
+        """Forget how often experts were chosen."""
         ...
 
 
