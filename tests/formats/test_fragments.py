@@ -75,8 +75,9 @@ def test_threads_hold_what_wgmma_asks_for():
 def unfold(word: int) -> list[int]:
     """The four operand registers, by the instructions of the kernel."""
     mask = 0x81C081C0
-    last = (word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
-    return [word & mask, word << 3 & mask, word << 6 & mask, last & 0xFFFFFFFF]
+    rotated = word << 10 | word >> 22
+    last = (word << 4 & 0x81808180) | (word >> 4 & 0x00400040)
+    return [word & mask, word << 6 & mask, rotated & mask, last]
 
 
 def expand(code: int) -> int:

@@ -7,12 +7,14 @@ eight codes of a 32-bit word unfold into bf16 with a shift and a mask each.
 
 A code is a sign s and three bits eem of exponent and mantissa. Read as a bf16 with s in bit 15 and eem in
 bits 8 to 6, it is the e2m1 value times 2^-126, subnormals included; that factor goes into the block scale.
-Each 16-bit half of a word holds four codes:
+Each 16-bit half of a word holds four codes, but for C's eem, which lie in the other half:
 
     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-          sA sD mD sB eD eD sC eA eA mA eB eB mB eC eC mC
+          sA eC eC mC sD mD sB eA eA mA sC eD eD eB eB mB
 
-so A needs a mask, B a shift by 3, C by 6, and D is put together from what is left. The low half is column
+so A needs a mask, B a shift by 6, C a rotation by 10, and D is put together from shifts by 4 to either side.
+No four rotations would do, each with one mask: shifts of a code's pattern do not tile 16 bits. Shifts to the
+left are multiplications, for which there are units that the rest leaves idle. The low half is column
 2 (l % 4), the high half the next one; A and B are rows r and r + 8, C and D the same 8 columns further on.
 
 Block scales become one byte each, which with one shift and one addition is a bf16 with the factor 2^126:
@@ -27,6 +29,7 @@ Legend: E experts, N rows, K columns, both padded to multiples of 64 with zero c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +38,7 @@ from torch import Tensor
 from turnout.formats.packed import PackedTensor
 
 BLOCK = 64
+SLACK = 16  # blocks
 FOLD_ROWS = 512  # that are folded at once: this takes tens of bytes a weight
 GROUP = {"mxfp4": 32, "nvfp4": 16}
 _TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
@@ -71,14 +75,22 @@ def to_fragments(weights: PackedTensor, *, paired: bool, device: torch.device | 
     n, k = -(-N // (1 + paired) // height) * (1 + paired) * height // BLOCK, -(-K // BLOCK)
     fragments = Fragments(
         format=weights.format,
-        codes=torch.empty(E, n, k, 512, dtype=torch.int32, device=device),
-        scales=torch.empty(E, n, k, 1024 // GROUP[weights.format], dtype=torch.int32, device=device),
+        codes=_with_slack((E, n, k, 512), device),
+        scales=_with_slack((E, n, k, 1024 // GROUP[weights.format]), device),
         alpha=torch.empty(E, device=device),
         rows=N,
         columns=K,
     )
     fill(fragments, weights, paired=paired)
     return fragments
+
+
+def _with_slack(shape: tuple[int, int, int, int], device: torch.device | str) -> Tensor:
+    """int32 [shape] with SLACK more blocks behind it, zero, which kernels read and make nothing of."""
+    slack = SLACK * shape[-1]
+    whole = torch.empty(math.prod(shape) + slack, dtype=torch.int32, device=device)
+    whole[-slack:] = 0
+    return whole[:-slack].view(shape)
 
 
 def fill(fragments: Fragments, weights: PackedTensor, *, paired: bool) -> None:
@@ -166,12 +178,10 @@ def _fold_codes(code_NK: Tensor) -> Tensor:
     # -> n, k, warp, lane / 4, lane % 4, step, odd | right, lower
     axes = axes.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
     sign, eem = axes >> 3, axes & 7
-    half = torch.zeros_like(axes[..., 0, 0])
-    for index, shift in enumerate((0, 3, 6)):
-        right, lower = divmod(index, 2)
-        half |= sign[..., right, lower] << 15 - shift | eem[..., right, lower] << 6 - shift
-    last = eem[..., 1, 1]
-    half |= sign[..., 1, 1] << 14 | (last >> 1) << 10 | (last & 1) << 13
+    (a, b), (c, d) = ((sign[..., right, 0], sign[..., right, 1]) for right in (0, 1))
+    half = a << 15 | b << 9 | c << 5 | d << 11
+    (a, b), (c, d) = ((eem[..., right, 0], eem[..., right, 1]) for right in (0, 1))
+    half |= a << 6 | b | c.flip(-1) << 12 | (d >> 1) << 3 | (d & 1) << 10
     return torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048)
 
 
@@ -180,9 +190,13 @@ def _unfold_codes(folded: Tensor) -> Tensor:
     E, n, k, _ = folded.shape
     pair = folded.view(E, n, k, 4, 8, 4, 4, 2, 2).to(torch.int32)
     half = pair[..., 0] | pair[..., 1] << 8  # E, n, k, warp, lane / 4, lane % 4, step, odd
-    abc = [(half >> 15 - s & 1) << 3 | half >> 6 - s & 7 for s in (0, 3, 6)]
-    d = (half >> 14 & 1) << 3 | (half >> 10 & 3) << 1 | half >> 13 & 1
-    axes = torch.stack((*abc, d), dim=-1).unflatten(-1, (2, 2))  # ..., right, lower
+    codes = (
+        (half >> 15 & 1) << 3 | half >> 6 & 7,
+        (half >> 9 & 1) << 3 | half & 7,
+        (half >> 5 & 1) << 3 | half.flip(-1) >> 12 & 7,
+        (half >> 11 & 1) << 3 | (half >> 3 & 3) << 1 | half >> 10 & 1,
+    )
+    axes = torch.stack(codes, dim=-1).unflatten(-1, (2, 2))  # ..., right, lower
     # E, n, warp, lower, lane / 4, k, step, right, lane % 4, odd
     axes = axes.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
     return axes.reshape(E, n * BLOCK, k * BLOCK).to(torch.uint8)

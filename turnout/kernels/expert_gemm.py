@@ -51,20 +51,18 @@ def decode_codes(word, scale, scale_below):
         and.b32 a, $8, 0x81C081C0;
         mul.bf16x2 a, a, $9;
         mov.b32 {$0, $1}, a;
-        shl.b32 t, $8, 3;
+        shl.b32 t, $8, 6;
         and.b32 a, t, 0x81C081C0;
         mul.bf16x2 a, a, $10;
         mov.b32 {$2, $3}, a;
-        shl.b32 t, $8, 6;
+        shf.l.wrap.b32 t, $8, $8, 10;
         and.b32 a, t, 0x81C081C0;
         mul.bf16x2 a, a, $9;
         mov.b32 {$4, $5}, a;
-        shl.b32 t, $8, 1;
-        and.b32 t, t, 0x80008000;
-        shr.u32 u, $8, 3;
-        lop3.b32 t, u, 0x01800180, t, 0xEA;
-        shr.u32 u, $8, 7;
-        lop3.b32 a, u, 0x00400040, t, 0xEA;
+        shr.u32 u, $8, 4;
+        and.b32 u, u, 0x00400040;
+        shl.b32 t, $8, 4;
+        lop3.b32 a, t, 0x81808180, u, 0xEA;
         mul.bf16x2 a, a, $10;
         mov.b32 {$6, $7}, a;
         }
@@ -84,15 +82,18 @@ def decode_scales(word, NVFP4: gl.constexpr):
     return gl.inline_asm_elementwise(
         f"""
         {{
-        .reg .b32 t;
-        prmt.b32 t, $4, 0, 0x4040;
-        mad.lo.u32 $0, t, {TO_BF16};
-        prmt.b32 t, $4, 0, 0x4141;
-        mad.lo.u32 $1, t, {TO_BF16};
-        prmt.b32 t, $4, 0, 0x4242;
-        mad.lo.u32 $2, t, {TO_BF16};
-        prmt.b32 t, $4, 0, 0x4343;
-        mad.lo.u32 $3, t, {TO_BF16};
+        .reg .b32 t, u;
+        .reg .b16 a, b, c, d;
+        prmt.b32 t, $4, 0, 0x4240;
+        prmt.b32 u, $4, 0, 0x4341;
+        mad.lo.u32 t, t, {TO_BF16};
+        mad.lo.u32 u, u, {TO_BF16};
+        mov.b32 {{a, c}}, t;
+        mov.b32 {{b, d}}, u;
+        mov.b32 $0, {{a, a}};
+        mov.b32 $1, {{b, b}};
+        mov.b32 $2, {{c, c}};
+        mov.b32 $3, {{d, d}};
         }}
         """,
         "=r,=r,=r,=r,r",
