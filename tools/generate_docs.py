@@ -32,7 +32,8 @@ NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; ed
 # Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
 WRITERS = {
     "bf16": "any Qwen2-MoE or Qwen3-MoE checkpoint, experts one by one or stacked",
-    "fp8": "DeepSeek-V3's layout: `quant_method: fp8`, 128 x 128 blocks",
+    "fp8": "DeepSeek-V3's layout: `quant_method: fp8`, 128 x 128 blocks; with one scale per weight ModelOpt "
+    "(`FP8`), compressed-tensors (`float-quantized`), AutoFP8",
     "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`), compressed-tensors (`nvfp4-pack-quantized`)",
     "mxfp4": "GPT-OSS's layout: `quant_method: mxfp4`",
 }

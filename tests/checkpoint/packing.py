@@ -100,3 +100,15 @@ def fp8(weight: Tensor, block: int = 128) -> Packed:
         ".weight_scale_inv": torch.from_numpy(scale),
     }
     return tensors, torch.from_numpy(plain)
+
+
+def fp8_tensor(weight: Tensor) -> Packed:
+    """e4m3 with one scale."""
+    w = weight.numpy()
+    scale = np.float32(np.abs(w).max() / 448)
+    data = (w / scale).astype(ml_dtypes.float8_e4m3fn)
+    tensors = {
+        ".weight": torch.from_numpy(data.view(np.uint8)).view(torch.float8_e4m3fn),
+        ".weight_scale": torch.tensor(scale),
+    }
+    return tensors, torch.from_numpy(data.astype(np.float32) * scale)

@@ -114,6 +114,13 @@ def compressed(quantized_activations=True, **record):
     }
 
 
+def compressed_fp8(strategy="tensor"):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    return compressed(
+        format="float-quantized", config_groups={"group_0": {"weights": weights, "targets": ["Linear"]}}
+    )
+
+
 def test_no_record_means_plain_weights():
     for config in ({}, {"quantization_config": None}):
         assert parse_quantization(config).experts_format(EXPERTS) == ("bf16", False)
@@ -132,6 +139,9 @@ def test_no_record_means_plain_weights():
         (compressed(False), ("nvfp4", False)),
         ({"quant_method": "mxfp4"}, ("mxfp4", False)),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ("fp8", False)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, ("fp8", False)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, ("fp8", False)),
+        (compressed_fp8(), ("fp8", False)),
     ],
 )
 def test_supported_records(record, format):
@@ -154,14 +164,14 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"quant_method": "gptq"}, ("quant_method 'gptq'", "modelopt", "compressed-tensors", "mxfp4", "fp8")),
         ({"bits": 4}, ("quant_method",)),
         ({"quant_method": "modelopt"}, ("quant_algo None", "NVFP4")),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("quant_algo 'FP8'", "NVFP4")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, ("quant_algo 'FP8_PB_WO'", "NVFP4", "FP8")),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ("MIXED_PRECISION", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size 32", "16")),
         (compressed(format="pack-quantized"), ("format 'pack-quantized'", "nvfp4-pack-quantized")),
         (compressed(config_groups={}), ("config_groups", "one group")),
         (compressed(transform_config={"config_groups": {"R1": {}}}), ("transform_config",)),
         ({**FP8, "weight_block_size": [64, 64]}, ("weight_block_size [64, 64]", "[128, 128]")),
-        ({"quant_method": "fp8"}, ("weight_block_size None", "[128, 128]")),
+        (compressed_fp8(strategy="channel"), ("weights.strategy 'channel'", "tensor")),
         ({**FP8, "activation_scheme": "static"}, ("activation_scheme 'static'", "dynamic")),
         ({**FP8, "expert_dtype": "fp4"}, ("expert_dtype 'fp4'",)),
         ({**FP8, "modules_to_not_convert": "lm_head"}, ("modules_to_not_convert", "a list of strings")),

@@ -26,6 +26,10 @@ EXPECTED = {
     "compressed-tensors-weight-only": ("nvfp4", False),
     "mxfp4": ("mxfp4", False),
     "fp8": ("fp8", False),
+    "modelopt-fp8": ("fp8", False),
+    "modelopt-fp8-fused": ("fp8", False),
+    "compressed-tensors-fp8": ("fp8", False),
+    "auto-fp8": ("fp8", False),
 }
 # 2 * 96 differs from 64, so that a transposed matrix can be told by its shape
 SIZE = {"moe_intermediate_size": 96}
@@ -108,17 +112,27 @@ def test_square_matrices_follow_the_family(format, tmp_path):
     assert_experts(weights, written)
 
 
+@pytest.mark.parametrize("format", ["fp8", "modelopt-fp8"])
 @pytest.mark.parametrize("intermediate", [32, 96, 160, 192, 256])
-def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, tmp_path):
+def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, format, tmp_path):
     """Where 128 does not divide the expert size, up's blocks start inside one of the stacked matrix's."""
     written = write_checkpoint(
-        tmp_path, "fp8", num_hidden_layers=2, hidden_size=160, moe_intermediate_size=intermediate
+        tmp_path, format, num_hidden_layers=2, hidden_size=160, moe_intermediate_size=intermediate
     )
     shape = ExpertShape(num_experts=8, hidden=160, intermediate=intermediate)
     with open_checkpoint(tmp_path) as checkpoint:
         weights = checkpoint.experts(PREFIX, shape, first=2, count=3)
     assert_experts(weights, written)
     assert weights.w13[1:2].decode().shape == (1, 2 * intermediate, 160)  # slices keep their blocks
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.endswith(("-fp8", "-fp8-fused"))])
+def test_scales_of_inputs_that_are_quantised_as_they_come_are_set_aside(format, tmp_path):
+    write_checkpoint(tmp_path, format, **SIZE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for layer in range(checkpoint.config["num_hidden_layers"]):
+            checkpoint.experts(f"model.layers.{layer}.mlp.experts", SHAPE)
+        assert not [name for name in checkpoint.unread() if ".experts" in name]
 
 
 def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):

@@ -309,6 +309,66 @@ def _fp8(written: Written, tensors: Tensors, dense: bool) -> None:
         }
 
 
+def _fp8_tensors(
+    written: Written, tensors: Tensors, dense: bool, *, shape: tuple[int, ...] = ()
+) -> list[str]:
+    """One scale for a weight, and the calibrated one of its input."""
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        packed, plain = packing.fp8_tensor(weight)
+        packed[".weight_scale"] = packed[".weight_scale"].reshape(shape)
+        return packed | {".input_scale": torch.full(shape, 0.25)}, plain
+
+    return _pack_linears(written, tensors, dense, pack)
+
+
+def _modelopt_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+    ignored = _fp8_tensors(written, tensors, dense)
+    with edit_config(written.folder, "hf_quant_config.json") as config:
+        config["quantization"] = {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ignored,
+        }
+
+
+def _modelopt_fp8_fused(written: Written, tensors: Tensors, dense: bool) -> None:
+    """Experts stacked, with a column each for gate's and up's scales."""
+    _modelopt_fp8(written, tensors, dense)
+    for suffix, fused in (
+        (".weight", ""),
+        (".weight_scale", "_weight_scale"),
+        (".input_scale", "_input_scale"),
+    ):
+        for prefix, (gate, up, down) in stack_experts(tensors, suffix).items():
+            wide = torch.stack([gate, up], dim=1) if gate.ndim == 1 else _cat(gate, up)
+            tensors[f"{prefix}.gate_up_proj{fused}"] = wide
+            tensors[f"{prefix}.down_proj{fused}"] = down
+
+
+def _compressed_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+    ignored = _fp8_tensors(written, tensors, dense, shape=(1,))
+    eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    record = QuantizationConfig(
+        config_groups={"group_0": {"weights": eight, "input_activations": eight, "targets": ["Linear"]}},
+        format="float-quantized",
+        quantization_status="compressed",
+        ignore=ignored,
+    )
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = json.loads(record.model_dump_json())
+
+
+def _auto_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+    ignored = _fp8_tensors(written, tensors, dense)
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "modules_to_not_convert": ignored,
+        }
+
+
 def _cat(gate: Tensor, up: Tensor) -> Tensor:
     """torch.cat does not take e4m3."""
     return torch.cat([gate.view(torch.uint8), up.view(torch.uint8)], dim=1).view(gate.dtype)
@@ -327,4 +387,8 @@ FORMATS: dict[str, Callable[[Written, Tensors, bool], None]] = {
     "compressed-tensors-weight-only": _compressed_weight_only,
     "mxfp4": _mxfp4,
     "fp8": _fp8,
+    "modelopt-fp8": _modelopt_fp8,
+    "modelopt-fp8-fused": _modelopt_fp8_fused,
+    "compressed-tensors-fp8": _compressed_fp8,
+    "auto-fp8": _auto_fp8,
 }

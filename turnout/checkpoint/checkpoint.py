@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from turnout.checkpoint import bf16, compressed_tensors, fp8, modelopt, mxfp4, nvfp4
+from turnout.checkpoint import bf16, compressed_tensors, fp8, fp8_tensor, modelopt, mxfp4, nvfp4
 from turnout.checkpoint.config import CONFIG, read_config
 from turnout.checkpoint.experts import ExpertShape, Wanted
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
@@ -145,7 +146,7 @@ class Checkpoint:
         return self.quantization.experts_format(prefix)
 
     def _experts(self, wanted: Wanted, quantized_activations: bool) -> ExpertWeights:
-        plain_readers = {"bf16": bf16.experts, "mxfp4": mxfp4.experts, "fp8": fp8.experts}
+        plain_readers = {"bf16": bf16.experts, "mxfp4": mxfp4.experts, "fp8": self._fp8.experts}
         if wanted.format in plain_readers:
             return plain_readers[wanted.format](wanted)
         spelling = SPELLINGS[self.quantization.method]
@@ -153,8 +154,12 @@ class Checkpoint:
 
     def _packed(self, module: str, shape: tuple[int, int]) -> PackedTensor:
         if self.quantization.format == "fp8":
-            return fp8.linear(self._files, module, *shape)
+            return self._fp8.linear(self._files, module, *shape)
         return nvfp4.linear(self._files, module, *shape, SPELLINGS[self.quantization.method])
+
+    @property
+    def _fp8(self) -> ModuleType:
+        return fp8_tensor if self.quantization.method == "fp8_tensor" else fp8
 
     def _is_plain(self, module: str) -> bool:
         if not self.quantization.quantizes(module) or self.quantization.format == "mxfp4":

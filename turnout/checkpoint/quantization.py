@@ -13,7 +13,10 @@ from turnout.errors import UserError
 
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
 MODELOPT_ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # -> activations are quantised as well
-COMPRESSED_FORMAT = "nvfp4-pack-quantized"
+MODELOPT_FP8 = "FP8"
+COMPRESSED_FORMAT, COMPRESSED_FP8 = "nvfp4-pack-quantized", "float-quantized"
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+ONE_SCALE = {"num_bits": 8, "type": "float", "strategy": "tensor"}  # FP8, for a whole weight
 FP8_BLOCK = [128, 128]
 
 
@@ -22,8 +25,9 @@ class Quantization:
     """How a checkpoint was quantised, and which modules were left alone.
 
     method: who wrote it, and so which reader understands it: "none", "modelopt", "compressed-tensors",
-    "mxfp4" or "fp8". format: a name of formats.packed.FORMATS. quantized_activations: the writer
-    calibrated NVFP4 activations too (W4A4), and input scales are in the checkpoint.
+    "mxfp4", "fp8", or of any writer "fp8_tensor": one scale per weight. format: a name of
+    formats.packed.FORMATS. quantized_activations: the writer calibrated NVFP4 activations too (W4A4), and
+    input scales are in the checkpoint.
     """
 
     method: str = "none"
@@ -85,53 +89,55 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
 
 
 def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
-    """NVFP4 as ModelOpt exports it, in `config.json` or in `hf_quant_config.json`."""
+    """NVFP4 or FP8 as ModelOpt exports them, in `config.json` or in `hf_quant_config.json`."""
     nested = record.get("quantization")
     if isinstance(nested, dict):
         record = record | nested
     if record.get("quant_algo") is None and record.get("kv_cache_quant_algo") is not None:
         return Quantization()  # the KV cache alone, which is this engine's own business
     algorithm = str(record.get("quant_algo")).upper()
+    excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
+    ignore = ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules")
+    if algorithm == MODELOPT_FP8:
+        return Quantization(method="fp8_tensor", format="fp8", ignore=ignore)
     if algorithm not in MODELOPT_ALGORITHMS:
-        raise _unsupported(file, "quant_algo", record.get("quant_algo"), MODELOPT_ALGORITHMS)
+        known = [*MODELOPT_ALGORITHMS, MODELOPT_FP8]
+        raise _unsupported(file, "quant_algo", record.get("quant_algo"), known)
     quantized_activations = MODELOPT_ALGORITHMS[algorithm]
     _require(file, "group_size", record.get("group_size", 16), 16)
     groups = _groups(record, file)
     for name, group in groups.items():
-        _require_nvfp4(file, f"{name}.weights", group.get("weights"))
+        _require_scheme(file, f"{name}.weights", group.get("weights"), NVFP4)
         quantized_activations &= group.get("input_activations") is not None
-    excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
     return Quantization(
-        method="modelopt",
-        format="nvfp4",
-        quantized_activations=quantized_activations,
-        ignore=ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules"),
+        method="modelopt", format="nvfp4", quantized_activations=quantized_activations, ignore=ignore
     )
 
 
 def _compressed_tensors(record: dict[str, Any], file: Path | str) -> Quantization:
-    """NVFP4 as compressed-tensors (llm-compressor) packs it, all groups alike."""
+    """NVFP4 or FP8 as compressed-tensors (llm-compressor) packs them, all groups alike."""
     groups = _groups(record, file)
     if len(groups) != 1:
         raise _unsupported(file, "config_groups", f"{len(groups)} groups", ["exactly one group"])
     ((name, group),) = groups.items()
     packed = group.get("format") or record.get("format")
-    if packed != COMPRESSED_FORMAT:
-        raise _unsupported(file, "format", packed, [COMPRESSED_FORMAT])
+    if packed not in (COMPRESSED_FORMAT, COMPRESSED_FP8):
+        raise _unsupported(file, "format", packed, [COMPRESSED_FORMAT, COMPRESSED_FP8])
     transforms = record.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise _unsupported(file, "transform_config", "rotations of weights or activations", ["none"])
-    _require_nvfp4(file, f"{name}.weights", group.get("weights"))
+    fp8 = packed == COMPRESSED_FP8
+    _require_scheme(file, f"{name}.weights", group.get("weights"), ONE_SCALE if fp8 else NVFP4)
     activations = group.get("input_activations")
-    if activations is not None:
-        _require_nvfp4(file, f"{name}.input_activations", activations)
+    if activations is not None and not fp8:
+        _require_scheme(file, f"{name}.input_activations", activations, NVFP4)
         _require(file, f"{name}.input_activations.dynamic", activations.get("dynamic"), "local")
     targets = _names(group, "targets", file)
     dialect = "compressed-tensors"
     return Quantization(
-        method="compressed-tensors",
-        format="nvfp4",
-        quantized_activations=activations is not None,
+        method="fp8_tensor" if fp8 else "compressed-tensors",
+        format="fp8" if fp8 else "nvfp4",
+        quantized_activations=activations is not None and not fp8,
         # "Linear" names a class, that of every module asked about here.
         targets=EVERYTHING
         if "Linear" in targets
@@ -151,10 +157,12 @@ def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:
 
 
 def _fp8(record: dict[str, Any], file: Path | str) -> Quantization:
-    """DeepSeek-V3: e4m3 in 128x128 blocks, activations quantised as they come (`dynamic`)."""
+    """DeepSeek-V3: e4m3 in 128x128 blocks, activations quantised as they come (`dynamic`). Else AutoFP8."""
+    _require(file, "fmt", record.get("fmt", "e4m3"), "e4m3")
+    if record.get("weight_block_size") is None:
+        return Quantization(method="fp8_tensor", format="fp8", ignore=_not_converted(record, file))
     _require(file, "weight_block_size", record.get("weight_block_size"), FP8_BLOCK)
     _require(file, "activation_scheme", record.get("activation_scheme", "dynamic"), "dynamic")
-    _require(file, "fmt", record.get("fmt", "e4m3"), "e4m3")
     if record.get("expert_dtype") not in (None, "fp8"):
         raise _unsupported(file, "expert_dtype", record["expert_dtype"], ["fp8"])
     return Quantization(method="fp8", format="fp8", ignore=_not_converted(record, file))
@@ -191,10 +199,10 @@ def _groups(record: Mapping[str, Any], file: Path | str) -> dict[str, dict[str, 
     return groups
 
 
-def _require_nvfp4(file: Path | str, name: str, scheme: Any) -> None:
+def _require_scheme(file: Path | str, name: str, scheme: Any, wanted: Mapping[str, object]) -> None:
     if not isinstance(scheme, dict):
         raise CheckpointError(f"{name} is not usable", file=file, expected="a JSON object", found=scheme)
-    for key, value in (("num_bits", 4), ("type", "float"), ("group_size", 16)):
+    for key, value in wanted.items():
         _require(file, f"{name}.{key}", scheme.get(key, value), value)
     _require(file, f"{name}.symmetric", scheme.get("symmetric", True), True)
 
