@@ -14,9 +14,11 @@ RUNS: dict[str, dict[str, str]] = {
     "deepep-low-latency": {"NVIDIA H200": "2026-11-21"},
     "deepep-normal": {"NVIDIA H200": "2026-11-21"},
     "flashinfer": {"NVIDIA H200": "2026-11-21"},
+    "flashinfer_cutlass": {"NVIDIA H200": "2026-11-21"},
+    "flashinfer_mxfp4": {"NVIDIA H200": "2026-11-21"},
     "none": {"NVIDIA H200": "2026-11-21"},
     "nvlink": {"NVIDIA H200": "2026-11-21"},
-    "torch": {"AMD EPYC x2": "2026-11-21"},
+    "torch": {"AMD EPYC x2": "2026-11-21", "NVIDIA H200": "2026-11-21"},
     "triton": {"NVIDIA H200": "2026-11-21"},
 }
 

@@ -2,8 +2,8 @@
 
 bf16 weights as they are; FP8 weights with the scales of their 128 x 128 blocks, the library rounding the
 inputs of both GEMMs per token and 128 columns; NVFP4 W4A4 with the scales of formats.scales.resolve_shared,
-where x comes in bf16 and is quantised while it is sorted. FP8 with one scale per weight arrives as blocks that
-share it: the library's kernels for it would round inputs by one calibrated scale, which is coarser.
+where x comes in bf16 and is quantised while it is sorted. FP8 with one scale per weight arrives as blocks
+that share it: the library's kernels for it would round inputs by one calibrated scale, which is coarser.
 
 Legend: E experts, N rows, K columns, H hidden, I intermediate.
 """
