@@ -13,9 +13,10 @@ each missing function is defined to throw the library's own exception, and Flash
 tactics. The kernels for SM80 that a bf16 layer may fall back to are left out in the same way, by a
 specialisation of their launcher.
 
-Measured with nvcc 13.0 and FlashInfer 0.7.2: 43 units, with 50 kernels of W4A16 and 24 of bf16, took 154 s on
-64 hardware threads. A unit takes 100 to 150 s of one thread and up to 5 GB, most of it for headers: units of
-two kernels cost hardly more than units of one. Linked so, the module has not run yet.
+Measured with nvcc 13.0 and FlashInfer 0.7.2: 37 units, with 24 kernels of W4A16 and 12 of bf16, took 115 s on
+64 hardware threads that had nothing else to do. A unit takes one of them for most of that and up to 5 GB, the
+most for headers: units of two kernels cost hardly more than units of one. The module, 8 MB, passes
+tests/moe/test_cutlass_gpu.py on an H200.
 """
 
 from __future__ import annotations
