@@ -20,8 +20,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from turnout.formats import fp8, nvfp4
-from turnout.kernels import nvlink as kernels
-from turnout.moe.batch import TokensBatch
+from turnout.kernels.nvlink import combine, links, waiting
+from turnout.kernels.nvlink import dispatch as sending
+from turnout.moe import budget
+from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.dispatch import DispatchSetup, nvlink
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, PhasePlan
@@ -39,7 +41,7 @@ def patch_index(tensor, scope) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
-late = kernels.late
+late = waiting.late
 
 
 def patient(*args):
@@ -48,7 +50,7 @@ def patient(*args):
     return late(*args)
 
 
-CAPACITY = 6
+CAPACITY, FEW = 6, 2
 SCALE = torch.tensor(6 / nvfp4.GLOBAL_MAX)
 
 
@@ -125,7 +127,7 @@ def experts(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor, held: range, 
     return torch.where(mine_NK.any(1, keepdim=True), out_NH, torch.nan)
 
 
-def decoded(hidden) -> Tensor:
+def decoded(hidden: Hidden) -> Tensor:
     if hidden.format == "fp8":
         return fp8.decode_activation(hidden.data, hidden.scale)
     if hidden.format == "nvfp4":
@@ -144,7 +146,7 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     atp, D, dtype = topology.attention_tp, topology.dp_size, getattr(torch, case.dtype)
     good = True
     most = CAPACITY * atp
-    steps = [[1] * D, [0] * D, [most] * D, [(3 * d) % most for d in range(D)], [most] + [0] * (D - 1)]
+    steps = [[1] * D, [0] * D, [most] * D, [2 + 3 * (d % 2) for d in range(D)], [most] + [0] * (D - 1)]
     for step in range(len(steps)) if case.ranks == 2 else (2, 3):
         counts = steps[step]
         everyone = [tokens_of(case, step, d, counts[d]) for d in range(D)]
@@ -181,7 +183,7 @@ def deserted(case: Case, rank: int, folder: str) -> bool:
     for step in range(2 - rank):
         batch, state = dispatcher.dispatch(*tokens_of(case, step, rank, 2), [2, 2])
         dispatcher.combine(batch.hidden.data, state)
-        kernels.POLLS = 100
+        links.POLLS = 100
     good = True
     if rank == 0:
         good &= (batch.topk_ids[1::2] == -1).all().item()  # nothing came from rank 1
@@ -217,17 +219,14 @@ def same_batch(case, batch: TokensBatch, everyone, held: range, wire: Wire, atp:
             hidden = sent[s // atp]
             if not torch.equal(batch.topk_weights[row], torch.where(mine_K, weights_TK[t], 0)):
                 return False
-            if not torch.equal(bits(batch.hidden.data[row]), bits(hidden.data[t])):
-                return False
-            if hidden.scale is not None and not torch.equal(
-                bits(batch.hidden.scale[row]), bits(hidden.scale[t])
-            ):
+            if not torch.equal(decoded(at(batch.hidden, row)), decoded(at(hidden, t))):
                 return False
     return True
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+def at(hidden: Hidden, row: int) -> Hidden:
+    scale = None if hidden.scale is None else hidden.scale[row]
+    return replace(hidden, data=hidden.data[row], scale=scale)
 
 
 def rank_main(case: Case, rank: int, folder: str, pipe: Connection) -> None:
@@ -258,6 +257,7 @@ def main(folder: str) -> dict[str, bool]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreter._patch_lang_tensor = patch_index
-    kernels.late = patient
+    sending.late = combine.late = patient
+    budget.FEW_TOKENS = FEW
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(main(folder)))

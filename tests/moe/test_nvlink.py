@@ -40,12 +40,14 @@ def planned(ranks: int = 8, dp: int = 8, tokens: int = 100, device=H200, nnodes:
 
 
 def test_memory_is_counted():
-    """Rows of 8 ranks x 100 tokens: a token and its result of 14336 bytes, 16 of ids and weights three times
-    over, seven flags of 8 bytes three times over; and counts."""
+    """Rows of 8 ranks x 100 tokens: a token and its result of 14336 bytes, twice, for those may all travel in
+    words; 64 of ids and weights three times over, two flags of 8 bytes; and counts."""
     found = planned()
     assert found.decode.max_tokens == 8 * 16
     assert found.prefill.max_tokens == 800
-    assert found.dispatch_bytes == 800 * (2 * 14336 + 3 * 64 + 3 * 56) + 128
+    assert found.dispatch_bytes == 800 * (4 * 14336 + 3 * 64 + 2 * 8) + 128
+    more = 800 * (2 * 14336 + 3 * 64 + 2 * 8)
+    assert planned(tokens=200).dispatch_bytes == 2 * more + 8 * 128 * 2 * 14336 + 128
     assert found.decode.reduce == "none"
 
 

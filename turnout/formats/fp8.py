@@ -74,5 +74,6 @@ def fake_quantize(x: Tensor) -> Tensor:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    scale = amax.clamp(max=torch.finfo(torch.float32).max) / MAX
+    # By a tensor: on GPUs torch multiplies by a number's reciprocal, which rounds otherwise than dividing.
+    scale = amax.clamp(max=torch.finfo(torch.float32).max) / torch.full_like(amax, MAX)
     return torch.where(scale == 0, 1.0, scale)

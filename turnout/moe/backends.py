@@ -191,7 +191,7 @@ DISPATCHER_CAPABILITIES = {
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
             peer_access=True,
-            limits=Limits(hidden_multiple=32),  # rows of every wire format begin at 16 bytes
+            limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
             buffers="symmetric",
             batch_invariant=True,
             requires=(TRITON,),

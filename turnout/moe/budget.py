@@ -274,7 +274,7 @@ def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
     return (2 * (out + into + _aligned(4 * num_experts)) // 128 + 1) * 128
 
 
-FLAG_COLUMNS = 1024  # of a row in symmetric memory that arrive together
+FEW_TOKENS = 128  # of a rank, that travel through symmetric memory in words (kernels/nvlink.py)
 
 
 def symmetric_parts(
@@ -282,19 +282,22 @@ def symmetric_parts(
 ) -> dict[str, int]:
     """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.
 
-    Per row the token as dispatched and its result; twice, for a step and the next, its ids and weights
-    (8 k) and a flag for every FLAG_COLUMNS columns; once, such flags of the result. And counts.
+    Per row the token as dispatched and its result, and a flag for each; twice, for a step and the next, its
+    ids and weights (8 k). Where a rank's first FEW_TOKENS land, both again, at 16 bytes. And counts.
     """
-    rows, pieces = ranks * capacity, -(-spec.hidden_size // FLAG_COLUMNS)
+    rows, few = ranks * capacity, ranks * min(capacity, FEW_TOKENS)
     sent = [token_parts(f, spec.hidden_size, itemsize=itemsize) for f in wire_formats]
+    result = itemsize * spec.hidden_size
     sizes = {
         "counts": 2 * 8 * ranks,
-        "flags": 2 * 8 * rows * pieces,
         "meta": 2 * 8 * rows * spec.top_k,
-        "returned": 8 * rows * pieces,
+        "arrived": 8 * rows,
+        "returned": 8 * rows,
         "scales": rows * max(scales for _, scales in sent),
         "hidden": rows * max(data for data, _ in sent),
-        "results": rows * itemsize * spec.hidden_size,
+        "results": rows * result,
+        "landing": few * max(-(-(data + scales) // 16) * 16 for data, scales in sent),
+        "landed": few * result,
     }
     return {name: _aligned(size) for name, size in sizes.items()}
 

@@ -38,7 +38,7 @@ class SymmetricMemory:
     """One rank's view of a region on every rank.
 
     own_B: uint8, this rank's part. addresses_R: int64, where each rank's part begins, on the device.
-    failed, told: int64 [1], zero or what `kernels.nvlink.failure` made; `told` is on the host.
+    failed, told: int64 [1], zero or what `kernels.nvlink.waiting.failure` made; `told` is on the host.
     """
 
     rank: int

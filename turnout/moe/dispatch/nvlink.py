@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from turnout.formats import fp8, nvfp4
+from turnout.moe import budget
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.budget import symmetric_parts
 from turnout.moe.dispatch import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
@@ -46,6 +46,11 @@ class Region:
     @property
     def rows(self) -> int:
         return self.capacity * self.memory.size
+
+    @property
+    def few(self) -> int:
+        """Tokens of a rank that travel in words."""
+        return min(self.capacity, budget.FEW_TOKENS)
 
     def part(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[rows, columns]: the beginning of a part."""
@@ -90,7 +95,7 @@ def _make(
     device: torch.device,
 ) -> Region:
     itemsize = getattr(torch, plan.compute_dtype).itemsize
-    sizes = symmetric_parts(
+    sizes = budget.symmetric_parts(
         spec, ranks=world.size, capacity=capacity, wire_formats=formats, itemsize=itemsize
     )
     agree(
@@ -118,7 +123,7 @@ class NvlinkDispatch:
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan, groups = setup.spec, setup.plan, setup.groups
-        from turnout.kernels.nvlink import Links
+        from turnout.kernels.nvlink.links import Links
 
         self._format = setup.wire_format
         if self._format == "nvfp4" and setup.input_scale is None:
@@ -136,6 +141,7 @@ class NvlinkDispatch:
             epochs=self._region.epochs,
             starts=self._region.starts,
             rows=self._region.rows,
+            few=self._region.few,
             hidden=spec.hidden_size,
             top_k=spec.top_k,
             experts_per_slice=plan.num_local_experts,

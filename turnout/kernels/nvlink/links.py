@@ -1,0 +1,138 @@
+"""Launching the kernels: how a step is cut for the multiprocessors, and what they need to know.
+
+Legend: T tokens of this rank, R ranks, k top-k, H hidden; room: tokens per rank for which a batch has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turnout.kernels.nvlink.combine import combine_rows
+from turnout.kernels.nvlink.dispatch import dispatch_rows
+
+PIECE = 1024  # the fewest columns that a program moves
+FLAGGED = 8  # pieces that a program moves at once at most
+SUMMED = 16  # pieces of all ranks that it has at once, which registers hold
+WARPS = 4  # with at least a word of a row for each thread, for what is polled (waiting.py)
+RESIDENT = 4  # programs on a multiprocessor, which their registers are limited to allow
+REGISTERS = 65536 // (32 * WARPS * RESIDENT)
+BLOCK = 16  # rows that a program waits for at once
+LAG = 1  # steps between sending results of a token and adding up those of another
+POLLS = 1 << 20  # that the interpreter waits
+INTERPRETED = not isinstance(dispatch_rows, triton.JITFunction)
+OPTIONS = {} if INTERPRETED else {"num_warps": WARPS, "maxnreg": REGISTERS}
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+GROUPS = {"fp8": 128, "nvfp4": 16}  # columns that share a scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Links:
+    """What the kernels need to know of a layer's exchanges; each call is one launch.
+
+    addresses int64 [R], failed and told int64 [1]: of the symmetric memory. epochs int64 [2]. starts: where
+    the parts of the region begin; rows: its capacity in all; few: tokens of a rank that travel in words.
+    """
+
+    rank: int
+    addresses: Tensor
+    failed: Tensor
+    told: Tensor
+    epochs: Tensor
+    starts: dict[str, int]
+    rows: int
+    few: int
+    hidden: int
+    top_k: int
+    experts_per_slice: int
+    expert_tp: int
+    limit_seconds: float
+
+    def dispatch(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, scale: Tensor | None, out_ids: Tensor,
+        out_weights: Tensor, room: int, format: str,
+    ) -> None:  # fmt: skip
+        """x of the compute dtype, its rows at any 16-byte stride; ids int32, weights float32; out_ids and
+        out_weights [room * R, k]. Afterwards `hidden` and `scales` hold the rows whose ids are not -1."""
+        T, R, itemsize = len(x_TH), len(self.addresses), x_TH.dtype.itemsize
+        if format == "bf16":
+            columns, row, scale_row, x_TH = 4 // itemsize, self.hidden * itemsize // 4, 0, _words(x_TH)
+        else:
+            columns = {"fp8": 4, "nvfp4": 8}[format]
+            row = self.hidden // columns
+            scale_row = self.hidden // GROUPS[format] * (4 if format == "fp8" else 1) // 4
+        rows = room * max(1, R - 1)
+        pieces, parts = self._cut(rows, room, FLAGGED)
+        words = pieces * PIECE // columns
+        starts = self.starts
+        dispatch_rows[self._grid(rows * parts if room <= self.few else rows)](
+            x_TH, ids_TK, weights_TK.view(torch.int32), self.epochs if scale is None else scale,
+            self.addresses, self.epochs, self.failed, self.told, out_ids, out_weights, T, room, self.few,
+            self.rows, self.experts_per_slice, x_TH.stride(0), self._limit(), starts["counts"],
+            starts["meta"], starts["arrived"], starts["hidden"], starts["scales"], starts["landing"],
+            **self._constants(), H=self.hidden, ROW=row, SCALE_ROW=scale_row,
+            STRIDE=16 * triton.cdiv(row + scale_row, 4), PARTS=parts, W=words,
+            S=max(1, words * scale_row // row), BLOCK=BLOCK, FORMAT=format, WORDS=self.few >= T,
+            ALL_WORDS=room <= self.few, **OPTIONS,
+        )  # fmt: skip
+
+    def combine(self, y: Tensor, received_ids: Tensor, ids_TK: Tensor, out_TH: Tensor, room: int) -> None:
+        """y [room * R, H] and out of the compute dtype, the latter contiguous; received_ids as `dispatch`
+        left them."""
+        T, kind = len(out_TH), KINDS[out_TH.dtype]
+        columns = 4 // out_TH.dtype.itemsize
+        pieces, parts = self._cut(room, room, max(1, SUMMED // len(self.addresses)))
+        y, out = _words(y.to(out_TH.dtype)), _words(out_TH)
+        combine_rows[self._grid(room * parts if room <= self.few else room)](
+            y, received_ids, ids_TK, out, self.addresses, self.epochs, self.failed, self.told, T, room,
+            self.few, self.rows, self.experts_per_slice, y.stride(0), self._limit(), self.starts["counts"],
+            self.starts["meta"], self.starts["returned"], self.starts["results"], self.starts["landed"],
+            **self._constants(), ROW=self.hidden // columns, PARTS=parts, W=pieces * PIECE // columns,
+            LAG=LAG, KIND=kind, WORDS=self.few >= T, ALL_WORDS=room <= self.few, **OPTIONS,
+        )  # fmt: skip
+
+    def _constants(self) -> dict[str, int | bool]:
+        R = len(self.addresses)
+        return {
+            "RANK": self.rank, "RANKS": R, "RP": triton.next_power_of_2(R), "TP": self.expert_tp,
+            "K": self.top_k, "KP": triton.next_power_of_2(self.top_k), "INTERPRETED": INTERPRETED,
+        }  # fmt: skip
+
+    def _cut(self, rows: int, room: int, most: int) -> tuple[int, int]:
+        """Pieces that a program moves at once, `most` at most, and parts of a row: in words, where these may
+        go to several programs, as many as let each move one part of `rows`."""
+        whole = triton.next_power_of_2(triton.cdiv(self.hidden, PIECE))
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(whole, most)]
+        pieces = sizes[-1]
+        if room <= self.few:
+            pieces = _fewest(lambda n: rows * triton.cdiv(self.hidden, n * PIECE) <= self._programs(), sizes)
+        return pieces, triton.cdiv(self.hidden, pieces * PIECE)
+
+    def _limit(self) -> int:
+        return POLLS if INTERPRETED else round(1e9 * self.limit_seconds)
+
+    def _programs(self) -> int:
+        """As many as run together."""
+        if INTERPRETED:
+            return 8
+        device = self.epochs.device
+        return RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def _grid(self, work: int) -> tuple[int]:
+        """Interpreted, programs run one after another, so that none may wait for the next."""
+        return (1 if INTERPRETED else min(max(work, 1), self._programs()),)
+
+
+def _words(x: Tensor) -> Tensor:
+    """x [., H] as int32 words: two values of 16 bits each, or one of 32."""
+    return x.view(torch.int32)
+
+
+def _fewest(enough: Callable[[int], bool], sizes: list[int]) -> int:
+    """The first of `sizes` that is `enough`, or else the last: few, since each is compiled for itself."""
+    return next((size for size in sizes if enough(size)), sizes[-1])
