@@ -7,7 +7,6 @@ TPOT = (end-to-end latency - TTFT) / (output tokens - 1); E2EL: end-to-end laten
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import time
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from turnout.bench.events import post
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
@@ -28,6 +29,7 @@ from turnout.evals.client import served_model
 from turnout.server.launch import launch
 
 console = Console()
+TIMEOUT = 600  # seconds of one request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,35 +147,35 @@ async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
     gate = asyncio.Semaphore(bench.max_concurrency)
     rng = random.Random(bench.seed + 1)
     columns = (TextColumn("bench serve"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    limits = httpx.Limits(max_connections=bench.max_concurrency)
-    async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/", timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/") as client:
         model = await served_model(client)
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("", total=bench.num_prompts)
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=bench.num_prompts)
 
-            async def one(prompt: list[int]) -> Trace:
-                async with gate:
-                    try:
-                        trace = await _stream(client, model, prompt, bench)
-                    except httpx.HTTPError as error:
-                        why = error or type(error).__name__
-                        raise UserError(f"{base_url}: a request failed ({why})") from None
-                progress.advance(bar)
-                return trace
+        async def one(prompt: list[int]) -> Trace:
+            async with gate:
+                try:
+                    async with asyncio.timeout(TIMEOUT):
+                        trace = await _stream(base_url, model, prompt, bench)
+                except (OSError, ValueError) as error:
+                    why = error or type(error).__name__
+                    raise UserError(f"{base_url}: a request failed ({why})") from None
+            progress.advance(bar)
+            return trace
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = []
-                    for prompt in bench.prompts():
-                        tasks.append(group.create_task(one(prompt)))
-                        if bench.request_rate != float("inf"):
-                            await asyncio.sleep(rng.expovariate(bench.request_rate))
-            except* UserError as errors:
-                raise errors.exceptions[0] from None
-            return [task.result() for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for prompt in bench.prompts():
+                    tasks.append(group.create_task(one(prompt)))
+                    if bench.request_rate != float("inf"):
+                        await asyncio.sleep(rng.expovariate(bench.request_rate))
+        except* UserError as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
 
-async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], bench: ServeBench) -> Trace:
+async def _stream(base_url: str, model: str, prompt: list[int], bench: ServeBench) -> Trace:
     body = {
         "model": model,
         "prompt": prompt,
@@ -185,23 +187,19 @@ async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], benc
     if bench.ignore_eos:
         body["ignore_eos"] = True
     trace, start, last = Trace(), time.perf_counter(), 0.0
-    async with client.stream("POST", "completions", json=body) as reply:
-        if reply.status_code != 200:
-            text = (await reply.aread()).decode(errors="replace")
-            raise UserError(f"{client.base_url}: HTTP {reply.status_code}: {text[:500]}")
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            now = time.perf_counter()
-            if event.get("usage"):
-                trace.tokens = event["usage"]["completion_tokens"]
-            if not event.get("choices"):
-                continue
-            if not trace.ttft:  # also where the first token is part of a character, and so has no text yet
-                trace.ttft = last = now - start
-            elif event["choices"][0].get("text"):
-                trace.gaps.append(now - start - last)
-                last = now - start
+    async for data in post(base_url, "completions", msgspec.json.encode(body)):
+        if data == b"[DONE]":
+            continue
+        event = msgspec.json.decode(data)
+        now = time.perf_counter()
+        if event.get("usage"):
+            trace.tokens = event["usage"]["completion_tokens"]
+        if not event.get("choices"):
+            continue
+        if not trace.ttft:  # also where the first token is part of a character, and so has no text yet
+            trace.ttft = last = now - start
+        elif event["choices"][0].get("text"):
+            trace.gaps.append(now - start - last)
+            last = now - start
     trace.latency = time.perf_counter() - start
     return trace
