@@ -1,8 +1,8 @@
 """Server-sent events of a POST over HTTP/1.1, as cheap as asyncio allows.
 
 An event costs a client of general use more of a core than it costs the server that sends it, so that beyond
-some thousand tokens a second it measures itself. This one takes 8 us of an event where httpx takes 32, both of
-many events at once, and nothing for what httpx does around each read.
+some thousand tokens a second it measures itself. This one takes 8 us of an event where httpx takes 32, both
+of many events at once, and nothing for what httpx does around each read.
 """
 
 from __future__ import annotations
