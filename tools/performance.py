@@ -46,8 +46,11 @@ def tilings(file: Path) -> str:
             for entry in table_["entries"] if entry["us"] < entry["rule_us"]
         ]  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    measured = ", ".join(
+        dict.fromkeys(f"{table_['date']}, commit `{table_['commit']}`" for table_ in content["tables"])
+    )
     head = (
-        f"{content['device']}; {versions}; {content['date']}, commit `{content['commit']}`; "
+        f"{content['device']}; {versions}; {measured}; "
         f"`turnout/assets/tuning/{file.name}`. Of {sizes} batch sizes of {len(content['tables'])} layers, "
         f"{len(lines)} where the rule was beaten:\n\n"
     )
@@ -65,22 +68,29 @@ def provenance(content: dict[str, Any], file: Path) -> str:
 
 
 def layer_on_gpu(content: dict[str, Any]) -> str:
-    """us (efficiency) by shape and tokens, one table per format."""
+    """us (efficiency) by shape and tokens, and how many times as fast as the fastest peer that ran; one table
+    per format and routing."""
     parts = []
-    for format in dict.fromkeys(row["format"] for row in content["rows"]):
-        rows = [row for row in content["rows"] if row["format"] == format]
-        cells = {(row["shape"], row["tokens"]): row for row in rows}
-        efficiency = [row["efficiency"] for row in rows if "efficiency" in row]
+    for format, routing in dict.fromkeys((row["format"], row["routing"]) for row in content["rows"]):
+        rows = [row for row in content["rows"] if (row["format"], row["routing"]) == (format, routing)]
+        ours = {(row["shape"], row["tokens"]): row for row in rows if not row.get("peer")}
+        peers: dict[tuple[str, int], float] = {}
+        for row in rows:
+            if row.get("peer") and "time_us" in row:
+                at = row["shape"], row["tokens"]
+                peers[at] = min(row["time_us"], peers.get(at, math.inf))
+        efficiency = [row["efficiency"] for row in ours.values() if "efficiency" in row]
         mean = math.exp(sum(map(math.log, efficiency)) / len(efficiency))
+        error = max(row["error"] for row in ours.values() if "error" in row)
+        sizes = [tokens for tokens in TOKENS if any(tokens == at[1] for at in ours)]
         lines = [
-            [shape, *(_cell(cells.get((shape, tokens))) for tokens in TOKENS)]
-            for shape in dict.fromkeys(row["shape"] for row in rows)
+            [shape, *(_cell(ours.get((shape, tokens)), peers.get((shape, tokens))) for tokens in sizes)]
+            for shape in dict.fromkeys(shape for shape, _ in ours)
         ]
-        error = max(row["error"] for row in rows if "error" in row)
-        parts.append(
-            f"**{format}** (geometric mean of the efficiency {mean:.2f}; largest error {error:.1e})\n\n"
-            + table(["shape", *(f"T={tokens}" for tokens in TOKENS)], lines)
-        )
+        routes = "" if routing == "uniform" else f", routing {routing}"
+        about = f"geometric mean of the efficiency {mean:.2f}; largest error {error:.1e}"
+        body = table(["shape", *(f"T={tokens}" for tokens in sizes)], lines)
+        parts.append(f"**{format}**{routes} ({about})\n\n{body}")
     return "\n\n".join(parts)
 
 
@@ -176,10 +186,11 @@ def row_products(content: dict[str, Any]) -> str:
     return table(["product", *(f"{count} rows" if count > 1 else "1 row" for count in counts)], lines)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def _cell(row: dict[str, Any] | None, peer_us: float | None) -> str:
     if row is None or "time_us" not in row:
         return "-"
-    return f"{row['time_us']:.0f} ({row['efficiency']:.2f})"
+    faster = "" if peer_us is None else f", {peer_us / row['time_us']:.2f}x"
+    return f"{row['time_us']:.0f} ({row['efficiency']:.2f}{faster})"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,11 @@
 """Measure the tables of tilings that ship with the package: python -m tools.tune_tiles OUT.json
 
-For this machine's GPU, the benchmark's shapes and every format of weights that they hold. Merge the result
-into turnout/assets/tuning/ under the device's name.
+For this machine's GPU, the benchmark's shapes and every format of weights that they hold, or some of them.
+What was measured in parts, on another day or GPU of the same name, is put together by
+
+    python -m tools.tune_tiles --merge turnout/assets/tuning/DEVICE.json OLD.json NEW.json ...
+
+which keeps of each layer the last table, and none of kernels that have changed since (tiles.REVISIONS).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import torch
 
 from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
@@ -26,7 +31,7 @@ from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.runners.triton import TritonRunner
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISION
+from turnout.moe.tiling.tiles import REVISIONS
 from turnout.moe.tiling.times import TOKENS, copies, tile_times, to_compile
 from turnout.moe.tiling.tuned import Table, TileFile
 from turnout.parallel import hardware
@@ -84,7 +89,14 @@ def measure(layer: Layer, most: int) -> Table:
     gains = ", ".join(f"{entry.tokens}: {entry.rule_us / entry.us:.2f}" for entry in entries)
     waited, took = compiled - started, time.monotonic() - compiled
     print(f"{layer.name}: {len(layer.compiling)} kernels, {waited:.1f} + {took:.1f} s; {gains}", flush=True)
-    return Table(shape=layer.runners[0].shape, entries=tuple(entries))
+    shape = layer.runners[0].shape
+    return Table(
+        shape=shape,
+        revision=REVISIONS[shape.kernel],
+        date=datetime.date.today().isoformat(),
+        commit=_commit(),
+        entries=tuple(entries),
+    )
 
 
 def main() -> None:
@@ -93,7 +105,12 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=TOKENS[-1])
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--format", action="append", choices=FORMATS)
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="PART", help="measure nothing")
     args = parser.parse_args()
+    if args.merge:
+        parts = [msgspec.json.decode(part.read_bytes(), type=TileFile) for part in args.merge]
+        tuned.write(args.output, tuned.merged(parts))
+        return
     machine = hardware.detect("cuda")
     names = args.shape or [name for name in SHAPES if name != "cpu-small"]
     todo = [(name, format) for format in args.format or FORMATS for name in names if _holds(name, format)]
@@ -104,14 +121,7 @@ def main() -> None:
             while todo and len(ahead) < AHEAD:
                 ahead.append(prepare(*todo.pop(0), machine, args.most, pool))
             tables.append(measure(ahead.popleft(), args.most))
-            content = TileFile(
-                device=machine.name,
-                versions=tuned.versions(),
-                revision=REVISION,
-                date=datetime.date.today().isoformat(),
-                commit=_commit(),
-                tables=tuple(tables),
-            )
+            content = TileFile(device=machine.name, versions=tuned.versions(), tables=tuple(tables))
             tuned.write(args.output, content)
 
 

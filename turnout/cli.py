@@ -291,7 +291,7 @@ def bench_moe(
         ),
     ] = None,
     format: Annotated[
-        list[str] | None, typer.Option(help="weights: bf16, nvfp4, ...; may be repeated")
+        list[str] | None, typer.Option(help="weights: bf16, nvfp4, ...; w4a8: mxfp4 by fp8; may be repeated")
     ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=0, help="tokens of a batch; may be repeated")

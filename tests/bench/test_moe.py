@@ -87,6 +87,13 @@ def test_expert_parallel_slice_with_skewed_routes():
     assert all(row["error"] < 2e-2 for row in content["rows"])
 
 
+def test_w4a8_is_mxfp4_with_fp8_activations():
+    content = moe.run(shapes=["tiny"], formats=["mxfp4", "w4a8"], tokens=[40], device="cpu", peers=False)
+    errors = {(row["format"], row["compute_dtype"]): row["error"] for row in content["rows"]}
+    assert errors["mxfp4", "float32"] < 1e-5
+    assert 1e-2 < errors["w4a8", "float32"] < 6e-2
+
+
 def test_zipf_routes_are_skewed_and_uniform_ones_are_not():
     def busiest(routing: str) -> float:
         _, ids_TK, _ = moe.draw_inputs(TINY, 256, 0, routing, "cpu")

@@ -9,7 +9,8 @@ operations over the measured GEMM rate; bytes are those of the format, of expert
 relative to the float32 reference.
 
 Under expert parallelism (shape names ending in -epN) routes are drawn over all experts and the rank's
-share of them is computed, as behind a dispatcher that moves nothing.
+share of them is computed, as behind a dispatcher that moves nothing. Format "w4a8" is MXFP4 with FP8
+activations, whose error holds what quantising them costs.
 
 Legend: T tokens, H hidden, E experts, k top-k.
 """
@@ -50,6 +51,7 @@ from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
 
 ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
+W4A8 = "w4a8"  # as a format: MXFP4 weights that are multiplied with FP8 activations
 INPUTS = 4  # sets of tokens and routes per point
 TABLE_WIDTH = 110
 GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
@@ -128,7 +130,7 @@ def run(
         shapes = [name for name in SHAPES if name != "cpu-small"]
     for kind, asked, known in (
         ("shape", shapes, SHAPES),
-        ("format", formats, weight_formats.FORMATS),
+        ("format", formats, (*weight_formats.FORMATS, W4A8)),
         ("routing", [] if _skew(routing) is not None else [routing], ROUTINGS),
     ):
         for name in asked:
@@ -164,12 +166,14 @@ class LayerBench:
     """One layer's weights in one format, and all that is measured on them."""
 
     def __init__(self, shape: Shape, format: str, machine: hardware.Hardware, routing: str) -> None:
-        self._shape, self._format, self._machine, self._routing = shape, format, machine, routing
-        self._spec = shape.spec(format)
-        self._sets = [draw_experts(shape, format, machine.device, 0)]
+        self._shape, self._machine, self._routing = shape, machine, routing
+        self._format, self._activations = ("mxfp4", "fp8") if format == W4A8 else (format, "auto")
+        self._rate = "fp8" if format == W4A8 else format  # of the products
+        self._spec = shape.spec(self._format)
+        self._sets = [draw_experts(shape, self._format, machine.device, 0)]
         if machine.device == "cuda":
-            more = copies(self._sets[0].nbytes)
-            self._sets += [draw_experts(shape, format, machine.device, seed) for seed in range(1, more)]
+            seeds = range(1, copies(self._sets[0].nbytes))
+            self._sets += [draw_experts(shape, self._format, machine.device, seed) for seed in seeds]
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
         found = [self._ours(runner, dtype) for dtype in dtypes]
@@ -232,7 +236,7 @@ class LayerBench:
             topology=Topology(tp_size=self._shape.ep, ep_size=self._shape.ep),
             budget=budget,
             hardware=self._machine,
-            wishes=Wishes(runner=name),
+            wishes=Wishes(runner=name, activation_format=self._activations),
             compute_dtype=dtype,
         )
         name = chosen.decode.runner
@@ -254,7 +258,7 @@ class LayerBench:
     def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
         """Averaged over the inputs, whose routes touch more experts or fewer."""
         shape, rates = self._shape, [name for name in ceilings if name.endswith("_TFLOPs")]
-        gemm = f"{self._format}_TFLOPs" if f"{self._format}_TFLOPs" in rates else rates[0]
+        gemm = f"{self._rate}_TFLOPs" if f"{self._rate}_TFLOPs" in rates else rates[0]
         one = matrix_bytes(self._format, 2 * shape.intermediate, shape.hidden)
         one += matrix_bytes(self._format, shape.hidden, shape.intermediate)
         floors = []

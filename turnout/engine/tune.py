@@ -39,7 +39,7 @@ from turnout.moe.measured import Measured
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Runner
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISION, TileTable
+from turnout.moe.tiling.tiles import REVISIONS, TileTable
 from turnout.moe.tiling.times import Tiled, copies, tile_times, to_compile
 from turnout.moe.tune import TOKENS, times
 from turnout.moe.verify import Inputs
@@ -164,14 +164,14 @@ def _tune_tiles(
     entries = tile_times(
         runners, batches, most, lambda done, of: progress(f"timing tilings of {name}", done, of)
     )
-    table = tuned.Table(shape=runners[0].shape, entries=tuple(entries))
-    content = tuned.TileFile(
-        device=blueprint.hardware.name,
-        versions=tuned.versions(),
-        revision=REVISION,
+    shape = runners[0].shape
+    table = tuned.Table(
+        shape=shape,
+        revision=REVISIONS[shape.kernel],
         date=datetime.date.today().isoformat(),
-        tables=(table,),
+        entries=tuple(entries),
     )
+    content = tuned.TileFile(device=blueprint.hardware.name, versions=tuned.versions(), tables=(table,))
     _kept(lambda: tuned.write(tuned.path(cache_folder(), table.shape, blueprint.hardware), content))
     return tuple((entry.tokens, entry.tiles) for entry in entries)
 

@@ -9,10 +9,11 @@ import pytest
 
 from tests.moe.build import make_spec
 from turnout.bench.moe import SHAPES
+from turnout.errors import UserError
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISION, Tiling, rule
+from turnout.moe.tiling.tiles import REVISIONS, Tiling, rule
 from turnout.moe.tiling.tuned import Entry, Table, TileFile
 from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import GB, Hardware
@@ -25,6 +26,11 @@ SHAPE = shape_of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
 FIRST, SECOND = Tiling(128, 16, 2, 4, 4, 1), Tiling(64, 16, 2, 4, 4, 1)
 
 
+def table(entries: tuple[Entry, ...], **fields) -> Table:
+    values = {"shape": SHAPE, "revision": REVISIONS["packed"], "date": "2026-11-21", "entries": entries}
+    return Table(**(values | fields))
+
+
 def content(*tables: Table, **fields) -> TileFile:
     entries = tuple(
         Entry(tokens=tokens, first=FIRST, second=SECOND, us=10.0, rule_us=11.0) for tokens in (1, 64)
@@ -32,9 +38,7 @@ def content(*tables: Table, **fields) -> TileFile:
     values = {
         "device": H200.name,
         "versions": tuned.versions(),
-        "revision": REVISION,
-        "date": "2026-11-21",
-        "tables": tables or (Table(shape=SHAPE, entries=entries),),
+        "tables": tables or (table(entries),),
     }
     return TileFile(**(values | fields))
 
@@ -50,7 +54,7 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
     assert [tokens for tokens, _ in table] == [1, 64]
     assert {tiles for _, tiles in table} == {(FIRST, SECOND, False)}
     assert list(file.parent.iterdir()) == [file]
-    assert len(file.read_text().splitlines()) == 12  # an entry a line
+    assert len(file.read_text().splitlines()) == 9  # an entry a line
     for other in (
         shape_of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1),
         shape_of(make_spec(format="mxfp4"), num_local_experts=4, expert_tp=1),
@@ -69,7 +73,7 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
         (lambda text: text.replace("[128, 16, 2, 4, 4, 1]", '["wide"]'), "cannot be read"),
         (lambda text: text.replace('"top_k": 2', '"top_k": 4'), "it holds no tilings of this layer"),
         (lambda text: text.replace("NVIDIA H200", "NVIDIA H20"), "no tilings of this layer on NVIDIA H200"),
-        (lambda text: text.replace('"revision": 1', '"revision": 99'), "kernels of revision 99"),
+        (lambda text: text.replace('"revision": 2', '"revision": 99'), "kernels of revision 99"),
         (lambda text: text.replace(tuned.versions()["triton"], "2.0"), "measured with triton 2.0"),
         (lambda text: text.replace('"tokens": 64', '"tokens": 1'), "its batches do not ascend"),
         (lambda text: text.replace('"us": 10.0', '"us": -1.0'), "the times at 1 tokens are none"),
@@ -99,7 +103,7 @@ def test_a_machines_own_table_comes_before_the_shipped_one(
 ):
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     entry = Entry(tokens=1, first=SECOND, second=SECOND, us=1.0, rule_us=1.0)
-    tuned.write(tuned.shipped(H200.name), content(Table(shape=SHAPE, entries=(entry,))))
+    tuned.write(tuned.shipped(H200.name), content(table((entry,))))
     assert [tiles.first for _, tiles in tuned.find(SHAPE, H200, tmp_path)] == [SECOND]
     file = kept(tmp_path)
     assert tuned.find(SHAPE, H200, tmp_path)[0][1].first == FIRST
@@ -128,29 +132,49 @@ def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest
     assert planned(spec, tiles=lambda shape: given, wishes=Wishes(deterministic=True)).tiles == ()
 
 
-def shipped_file() -> TileFile:
-    return msgspec.json.decode(tuned.shipped(H200.name).read_bytes(), type=TileFile)
+def shipped_tables() -> tuple[Table, ...]:
+    """None between a change of kernels and the next measurement."""
+    file = tuned.shipped(H200.name)
+    return msgspec.json.decode(file.read_bytes(), type=TileFile).tables if file.exists() else ()
 
 
 def test_what_is_shipped_for_an_h200_counts_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    tables = shipped_file().tables
-    monkeypatch.setattr(tuned, "versions", lambda: shipped_file().versions)
+    tables = shipped_tables()
+    monkeypatch.setattr(tuned, "versions", lambda: {"triton": "3.6.0"})
     for table in tables:
         found = tuned.find(table.shape, H200)
         assert [tokens for tokens, _ in found] == [entry.tokens for entry in table.entries]
         assert {1, 16, 256, 4096, 16384} <= {entry.tokens for entry in table.entries}
-    shapes = {table.shape for table in tables}
-    assert len(shapes) == len(tables)
-    for name, shape in SHAPES.items():
-        wanted = shape_of(shape.spec("mxfp4"), num_local_experts=shape.local, expert_tp=1)
-        assert (wanted in shapes) == (name != "cpu-small")
+    known = [
+        shape_of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
+        for name, shape in SHAPES.items()
+        for format in ("mxfp4", "nvfp4", "bf16", "fp8")
+        if name != "cpu-small"
+    ]
+    assert all(table.shape in known for table in tables)
+    assert len({table.shape for table in tables}) == len(tables)
     assert not caplog.text
 
 
 def test_the_rule_is_within_a_quarter_of_what_was_measured_best():
-    for table in shipped_file().tables:
+    for table in shipped_tables():
         for entry in table.entries:
             if rule(table.shape, entry.tokens) != entry.tiles:
                 assert entry.rule_us <= 1.25 * entry.us, (table.shape, entry)
+
+
+def test_parts_are_put_together_without_what_kernels_have_outgrown():
+    entry = Entry(tokens=1, first=SECOND, second=SECOND, us=1.0, rule_us=1.0)
+    other = shape_of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1)
+    old, new = table((entry,)), table((entry,), commit="newer")
+    stale = table((entry,), shape=other, revision=0)
+    parts = [
+        content(old, stale),
+        content(new),
+        content(table((entry,), shape=other), versions={"triton": "2"}),
+    ]
+    assert tuned.merged(parts).tables == (new,)
+    with pytest.raises(UserError, match="NVIDIA H100, NVIDIA H200"):
+        tuned.merged([content(old), content(new, device="NVIDIA H100")])

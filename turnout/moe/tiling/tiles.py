@@ -17,12 +17,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
-REVISION = 1  # of the kernels; raised when tables must be measured again
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 # FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
 SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
+# Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
+REVISIONS = {"packed": 2, "bf16": 1, "fp8": 1, W4A8: 1}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
 _FEW_PROGRAMS = 600
@@ -146,7 +147,7 @@ def rule(shape: ExpertShape, tokens: int) -> Tiles:
         return SORTED
     tiling = _by_tokens(shape, per_expert)
     if shape.format == W4A8:
-        return Tiles(tiling, tiling, sorted=True)
+        return Tiles(tiling, tiling)
     tiles = _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
     if tiles.tokens == MIN_TOKENS and tokens * shape.top_k <= SORT_PAIRS:
         held = tokens * shape.top_k * shape.local_experts / shape.num_experts
@@ -159,7 +160,7 @@ def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
     """For slabs of `capacity` rows, of which nobody knows how many are filled."""
     tiling = _by_tokens(shape, capacity)
     if shape.format == W4A8:
-        return Tiles(tiling, tiling, sorted=True)
+        return Tiles(tiling, tiling)
     return _narrow(shape, tiling, shape.local_experts * -(-capacity // tiling.tokens))
 
 
@@ -168,8 +169,8 @@ def refuse(shape: ExpertShape, tiles: Tiles) -> str:
     if tiles.first.tokens != tiles.second.tokens:
         return "the two GEMMs share a table of tiles, and differ in their tokens"
     if shape.format == W4A8:
-        known = [tiling for _, tiling in RULES[W4A8]]
-        return "" if tiles.sorted and tiles.first in known and tiles.second in known else "no tiling of W4A8"
+        known = not tiles.sorted and all(_runs_w4a8(tiling) for tiling in tiles[:2])
+        return "" if known else "no tiling of W4A8"
     if tiles.sorted:
         return "" if shape.sortable and tiles == SORTED else "the TMA kernel has one tiling, and whole tiles"
     for tiling in tiles[:2]:
@@ -201,6 +202,15 @@ def _refuse_one(kernel: str, tiling: Tiling) -> str:
     if shared_bytes(kernel, tiling) > SHARED_BYTES:
         return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
     return "" if 1 <= group <= 64 else f"{group} tiles taking turns"
+
+
+def _runs_w4a8(tiling: Tiling) -> bool:
+    rows, tokens, k_blocks, stages, warps, group = tiling
+    sums = rows * tokens <= 256 * 128
+    known = rows in (128, 256) and tokens in (16, 32, 64, 128) and (k_blocks, warps) == (1, 4)
+    # beside the stages, room for a block of results on their way to memory
+    held = stages * (128 * tokens + rows // 64 * (4096 + 256)) + 64 * 4 * tokens + 1024
+    return known and sums and stages >= 3 and held <= SHARED_BYTES and 1 <= group <= 64
 
 
 def _by_tokens(shape: ExpertShape, per_expert: float) -> Tiling:

@@ -2,7 +2,7 @@
 
 One file holds tables of one device. `turnout tune` writes a layer's to the cache; assets/tuning/ has those
 of common layers (tools/tune_tiles.py made them), so that a first start measures nothing. The cache comes
-first. A table counts while the device, the layer's sizes, the versions and the kernels' revision are those it
+first. A table counts while the device, the layer's sizes, the versions and its kernels' revision are those it
 was measured with and every tiling in it is one that runs; else it is left aside with a warning, and the next
 source or the rule decides (tiles.py).
 
@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import Any
 
 import msgspec
 
-from turnout.moe.tiling.tiles import REVISION, ExpertShape, Tiles, TileTable, Tiling, refuse
+from turnout.errors import UserError
+from turnout.moe.tiling.tiles import REVISIONS, ExpertShape, Tiles, TileTable, Tiling, refuse
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "tuning"
@@ -50,9 +52,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One layer's entries, by ascending tokens."""
+    """One layer's entries, by ascending tokens, and which kernels and whose code they were measured with."""
 
     shape: ExpertShape
+    revision: int
+    date: str
+    commit: str = ""
     entries: tuple[Entry, ...]
 
 
@@ -61,9 +66,6 @@ class TileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     device: str
     versions: dict[str, str]
-    revision: int
-    date: str
-    commit: str = ""
     tables: tuple[Table, ...]
 
 
@@ -119,8 +121,23 @@ def encode(content: TileFile) -> bytes:
     parts = []
     for table in tables:
         entries = ",\n  ".join(json.dumps(entry) for entry in table["entries"])
-        parts.append(f'{{"shape": {json.dumps(table["shape"])}, "entries": [\n  {entries}]}}')
+        about = json.dumps({name: value for name, value in table.items() if name != "entries"})
+        parts.append(f'{about[:-1]}, "entries": [\n  {entries}]}}')
     return ("{\n" + "\n".join(lines) + '\n"tables": [\n' + ",\n".join(parts) + "\n]\n}\n").encode()
+
+
+def merged(files: Sequence[TileFile]) -> TileFile:
+    """All tables that count here, the later ones in place of earlier ones of the same layer. Raises
+    UserError for files of more than one device."""
+    devices = {content.device for content in files}
+    if len(devices) != 1:
+        raise UserError(f"tables of more than one device: {', '.join(sorted(devices))}")
+    tables: dict[ExpertShape, Table] = {}
+    for content in files:
+        if content.versions == versions():
+            fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.kernel])
+            tables |= {table.shape: table for table in fresh}
+    return TileFile(device=devices.pop(), versions=versions(), tables=tuple(tables.values()))
 
 
 def _read(file: Path, shape: ExpertShape, hardware: Hardware) -> TileTable:
@@ -147,8 +164,9 @@ def _mistake(content: TileFile, table: Table | None, hardware: Hardware) -> str:
     """Why a table does not count; "" if it does."""
     if table is None or content.device != hardware.name:
         return f"it holds no tilings of this layer on {hardware.name}"
-    if content.revision != REVISION:
-        return f"it was measured with kernels of revision {content.revision}, and these are of {REVISION}"
+    revision = REVISIONS[table.shape.kernel]
+    if table.revision != revision:
+        return f"it was measured with kernels of revision {table.revision}, and these are of {revision}"
     for package, installed in versions().items():
         measured = content.versions.get(package)
         if measured != installed:
