@@ -206,9 +206,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--num-layers", type=int, default=QWEN3_30B["num_hidden_layers"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of config.json"
+    )
     options = parser.parse_args()
     start = time.perf_counter()
-    size = write(options.out, {**QWEN3_30B, "num_hidden_layers": options.num_layers}, seed=options.seed)
+    fields = {name: json.loads(value) for name, value in options.set}
+    size = write(
+        options.out, {**QWEN3_30B, "num_hidden_layers": options.num_layers, **fields}, seed=options.seed
+    )
     seconds = time.perf_counter() - start
     print(f"{options.out}: {size / 1e9:.1f} GB of weights in {seconds:.1f} s")
 

@@ -84,7 +84,7 @@ def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize("rows", [1, 7, 32])
 def test_parts_add_up_on_a_gpu(rows: int):
     from turnout.kernels.split_gemm import parts
 
@@ -96,4 +96,4 @@ def test_parts_add_up_on_a_gpu(rows: int):
         assert found is not None
         error = (found.sum(0).double() - x.double() @ w.double().T).abs().max()
         assert error < 1e-4
-    assert parts(torch.randn(33, K, device="cuda").bfloat16(), w) is None
+    assert parts(torch.randn(33, 2048, device="cuda").bfloat16(), torch.randn(512, 2048).bfloat16()) is None

@@ -39,7 +39,7 @@ from turnout.formats.packed import PackedTensor
 
 BLOCK = 64
 SLACK = 16  # blocks
-FOLD_ROWS = 512  # that are folded at once: this takes tens of bytes a weight
+FOLD_CODES = 1 << 22  # that are folded at once: this takes tens of bytes a weight
 GROUP = {"mxfp4": 32, "nvfp4": 16}
 _TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
 
@@ -148,8 +148,9 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
     code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
     code_NK = _padded(code_NK, BLOCK, paired)
     byte_NG = _padded(byte_NG, BLOCK // group, paired)
+    rows = max(BLOCK, FOLD_CODES // code_NK.shape[1] // BLOCK * BLOCK)
     return (
-        torch.cat([_fold_codes(part) for part in code_NK.split(FOLD_ROWS)]).view(torch.int32),
+        torch.cat([_fold_codes(part) for part in code_NK.split(rows)]).view(torch.int32),
         _fold_scales(byte_NG, BLOCK // group).view(torch.int32),
         alpha.reshape(()),
     )
