@@ -4,9 +4,10 @@ Every rank brings as many tokens (data-parallel attention, one slice of the expe
 dispatcher, format and number of tokens, `dispatch` and its `combine` are timed, and then the very collectives
 that they made, with the same sizes and nothing in between: `raw_dispatch_us`, `raw_combine_us`. What a
 dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a dispatcher that makes no
-collectives, they are those of `collective`. `wire_bytes` is what a rank sends to others in both, on average
-over the ranks; `wire_share` is its rate over that of a large all-to-all of equal parts. On CUDA `graph_us` is
-an exchange, there and back, replayed as a graph, for dispatchers that can be captured.
+collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there and back, replayed as a
+graph, for dispatchers that can be captured. `wire_bytes` is what a rank sends to others in both, on average
+over the ranks; `wire_share` is its rate, in the graph if there is one, over that of a large all-to-all of
+equal parts.
 
 Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
 as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
@@ -24,32 +25,27 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from turnout import formats as number_formats
-from turnout.bench.a2a_table import show
+from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Layers, Settings, decoded
+from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
-from turnout.bench.timing import on_gpu
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
-from turnout.formats import fp8, nvfp4
-from turnout.formats.experts import ExpertWeights, InputScales
-from turnout.formats.packed import PackedTensor
-from turnout.moe import MoELayer, plan
+from turnout.moe import MoELayer
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
-from turnout.moe.batch import Hidden
-from turnout.moe.budget import WIRE_GROUP, Budget, token_bytes
-from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.budget import WIRE_GROUP, token_bytes
 from turnout.moe.exchange.wire import Wire
-from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec
@@ -58,29 +54,9 @@ from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS
 
-ROUTINGS = ("uniform", "zipf")
-ZIPF = 1.2  # a place's popularity is its power to minus this
 INPUTS = 4  # sets of tokens and routes, taken in turn
 GRAPH_EXCHANGES = 20  # dispatch and combine, in the graph that is replayed
 LARGE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the exchange that tells the rate between ranks
-INTERMEDIATE = 32  # of the layer that is checked; what travels does not depend on it
-CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn
-INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure; the same on all ranks."""
-
-    world_size: int
-    hidden: int
-    experts: int
-    top_k: int
-    tokens: tuple[int, ...]
-    dispatchers: tuple[str, ...]
-    formats: tuple[str, ...]
-    routing: str
-    device: str
 
 
 def run(
@@ -152,12 +128,12 @@ def rank_rows(settings: Settings, rank: int, *, local_rank: int, init_method: st
     try:
         with torch.inference_mode():
             bench = RankBench(settings, groups, device)
-            rows = [
-                bench.point(dispatcher, format, tokens)
-                for format in settings.formats
-                for tokens in settings.tokens
-                for dispatcher in settings.dispatchers
-            ]
+            rows = []
+            for format, tokens in product(settings.formats, settings.tokens):
+                for dispatcher in settings.dispatchers:
+                    rows.append(bench.point(dispatcher, format, tokens))
+                    if rank == 0:
+                        progress(rows[-1])
     finally:
         disconnect()
     return rows if rank == 0 else []
@@ -168,8 +144,14 @@ class RankBench:
 
     def __init__(self, settings: Settings, groups: Groups, device: torch.device) -> None:
         self._settings, self._groups, self._device = settings, groups, device
-        self._machine = hardware.detect(device.type)
         self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._layers = Layers(
+            settings=settings,
+            groups=groups,
+            device=device,
+            dtype=self._dtype,
+            hardware=hardware.detect(device.type),
+        )
         if device.type == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.world_size))
         self._clock = Clock(groups.world, device)
@@ -187,9 +169,9 @@ class RankBench:
             "format": format,
             "routing": self._settings.routing,
         }
-        spec = self._spec(format)
+        spec = self._layers.spec(format)
         try:
-            chosen = self._plan(spec, dispatcher, format)
+            chosen = self._layers.plan(spec, dispatcher, format)
         except PlanRefused as refused:
             return row | {"error_message": " ".join(str(refused).split())}
         if (dispatcher, format) not in self._errors:
@@ -200,13 +182,13 @@ class RankBench:
         return row | self._times(spec, chosen, tokens)
 
     def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int) -> dict[str, float]:
-        setup = self._setup(spec, chosen)
+        setup = self._layers.setup(spec, chosen)
 
         def make(groups: Groups, name: str = chosen.prefill.dispatcher) -> Any:
             return DISPATCHERS.get(name)(replace(setup, groups=groups))
 
         world = [tokens] * self._settings.world_size
-        inputs = [self._inputs(tokens, seed) for seed in range(INPUTS)]
+        inputs = [self._layers.inputs(tokens, seed) for seed in range(INPUTS)]
         dispatcher = make(self._groups)
         outs = []
         for given in inputs:
@@ -233,13 +215,13 @@ class RankBench:
             "dispatch_us": dispatch_us,
             "combine_us": combine_us,
             "wire_bytes": wire_bytes,
-            "wire_share": wire_bytes / 1e3 / (dispatch_us + combine_us) / self.exchange_GBps,
             "raw_dispatch_us": self._clock.median_us([partial(repeat, there)]),
             "raw_combine_us": self._clock.median_us([partial(repeat, back)]),
         }
         if self._device.type == "cuda" and dispatcher.capability.graph_safe:
             times["graph_us"] = self._graph_us(dispatcher, inputs, outs, world)
-        return times
+        both_us = times.get("graph_us", dispatch_us + combine_us)
+        return times | {"wire_share": wire_bytes / 1e3 / both_us / self.exchange_GBps}
 
     def _graph_us(self, dispatcher: Any, inputs: Any, outs: Sequence[Tensor], world: Sequence[int]) -> float:
         """A dispatch and its combine, replayed as parts of one graph, on the slowest rank."""
@@ -249,8 +231,7 @@ class RankBench:
             dispatcher.combine(out, state)
 
         pairs = [partial(exchange, *pair) for pair in zip(inputs, outs, strict=True)]
-        own_us, _ = on_gpu(pairs * (GRAPH_EXCHANGES // INPUTS))
-        return max(self._everyones(own_us))
+        return self._clock.median_graph_us(pairs * (GRAPH_EXCHANGES // INPUTS))
 
     def _one_sided_bytes(self, spec: MoESpec, chosen: MoEPlan, ids_TK: Tensor) -> int:
         """What these tokens cost to and fro: a token, its ids and weights, once to each other rank that holds
@@ -280,74 +261,19 @@ class RankBench:
         """The largest relative error of any rank's tokens through a layer."""
         s, topology = self._settings, self._groups.topology
         draw = torch.Generator().manual_seed(1)
-        experts = _experts(spec, draw, self._device)
+        experts = self._layers.experts(spec, draw)
         router_EH = torch.randn(s.experts, s.hidden, generator=draw).to(self._device)
         span = topology.expert_range(s.experts)
         held = slice(span.start, span.stop)
         own = replace(experts, w13=experts.w13[held], w2=experts.w2[held], first_expert=span.start)
         layer = MoELayer(spec, chosen, router_weight=router_EH, experts=own, groups=self._groups)
         tokens = [CHECKED_TOKENS[i % len(CHECKED_TOKENS)] for i in range(s.world_size)]
-        x_TH = self._inputs(tokens[topology.rank], 0)[0]
+        x_TH = self._layers.inputs(tokens[topology.rank], 0)[0]
         y_TH = layer(x_TH, "prefill", tokens)
         ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
-        sent_TH = _decoded(Wire(self._setup(spec, chosen)).encode(x_TH))
+        sent_TH = decoded(Wire(self._layers.setup(spec, chosen)).encode(x_TH))
         reference = experts_reference(sent_TH, ids_TK, weights_TK, experts, spec.activation)
         return max(self._everyones(relative_error(y_TH, reference)))
-
-    def _setup(self, spec: MoESpec, chosen: MoEPlan) -> DispatchSetup:
-        return DispatchSetup(
-            spec=spec,
-            plan=chosen,
-            phase="prefill",
-            groups=self._groups,
-            device=self._device,
-            input_scale=torch.tensor(INPUT_SCALE, device=self._device),
-        )
-
-    def _inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's x [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
-        E, k = self._settings.experts, self._settings.top_k
-        popularity_E = torch.ones(E)
-        if self._settings.routing == "zipf":  # the same experts are popular with all ranks
-            place_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
-            popularity_E = (1.0 + place_E) ** -ZIPF
-        draw = torch.Generator().manual_seed(1000 * seed + self._groups.world.rank)
-        x_TH = torch.randn(tokens, self._settings.hidden, generator=draw)
-        ids_TK = torch.zeros(0, k)
-        if tokens:
-            ids_TK = torch.multinomial(popularity_E.expand(tokens, E), k, generator=draw)
-        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
-        return x_TH.to(self._device, self._dtype), ids_TK.int().to(self._device), weights_TK.to(self._device)
-
-    def _spec(self, format: str) -> MoESpec:
-        """nvfp4 travels where a calibrated nvfp4 checkpoint says with what scales."""
-        s, calibrated = self._settings, format == "nvfp4"
-        return MoESpec(
-            hidden_size=s.hidden,
-            intermediate_size=INTERMEDIATE,
-            num_experts=s.experts,
-            top_k=s.top_k,
-            format="nvfp4" if calibrated else "bf16",
-            quantized_activations=calibrated,
-        )
-
-    def _plan(self, spec: MoESpec, dispatcher: str, format: str) -> MoEPlan:
-        largest = max(*self._settings.tokens, *CHECKED_TOKENS)
-        return plan(
-            spec,
-            topology=self._groups.topology,
-            budget=Budget.from_limits(
-                chunked_prefill_size=largest,
-                max_prefill_tokens=largest,
-                max_running_requests=1,
-                dp_size=self._settings.world_size,
-            ),
-            hardware=self._machine,
-            wishes=Wishes(
-                runner="torch", dispatcher=dispatcher, dispatch_format=format, activation_format="bf16"
-            ),
-            compute_dtype=str(self._dtype).removeprefix("torch."),
-        )
 
     def _everyones(self, value: float) -> list[float]:
         own = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -390,32 +316,5 @@ def _rank_main(rank: int, settings: Settings, folder: str) -> None:
         (Path(folder) / "rows.json").write_text(json.dumps(rows))
 
 
-def _experts(spec: MoESpec, draw: torch.Generator, device: torch.device) -> ExpertWeights:
-    """All experts of the layer; `draw` is on the CPU, so that all ranks get the same ones."""
-
-    def weights(rows: int, columns: int) -> PackedTensor:
-        plain = torch.randn(spec.num_experts, rows, columns, generator=draw).mul_(columns**-0.5)
-        return number_formats.encode(plain.to(device), spec.format)
-
-    scale_E = torch.full((spec.num_experts,), INPUT_SCALE, device=device)
-    return ExpertWeights(
-        w13=weights(spec.w13_rows, spec.hidden_size),
-        w2=weights(spec.hidden_size, spec.intermediate_size),
-        input_scales=InputScales(w13=scale_E, w2=scale_E) if spec.quantized_activations else None,
-        num_experts=spec.num_experts,
-    )
-
-
 def _combine(dispatcher: Any, out: Tensor, dispatched: tuple[Any, Any]) -> Tensor:
     return dispatcher.combine(out, dispatched[1])
-
-
-def _decoded(hidden: Hidden) -> Tensor:
-    """Hidden states [T, H] as a runner sees them."""
-    if hidden.format == "bf16":
-        return hidden.data
-    assert hidden.scale is not None, "quantised hidden states carry scales"
-    if hidden.format == "fp8":
-        return fp8.decode_activation(hidden.data, hidden.scale)
-    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
-    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

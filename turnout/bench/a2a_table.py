@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 TABLE_WIDTH = 120
+
+
+def progress(row: dict[str, Any]) -> None:
+    """A line as soon as a point is measured."""
+    graph = f", {row['graph_us']:.1f} us in a graph" if "graph_us" in row else ""
+    found = row.get("error_message") or f"{row['dispatch_us']:.1f} + {row['combine_us']:.1f} us{graph}"
+    head = f"{row['dispatcher']} {row['format']} {row['routing']} {row['tokens']} tokens"
+    sys.stderr.write(f"{head}: {found}\n")
 
 
 def show(content: dict[str, Any]) -> None:

@@ -1,0 +1,137 @@
+"""What `bench a2a` sends: a layer of a shape, planned for a dispatcher and a format, its tokens and routes.
+
+Legend: T tokens, H hidden, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from turnout import formats as number_formats
+from turnout.formats import fp8, nvfp4
+from turnout.formats.experts import ExpertWeights, InputScales
+from turnout.formats.packed import PackedTensor
+from turnout.moe import plan
+from turnout.moe.batch import Hidden
+from turnout.moe.budget import Budget
+from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.spec import MoESpec
+from turnout.parallel.groups import Groups
+from turnout.parallel.hardware import Hardware
+
+ROUTINGS = ("uniform", "zipf")
+ZIPF = 1.2  # a place's popularity is its power to minus this
+INTERMEDIATE = 32  # of the layer; what travels does not depend on it
+CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn, of a layer that is compared with the reference
+INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure; the same on all ranks."""
+
+    world_size: int
+    hidden: int
+    experts: int
+    top_k: int
+    tokens: tuple[int, ...]
+    dispatchers: tuple[str, ...]
+    formats: tuple[str, ...]
+    routing: str
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Layers as `settings` have them, on this rank."""
+
+    settings: Settings
+    groups: Groups
+    device: torch.device
+    dtype: torch.dtype
+    hardware: Hardware
+
+    def spec(self, format: str) -> MoESpec:
+        """nvfp4 travels where a calibrated nvfp4 checkpoint says with what scales."""
+        s, calibrated = self.settings, format == "nvfp4"
+        return MoESpec(
+            hidden_size=s.hidden,
+            intermediate_size=INTERMEDIATE,
+            num_experts=s.experts,
+            top_k=s.top_k,
+            format="nvfp4" if calibrated else "bf16",
+            quantized_activations=calibrated,
+        )
+
+    def plan(self, spec: MoESpec, dispatcher: str, format: str) -> MoEPlan:
+        largest = max(*self.settings.tokens, *CHECKED_TOKENS)
+        return plan(
+            spec,
+            topology=self.groups.topology,
+            budget=Budget.from_limits(
+                chunked_prefill_size=largest,
+                max_prefill_tokens=largest,
+                max_running_requests=1,
+                dp_size=self.settings.world_size,
+            ),
+            hardware=self.hardware,
+            wishes=Wishes(
+                runner="torch", dispatcher=dispatcher, dispatch_format=format, activation_format="bf16"
+            ),
+            compute_dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def setup(self, spec: MoESpec, chosen: MoEPlan) -> DispatchSetup:
+        return DispatchSetup(
+            spec=spec,
+            plan=chosen,
+            phase="prefill",
+            groups=self.groups,
+            device=self.device,
+            input_scale=torch.tensor(INPUT_SCALE, device=self.device),
+        )
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's x [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
+        E, k = self.settings.experts, self.settings.top_k
+        popularity_E = torch.ones(E)
+        if self.settings.routing == "zipf":  # the same experts are popular with all ranks
+            place_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
+            popularity_E = (1.0 + place_E) ** -ZIPF
+        draw = torch.Generator().manual_seed(1000 * seed + self.groups.world.rank)
+        x_TH = torch.randn(tokens, self.settings.hidden, generator=draw)
+        ids_TK = torch.zeros(0, k)
+        if tokens:
+            ids_TK = torch.multinomial(popularity_E.expand(tokens, E), k, generator=draw)
+        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
+        return x_TH.to(self.device, self.dtype), ids_TK.int().to(self.device), weights_TK.to(self.device)
+
+    def experts(self, spec: MoESpec, draw: torch.Generator) -> ExpertWeights:
+        """All experts of the layer; `draw` is on the CPU, so that all ranks get the same ones."""
+
+        def weights(rows: int, columns: int) -> PackedTensor:
+            plain = torch.randn(spec.num_experts, rows, columns, generator=draw).mul_(columns**-0.5)
+            return number_formats.encode(plain.to(self.device), spec.format)
+
+        scale_E = torch.full((spec.num_experts,), INPUT_SCALE, device=self.device)
+        return ExpertWeights(
+            w13=weights(spec.w13_rows, spec.hidden_size),
+            w2=weights(spec.hidden_size, spec.intermediate_size),
+            input_scales=InputScales(w13=scale_E, w2=scale_E) if spec.quantized_activations else None,
+            num_experts=spec.num_experts,
+        )
+
+
+def decoded(hidden: Hidden) -> Tensor:
+    """Hidden states [T, H] as a runner sees them."""
+    if hidden.format == "bf16":
+        return hidden.data
+    assert hidden.scale is not None, "quantised hidden states carry scales"
+    if hidden.format == "fp8":
+        return fp8.decode_activation(hidden.data, hidden.scale)
+    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
+    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
