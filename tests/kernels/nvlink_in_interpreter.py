@@ -50,7 +50,7 @@ def patient(*args):
     return late(*args)
 
 
-CAPACITY, FEW = 6, 2
+CAPACITY, FEW = 3, 1
 SCALE = torch.tensor(6 / nvfp4.GLOBAL_MAX)
 
 
@@ -65,6 +65,7 @@ class Case:
     experts: int = 8
     dp: int = 0  # 0: as many as ranks
     ep: int = 0
+    steps: tuple[int, ...] = (0, 2)  # one token in words, more by flags
 
     @property
     def topology(self) -> Topology:
@@ -73,11 +74,12 @@ class Case:
 
 
 CASES = (
-    Case("bf16", 2),
+    Case("bf16", 2, steps=(0, 1, 2, 3, 4)),
     Case("fp8", 2, format="fp8"),
     Case("nvfp4", 2, format="nvfp4"),
-    Case("three ranks", 3, dtype="float32", hidden=64, experts=9, top_k=1),
-    Case("shared", 4, hidden=64, dp=2, ep=2),
+    Case("three ranks", 3, dtype="float32", hidden=64, experts=9, top_k=1, steps=(2, 3)),
+    Case("shared", 4, hidden=64, dp=2, ep=2, steps=(3,)),
+    Case("in turns", 2, hidden=64, steps=(0, 3, 2)),
     Case("deserted", 2, hidden=64),
 )
 
@@ -99,7 +101,7 @@ def make_plan(case: Case, topology: Topology) -> tuple[MoESpec, MoEPlan]:
     plan = MoEPlan(
         **phases, activation_format="bf16", weight_storage="decoded", compute_dtype=case.dtype,
         first_expert=span.start, num_local_experts=len(span), weight_bytes=0, workspace_bytes=0,
-        dispatch_bytes=0,
+        dispatch_bytes=0, two_batches=case.name == "in turns",
     )  # fmt: skip
     return spec, plan
 
@@ -107,6 +109,7 @@ def make_plan(case: Case, topology: Topology) -> tuple[MoESpec, MoEPlan]:
 def tokens_of(case: Case, step: int, dp_rank: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + dp_rank)
     x_TH = torch.randn(count, case.hidden, generator=draw).to(getattr(torch, case.dtype))
+    x_TH[::2, 4:36] = 0  # words of zeros
     ids_TK = (
         torch.stack([torch.randperm(case.experts, generator=draw)[: case.top_k] for _ in range(count)])
         if count
@@ -146,27 +149,35 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     atp, D, dtype = topology.attention_tp, topology.dp_size, getattr(torch, case.dtype)
     good = True
     most = CAPACITY * atp
-    steps = [[1] * D, [0] * D, [most] * D, [2 + 3 * (d % 2) for d in range(D)], [most] + [0] * (D - 1)]
-    for step in range(len(steps)) if case.ranks == 2 else (2, 3):
-        counts = steps[step]
-        everyone = [tokens_of(case, step, d, counts[d]) for d in range(D)]
-        x_TH, ids_TK, weights_TK = everyone[topology.dp_rank]
-        batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, counts)
-        held = topology.expert_range(case.experts)
-        good &= same_batch(case, batch, everyone, held, wire, atp)
-        y = experts(decoded(batch.hidden), batch.topk_ids, batch.topk_weights, held, topology.expert_tp_rank)
+    steps = [[1] * D, [0] * D, [most] * D, [1 + 2 * (d % 2) for d in range(D)], [most] + [0] * (D - 1)]
+    for step in case.steps:
+        # In turns, the step before is combined while this one's tokens are under way.
+        turns = [step] if case.name != "in turns" else [step, (step + 1) % len(steps)]
+        sent = []
+        for turn in turns:
+            counts = steps[turn]
+            everyone = [tokens_of(case, turn, d, counts[d]) for d in range(D)]
+            own = everyone[topology.dp_rank]
+            batch, state = dispatcher.dispatch(*own, counts)
+            held = topology.expert_range(case.experts)
+            good &= same_batch(case, batch, everyone, held, wire, atp)
+            y = experts(
+                decoded(batch.hidden), batch.topk_ids, batch.topk_weights, held, topology.expert_tp_rank
+            )
+            sent.append((own, y.to(dtype), state))
         if rank % 2:  # arrives late
             time.sleep(0.01)
-        got_TH = dispatcher.combine(y.to(dtype), state)
-        hidden_TH = decoded(wire.encode(x_TH))
-        total_TH = torch.zeros(len(x_TH), case.hidden)
-        for r in range(case.ranks):
-            span = replace(topology, rank=r).expert_range(case.experts)
-            part_TH = experts(hidden_TH, ids_TK, weights_TK, span, r % topology.expert_tp)
-            total_TH += part_TH.to(dtype).nan_to_num().float()
-        good &= torch.equal(got_TH, total_TH.to(dtype))
+        for (x_TH, ids_TK, weights_TK), y, state in sent:
+            got_TH = dispatcher.combine(y, state)
+            hidden_TH = decoded(wire.encode(x_TH))
+            total_TH = torch.zeros(len(x_TH), case.hidden)
+            for r in range(case.ranks):
+                span = replace(topology, rank=r).expert_range(case.experts)
+                part_TH = experts(hidden_TH, ids_TK, weights_TK, span, r % topology.expert_tp)
+                total_TH += part_TH.to(dtype).nan_to_num().float()
+            good &= torch.equal(got_TH, total_TH.to(dtype))
         if not good:
-            print(case, "rank", rank, "step", step, counts, file=sys.stderr)
+            print(case, "rank", rank, "step", step, file=sys.stderr)
             break
     disconnect()
     return good

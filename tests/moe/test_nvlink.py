@@ -23,7 +23,15 @@ CPU = torch.device("cpu")
 H200 = hardware.named("h200")
 
 
-def planned(ranks: int = 8, dp: int = 8, tokens: int = 100, device=H200, nnodes: int = 1, **fields):
+def planned(
+    ranks: int = 8,
+    dp: int = 8,
+    tokens: int = 100,
+    device=H200,
+    nnodes: int = 1,
+    two_batches: bool = False,
+    **fields,
+):
     budget = Budget.from_limits(
         chunked_prefill_size=tokens, max_prefill_tokens=tokens, max_running_requests=16, dp_size=dp
     )
@@ -34,7 +42,7 @@ def planned(ranks: int = 8, dp: int = 8, tokens: int = 100, device=H200, nnodes:
         ),
         budget=budget,
         hardware=device,
-        wishes=Wishes(dispatcher="nvlink"),
+        wishes=Wishes(dispatcher="nvlink", two_batches=two_batches),
         compute_dtype="bfloat16",
     )
 
@@ -48,6 +56,7 @@ def test_memory_is_counted():
     assert found.dispatch_bytes == 800 * (4 * 14336 + 3 * 64 + 2 * 8) + 128
     more = 800 * (2 * 14336 + 3 * 64 + 2 * 8)
     assert planned(tokens=200).dispatch_bytes == 2 * more + 8 * 128 * 2 * 14336 + 128
+    assert planned(two_batches=True).dispatch_bytes == 2 * found.dispatch_bytes
     assert found.decode.reduce == "none"
 
 
@@ -81,7 +90,7 @@ def unequal(rank: Rank) -> str:
         kind(make_setup(spec, replace_tokens(made, 16 + 2 * rank.number), groups=groups))
     dispatcher = kind(make_setup(spec, made, groups=groups))
     same = kind(make_setup(spec, made, "prefill", groups=groups))
-    assert same._region is dispatcher._region
+    assert same._regions is dispatcher._regions
     x_TH, ids_TK = torch.zeros(9, spec.hidden_size), torch.zeros(9, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="buffers hold 8") as told:
         dispatcher.dispatch(x_TH, ids_TK, torch.zeros(9, 2), [9, 9])

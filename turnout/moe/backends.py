@@ -194,6 +194,7 @@ DISPATCHER_CAPABILITIES = {
             limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
             buffers="symmetric",
             batch_invariant=True,
+            in_turns=True,
             requires=(TRITON,),
         ),
         DispatcherCapability(

@@ -193,13 +193,15 @@ def dispatch_bytes(
     itemsize: int = 2,
     buffers: str = "rows",
     ranks: int = 1,
+    batches: int = 1,
 ) -> int:
     """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`) of `ranks`, if it `moves` any.
 
     Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
     layout keeps a slab of that many rows for every local expert, since all may choose the same one.
 
-    `buffers` "symmetric": a region that all ranks write, and the batch's ids and weights. "one_sided": one
+    `buffers` "symmetric": a region that all ranks write, and the batch's ids and weights, for each of the
+    `batches` that may be under way. "one_sided": one
     workspace, `OneSided`. "chunked": they come on top of queues that
     tokens pass through. "low_latency": queues hold whole steps, and the batch is a copy.
     """
@@ -209,7 +211,7 @@ def dispatch_bytes(
         parts = symmetric_parts(
             spec, ranks=ranks, capacity=rows // ranks, wire_formats=(wire_format,), itemsize=itemsize
         )
-        return sum(parts.values()) + rows * 8 * spec.top_k
+        return batches * (sum(parts.values()) + rows * 8 * spec.top_k)
     if buffers == "one_sided":
         capacity = rows // ranks
         sizes = OneSided(ranks=ranks, capacity=capacity, sent=token + 8 * spec.top_k, returned=result)

@@ -298,6 +298,7 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
             itemsize=case.itemsize,
             buffers=dispatcher.buffers,
             ranks=case.topology.tp_size,
+            batches=2 if case.wishes.two_batches else 1,
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())
