@@ -214,7 +214,13 @@ def test_low_latency_steps_have_at_most_1024_tokens():
 
 def test_sizes_without_low_latency_kernels_decode_with_normal_ones():
     other = replace(MODEL, hidden_size=2880)
-    assert used(planned(other)) == ("deepep-normal",) * 2
+    found = planned(other)
+    assert used(found) == ("deepep-normal",) * 2
+    (why,) = [
+        line for line in found.reasons if line.startswith("decode not by dispatcher deepep-low-latency: ")
+    ]
+    assert "hidden size 2880: has kernels for 2048" in why
+    assert not any("not by" in line for line in planned().reasons)
     with pytest.raises(PlanRefused, match="hidden size 2880: has kernels for 2048, 2560"):
         planned(other, dispatcher_mode="low_latency")
 

@@ -1,0 +1,155 @@
+"""Why a plan is as it is: a line for each choice, for `turnout plan` and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from turnout.moe.budget import gigabytes
+from turnout.moe.candidates import Candidate
+from turnout.moe.capability import DispatcherCapability, Refusal
+from turnout.moe.case import PHASES, Case
+from turnout.moe.proven import evidence
+from turnout.moe.tiling.tiles import TileTable
+
+
+def reasons(
+    case: Case, best: Candidate, candidates: Sequence[Candidate], measured: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Why each choice was made, one line each."""
+    others = {c.runner.name: c.runner.preference for c in candidates}
+    why = _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
+    if case.wishes.runner == "auto" and len(others) > 1 and best.runner.name in measured:
+        why = _why_measured(best.runner.name, others, measured)
+    elif case.wishes.runner == "auto" and len(others) > 1 and best.runner.grounds:
+        why += f"; {best.runner.grounds}"
+    lines = [f"runner {best.runner.name}: {why}"]
+    same_runner = [c for c in candidates if c.runner is best.runner]
+    for phase in PHASES:
+        chosen = best.dispatcher(phase)
+        why = _why_dispatcher(case, chosen, {c.dispatcher(phase) for c in same_runner})
+        lines.append(f"{phase} dispatcher {chosen.name}: {why}")
+        if case.moves(chosen):
+            lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
+    lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
+    lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
+    if case.wishes.deterministic:
+        lines.append("the same bits in any company: asked for with --deterministic")
+    if any(layer_owes_sum(case, best.dispatcher(phase)) for phase in PHASES):
+        lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
+    return (*lines, *_evidence(best))
+
+
+def layer_owes_sum(case: Case, dispatcher: DispatcherCapability) -> bool:
+    """Where no token travels, no combine sums over ranks."""
+    return case.topology.tp_size > 1 and not case.moves(dispatcher)
+
+
+def _evidence(best: Candidate) -> list[str]:
+    """What speaks for each backend chosen, a line each."""
+    lines = [f"runner {best.runner.name} {evidence(best.runner.name, best.runner.checked)}"]
+    for chosen in (best.prefill, best.decode):
+        lines.append(f"dispatcher {chosen.name} {evidence(chosen.name, chosen.checked)}")
+    return list(dict.fromkeys(lines))
+
+
+def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
+    if wish != "auto":
+        return f"asked for with {flag}"
+    others = [name for name in preferences if name != chosen]
+    if not others:
+        return "the only one that can run this"
+    ranked = ", ".join(f"{name} ({preferences[name]})" for name in others)
+    return f"preference {preferences[chosen]}, before {ranked}"
+
+
+def _why_dispatcher(case: Case, chosen: DispatcherCapability, allowed: set[DispatcherCapability]) -> str:
+    if case.wishes.dispatcher == "auto" and not case.moves(chosen) and len(allowed) > 1:
+        return "all ranks hold the same tokens, and nothing has to travel"
+    crowding = {d.name for d in allowed if case.crowds(d)}
+    alike = {d.name: d.preference for d in allowed if d.name not in crowding or chosen.name in crowding}
+    why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, dict(sorted(alike.items())))
+    if case.wishes.dispatcher != "auto" or not crowding or chosen.name in crowding:
+        return why
+    gathering = ", ".join(sorted(crowding))
+    return f"a token needs {case.reach:.0%} of the ranks, and {gathering} would bring it to all" + (
+        f"; {why}" if len(alike) > 1 else ""
+    )
+
+
+def why_sibling(
+    best: Candidate, dispatchers: Sequence[DispatcherCapability], refused: Sequence[Refusal]
+) -> list[str]:
+    """What stands against that member of a family which was made for a phase, where another serves it."""
+    lines = []
+    for phase in PHASES:
+        own = best.dispatcher(phase)
+        made = [d for d in dispatchers if own.family == d.family != "" and phase in d.made_for]
+        if own.name not in (names := {d.name for d in made}):
+            against = [r for r in refused if r.who.removeprefix("dispatcher ") in names]
+            lines += [f"{phase} not by {r.who}: {r.asked}: {r.limit}" for r in against[:1]]
+    return lines
+
+
+def _why_wire(case: Case, best: Candidate, phase: str) -> str:
+    if case.wishes.dispatch_format != "auto":
+        return "asked for with --moe-dispatch-dtype"
+    if best.wire[phase] == "bf16":
+        return f"unquantised ({case.compute_dtype}), which costs no accuracy"
+    if best.wire[phase] == best.activation:
+        return "what the GEMMs multiply with; quantised before the wire, the values are the same"
+    return "all that dispatcher and runner share"
+
+
+def _why_measured(chosen: str, others: Iterable[str], measured: Mapping[str, float]) -> str:
+    times = [
+        f"{name} {measured[name]:.0f} us" if name in measured else f"{name}, not measured"
+        for name in others
+        if name != chosen
+    ]
+    return f"measured {measured[chosen]:.0f} us, mean over batch sizes, before {', '.join(times)}"
+
+
+def why_tiles(case: Case, best: Candidate, table: TileTable) -> list[str]:
+    """A device that is only named has no table: nothing to say of it."""
+    if not best.runner.tiled or not case.hardware.present:
+        return []
+    if table:
+        sizes = ", ".join(str(tokens) for tokens, _ in table)
+        return [f"tilings as measured on {case.hardware.name} for batches of {sizes} tokens"]
+    if case.wishes.deterministic:
+        return ["tilings by rule, the same on every machine, for --deterministic"]
+    return ["tilings by rule: none were measured for this layer here; `turnout tune` does"]
+
+
+def _why_activation(case: Case, best: Candidate) -> str:
+    if case.wishes.activation_format != "auto":
+        return "asked for with --moe-activation-dtype"
+    if best.activation == "nvfp4":
+        units = case.native_fp4 and best.runner.fp4_units
+        return (
+            "the checkpoint calibrated them, and FP4 units multiply them" if units else "all the runner takes"
+        )
+    if best.activation == "fp8":
+        return "the checkpoint's own scheme, per token and 128 columns"
+    if case.spec.format == "bf16":
+        return "the checkpoint is not quantised"
+    if not case.spec.quantized_activations:
+        return "weight-only, as the checkpoint asks"
+    if not case.hardware.has_fp4_units:
+        return f"weight-only, for {case.hardware.name} has no FP4 units and emulating them gains no speed"
+    return "weight-only, for the runner does not use the FP4 units"
+
+
+def _why_storage(case: Case, best: Candidate) -> str:
+    size = gigabytes(best.weight_bytes * case.num_layers)
+    if case.wishes.weight_storage != "auto":
+        return f"asked for with --moe-weight-storage; {size} for {case.num_layers} layers"
+    packed = case.weight_bytes("packed")
+    if best.storage == "packed":
+        decoded = gigabytes(case.weight_bytes("decoded") * case.num_layers)
+        return f"{size} for {case.num_layers} layers, where decoded once they would take {decoded}"
+    if best.weight_bytes <= packed:
+        return f"no larger than packed, {size} for {case.num_layers} layers"
+    if case.decode_once():
+        return f"{size} for {case.num_layers} layers is small, and unpacking at each use is slow on a CPU"
+    return f"the only storage that can run this; {size} for {case.num_layers} layers"
