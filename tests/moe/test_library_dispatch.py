@@ -197,12 +197,14 @@ def test_deepep_takes_normal_kernels_in_prefill_and_low_latency_in_decode():
 def test_libraries_get_the_variables_they_read(monkeypatch):
     """Send queues of NVSHMEM hold the largest step twice, with one more place."""
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "")
+    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "")
     most = DISPATCHER_CAPABILITIES["deepep-low-latency"].limits.max_tokens
     blueprint = SimpleNamespace(
         plan=planned(), topology=Topology(), hardware=hardware.named("cpu"), config=Config()
     )
     meet(blueprint, init_method="")
     assert int(os.environ["NVSHMEM_QP_DEPTH"]) == 2 * (most + 1)
+    assert os.environ["NVSHMEM_REMOTE_TRANSPORT"] == "none"
 
 
 def test_low_latency_steps_have_at_most_1024_tokens():

@@ -265,7 +265,10 @@ DISPATCHER_CAPABILITIES = {
             mode="low_latency",
             checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
             made_for=frozenset({"decode"}),
-            environment=(("NVSHMEM_QP_DEPTH", "2050"),),  # its send queues hold two of the largest steps
+            environment=(
+                ("NVSHMEM_QP_DEPTH", "2050"),  # its send queues hold two of the largest steps
+                ("NVSHMEM_REMOTE_TRANSPORT", "none"),  # one host, which may have no InfiniBand
+            ),
             requires=(DEEPEP, NVSHMEM, NCCL),
         ),
     )
