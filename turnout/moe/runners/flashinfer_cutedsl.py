@@ -13,7 +13,8 @@ Two routes, taken by the layout of a batch. They share no weights, since their k
 Padding is expert id -1 here and `num_experts` there. The library's sum over a token's experts is atomic, so
 its last bits vary. Recipes of its quantisers that environment variables would choose are switched off.
 
-Not run on hardware yet: tests/moe/test_flashinfer_contract.py decodes what the library is handed.
+Not run on hardware yet: tests/moe/test_flashinfer_contract.py decodes what the library is handed, and through
+that the demo answers with the torch runner's tokens (tests/engine/test_demo_in_fp4.py).
 
 Legend: T tokens, k top-k, H hidden, I intermediate, N outputs of GEMM1, E local experts, C slab capacity,
 G = H / 16 groups.

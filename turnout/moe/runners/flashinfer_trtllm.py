@@ -10,7 +10,8 @@ once more and a2, which quantises it (`output1_scale_scalar`); GEMM2's sums take
 SwiGLU with parameters and relu2 are not declared: in which units the kernels take their limit and scales, the
 library does not say.
 
-Not run on hardware yet: tests/moe/test_flashinfer_contract.py decodes what the library is handed.
+Not run on hardware yet: tests/moe/test_flashinfer_contract.py decodes what the library is handed, and through
+that the demo answers with the torch runner's tokens (tests/engine/test_demo_in_fp4.py).
 
 Legend: T tokens, k top-k, H hidden, I intermediate, E local experts, G = H / 16 groups.
 """
