@@ -36,17 +36,20 @@ from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.config import cache_folder
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import relative_error
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget, matrix_bytes
+from turnout.moe.flashinfer import autotune
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.moe.tiling.times import copies
 from turnout.parallel import hardware
+from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
 
@@ -239,11 +242,21 @@ class LayerBench:
             wishes=Wishes(runner=name, activation_format=self._activations),
             compute_dtype=dtype,
         )
-        name = chosen.decode.runner
+        name, device = chosen.decode.runner, torch.device(self._machine.device)
 
         def forward(experts: ExpertWeights) -> Forward:
-            runner = RUNNERS.get(name)(self._spec, chosen, torch.device(self._machine.device))
+            runner = RUNNERS.get(name)(self._spec, chosen, device)
             runner.prepare(experts)
+            if experts is self._sets[0] and autotune.wanted(chosen):  # as a server's start would
+                autotune.tune(
+                    runner,
+                    self._spec,
+                    chosen,
+                    device=device,
+                    device_name=self._machine.name,
+                    world=ALONE.world,
+                    folder=cache_folder(),
+                )
             return lambda x_TH, ids_TK, weights_TK: runner(
                 TokensBatch(hidden=Hidden(data=x_TH), topk_ids=ids_TK, topk_weights=weights_TK)
             )
