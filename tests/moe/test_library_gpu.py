@@ -14,6 +14,7 @@ from tests.ranks import Pools, Rank
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import OneSided, chunked_bytes, low_latency_bytes
 from turnout.moe.spec import MoESpec
+from turnout.parallel import hardware
 from turnout.registry import DISPATCHERS
 
 pytestmark = pytest.mark.multigpu
@@ -40,7 +41,7 @@ def cases(dispatcher: str, ranks: int) -> list[LibraryCase]:
         replace(plain, weights="nvfp4", wire="nvfp4"),
         replace(plain, weights="nvfp4", activation_format="nvfp4", wire="nvfp4"),
     ]
-    carried = DISPATCHER_CAPABILITIES[dispatcher].wire_formats
+    carried = DISPATCHER_CAPABILITIES[dispatcher].on(hardware.named("h200")).wire_formats
     return [plain, replace(plain, skewed=True), *(c for c in quantised if c.wire in carried)]
 
 
