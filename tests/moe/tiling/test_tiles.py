@@ -41,10 +41,54 @@ def test_the_rule_gives_what_kernels_run_and_wider_tiles_to_larger_batches(forma
 
 
 def test_few_programs_are_made_of_fewer_rows():
-    assert rule(shape(), 1).first.rows == 64
-    assert rule(shape(), 64).first.rows == 128
+    assert rule(shape("bf16", hidden=1024), 1).second.rows == 64
+    assert rule(shape("mxfp4"), 64, one_order=True).first.rows == 128
     dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
-    assert [tiling.rows for tiling in rule(dsv3, 2)[:2]] == [64, 128]
+    assert [tiling.rows for tiling in rule(dsv3, 2, one_order=True)[:2]] == [64, 128]
+
+
+def test_few_tokens_of_4_bit_weights_are_multiplied_by_warps_that_share_columns():
+    small = shape("nvfp4")
+    slices = [rule(small, tokens).first.slices for tokens in (1, 4, 64, 256)]
+    assert slices == [2, 1, 1, 0]
+    dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
+    assert [tiling.slices for tiling in rule(dsv3, 1)[:2]] == [4, 2]
+    for other in (shape("bf16"), shape("fp8")):
+        assert rule(other, 1).first.slices == 0
+    for tokens in (1, 4, 64):
+        assert rule(small, tokens, one_order=True).first.slices == 0
+        assert choose(small, (), tokens, one_order=True) == rule(small, tokens, one_order=True)
+
+
+def test_pairs_of_4_bit_weights_are_sorted_later_than_others():
+    assert [shape(format).direct(5) for format in ("mxfp4", "nvfp4", "bf16", "fp8")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert shape().touched(5) == 40
+    assert 120 < shape().touched(64) < 128
+    assert shape(local_experts=32).touched(5) == 10
+
+
+@pytest.mark.parametrize(
+    ("tiling", "why"),
+    [
+        (Tiling(64, 64, 4, 4, 4, 1, 1), "64 tokens for few tokens"),
+        (Tiling(48, 8, 4, 4, 4, 1, 1), "48 weight rows"),
+        (Tiling(16, 8, 4, 4, 8, 1, 4), "16 rows with 8 warps in 4 slices"),
+        (Tiling(256, 8, 4, 4, 4, 1, 1), "4 blocks at once"),
+        (Tiling(64, 8, 4, 1, 4, 1, 1), "1 stages"),
+        (Tiling(64, 32, 4, 16, 8, 1, 2), "bytes of shared memory"),
+        (Tiling(64, 8, 4, 4, 4, 0, 1), "0 tiles taking turns"),
+    ],
+)
+def test_what_the_kernel_for_few_tokens_does_not_run_is_refused(tiling: Tiling, why: str):
+    assert why in refuse(shape(), Tiles(tiling, tiling))
+    fine = Tiling(64, 8, 4, 4, 8, 1, 2)
+    assert not refuse(shape("bf16"), Tiles(fine, fine))
+    assert "columns in slices" in refuse(shape("fp8"), Tiles(fine, fine))
 
 
 def test_fp8_is_sorted_only_where_tiles_are_whole():

@@ -30,8 +30,8 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.moe.tiling.few import chunks
 from turnout.moe.tiling.tiles import (
-    SORT_PAIRS,
     W4A8,
     ExpertShape,
     Tiles,
@@ -149,7 +149,7 @@ class TritonRunner:
         if P == 0:
             return out_TH
         space = self._space("tokens", T)
-        sort, tiles = P > SORT_PAIRS or self._w4a8, self._tiles(T)
+        sort, tiles = not self.shape.direct(T) or self._w4a8, self._tiles(T)
         if sort:
             self._sort(space, ids_TK, P, tiles.tokens)
         bound = self.shape.most_tiles(T, tiles.tokens)
@@ -165,7 +165,7 @@ class TritonRunner:
         return out_TH
 
     def _tiles(self, tokens: int) -> Tiles:
-        return choose(self.shape, self._table, tokens)
+        return choose(self.shape, self._table, tokens, one_order=self._deterministic)
 
     def _slabs(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.sort import tile_slabs
@@ -226,6 +226,10 @@ class TritonRunner:
         if w.format == "fp8":
             self._gemm_fp8(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
             return
+        if cut.slices:
+            assert weights is not None, "slabs are cut by slab_rule"
+            self._gemm_few(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
+            return
         from turnout.kernels.expert_gemm import expert_gemm
 
         activation = self._spec.activation
@@ -242,6 +246,25 @@ class TritonRunner:
             w.format, activation.kind if first else "none", pairs and first, pairs and not first, direct,
             w.bias is not None, cut.rows, cut.tokens, cut.k_blocks, cut.stages,
             cut.group, pairs, num_warps=cut.warps, launch_pdl=pairs,
+        )  # fmt: skip
+
+    def _gemm_few(
+        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor,
+        bound: int, k: int, cut: Tiling, *, first: bool, direct: bool,
+    ) -> None:  # fmt: skip
+        from turnout.kernels.expert_gemm_few import expert_gemm_few
+
+        activation = self._spec.activation
+        n_blocks, k_blocks = w.blocks
+        expert_gemm_few[(bound * -(-n_blocks * 64 // cut.rows),)](
+            x, w.codes, w.scales, w.alpha, w.any_bias, out, space.order, table, weights,
+            w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
+            out.stride(0), k, self._first, self._count,
+            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
+            w.format, activation.kind if first else "none", first, not first, direct, w.bias is not None,
+            cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, cut.slices,
+            chunks(w.inner, cut.slices, cut.k_blocks) <= cut.stages, True,
+            num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
 
     def _gemm_fp8(

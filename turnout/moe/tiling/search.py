@@ -15,7 +15,10 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
+from turnout.moe.tiling import few
 from turnout.moe.tiling.tiles import (
+    FEW_TOKENS,
+    MIN_TOKENS,
     RULES,
     SHARED_BYTES,
     SORTED,
@@ -70,9 +73,28 @@ def candidates(shape: ExpertShape, tokens: int) -> list[Choices]:
     kept = [entry for entry in found if entry[0] <= WITHIN * found[0][0]][:KEPT_WIDTHS]
     kept += [entry for entry in found if entry[1].first[0].tokens == said.tokens and entry not in kept]
     choices = [choice for _, choice in kept]
+    if shape.kernel in ("packed", "bf16") and shape.per_expert(tokens) <= FEW_TOKENS:
+        choices.insert(0, _few_choices(shape, tokens, said))
     if shape.sortable and shape.per_expert(tokens) > 8:
         choices.append(Choices(first=(SORTED.first,), second=(SORTED.second,)))
     return choices
+
+
+def _few_choices(shape: ExpertShape, tokens: int, said: Tiles) -> Choices:
+    """For few tokens per expert: what may be best at any number of programs is few enough to time it all."""
+
+    def one(K: int, own: Tiling) -> tuple[Tiling, ...]:
+        held = 4 if shape.kernel == "packed" else 2
+        cuts = ((64, 4, 1), (128, 4, 1), (64, 8, 2), (32, 4, 2), (16, 4, 4), (32, 8, 4))
+        found = [own] if own.slices else []
+        for rows, warps, slices in cuts if shape.direct(tokens) else cuts[:3]:
+            blocks = held if rows * slices == 16 * warps else held * 16 * warps // (rows * slices)
+            whole = few.chunks(K, slices, blocks)
+            stages = whole if 2 * MIN_TOKENS * K <= few.WHOLE_BYTES and slices > 1 else few.STAGES
+            found.append(Tiling(rows, MIN_TOKENS, blocks, max(2, stages), warps, 1, slices))
+        return tuple(t for t in dict.fromkeys(found) if not refuse(shape, Tiles(t, t)))
+
+    return Choices(first=one(shape.hidden, said.first), second=one(shape.inner, said.second))
 
 
 def as_tiles(first: Tiling, second: Tiling) -> Tiles:

@@ -17,13 +17,17 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from turnout.moe.tiling import few
+
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
+SORT_PAIRS_PACKED = 40  # with 4-bit weights, which take less time to read twice
+FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
 # FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
 SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 2, "bf16": 1, "fp8": 1, W4A8: 1}
+REVISIONS = {"packed": 3, "bf16": 1, "fp8": 1, W4A8: 1}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
 _FEW_PROGRAMS = 600
@@ -43,6 +47,7 @@ class Tiling(NamedTuple):
     stages: int
     warps: int
     group: int
+    slices: int = 0  # expert_gemm_few.py: how many warps share the columns; 0: another kernel
 
 
 class Tiles(NamedTuple):
@@ -119,40 +124,51 @@ class ExpertShape:
         """Whether the TMA kernel, whose tiles are whole, can take both GEMMs."""
         return self.format == "fp8" and not (self.w13_rows % 256 or self.hidden % 256)
 
+    def direct(self, tokens: int) -> bool:
+        """Whether each pair is a tile of its own, and nothing is sorted."""
+        most = SORT_PAIRS_PACKED if self.kernel == "packed" else SORT_PAIRS
+        return tokens * self.top_k <= most
+
     def per_expert(self, tokens: int) -> float:
         """Mean tokens of an expert that got any."""
-        pairs = tokens * self.top_k
-        return pairs / self.num_experts if pairs > SORT_PAIRS else 1
+        return 1 if self.direct(tokens) else tokens * self.top_k / self.num_experts
+
+    def touched(self, tokens: int) -> float:
+        """Experts of this rank that get any, as expected of even routes; or, where it is direct, pairs."""
+        if self.direct(tokens):
+            return tokens * self.top_k * self.local_experts / self.num_experts
+        return self.local_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
 
     def most_tiles(self, tokens: int, width: int) -> int:
         """The most tiles of `width` tokens that a batch can fall into, whatever its routes."""
         pairs = tokens * self.top_k
-        return min(self.local_experts, pairs) + pairs // width if pairs > SORT_PAIRS else pairs
+        return pairs if self.direct(tokens) else min(self.local_experts, pairs) + pairs // width
 
 
-def choose(shape: ExpertShape, table: TileTable, tokens: int) -> Tiles:
+def choose(shape: ExpertShape, table: TileTable, tokens: int, *, one_order: bool = False) -> Tiles:
     """For a batch of `tokens`: the nearest entry of `table`, as a ratio; without one, what `rule` says."""
     if not table:
-        return rule(shape, tokens)
+        return rule(shape, tokens, one_order=one_order)
     after = bisect_left(table, tokens, key=lambda entry: entry[0])
     if after == len(table) or (after and tokens**2 < table[after - 1][0] * table[after][0]):
         after -= 1
     return table[after][1]
 
 
-def rule(shape: ExpertShape, tokens: int) -> Tiles:
-    """By the mean number of tokens of an expert."""
+def rule(shape: ExpertShape, tokens: int, *, one_order: bool = False) -> Tiles:
+    """By the mean number of tokens of an expert. one_order: of a row's sums, whatever the batch."""
     per_expert = shape.per_expert(tokens)
+    if shape.kernel == "packed" and per_expert <= FEW_TOKENS and not one_order:
+        return _few(shape, tokens)
     if shape.sortable and per_expert > SORTED_ABOVE:
         return SORTED
     tiling = _by_tokens(shape, per_expert)
     if shape.format == W4A8:
         return Tiles(tiling, tiling)
     tiles = _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
-    if tiles.tokens == MIN_TOKENS and tokens * shape.top_k <= SORT_PAIRS:
-        held = tokens * shape.top_k * shape.local_experts / shape.num_experts
-        if held * -(-shape.w13_rows // tiles.first.rows) < _IDLE_PROGRAMS:
-            tiles = tiles._replace(first=tiles.first._replace(rows=64))
+    programs = shape.touched(tokens) * -(-shape.w13_rows // tiles.first.rows)
+    if tiles.tokens == MIN_TOKENS and shape.direct(tokens) and programs < _IDLE_PROGRAMS:
+        tiles = tiles._replace(first=tiles.first._replace(rows=64))
     return tiles
 
 
@@ -182,6 +198,8 @@ def refuse(shape: ExpertShape, tiles: Tiles) -> str:
 
 def shared_bytes(kernel: str, tiling: Tiling) -> int:
     """Shared memory of one program: STAGES * K_BLOCKS slots of weights, tokens and scales."""
+    if tiling.slices:
+        return few.shared_bytes(tiling.tokens, tiling.k_blocks, tiling.stages, tiling.slices)
     rows, tokens = tiling.rows, tiling.tokens
     one = {
         "packed": rows // 64 * (2048 + 256) + 128 * tokens,
@@ -192,7 +210,9 @@ def shared_bytes(kernel: str, tiling: Tiling) -> int:
 
 
 def _refuse_one(kernel: str, tiling: Tiling) -> str:
-    rows, tokens, k_blocks, stages, warps, group = tiling
+    if tiling.slices:
+        return _refuse_few(kernel, tiling)
+    rows, tokens, k_blocks, stages, warps, group, _ = tiling
     if rows not in (64, 128, 256) or tokens not in (8, 16, 32, 64, 128, 256):
         return f"tiles of {rows} weight rows by {tokens} tokens"
     if warps not in (4, 8) or rows < 16 * warps or k_blocks not in (1, 2, 4) or not 3 <= stages <= 8:
@@ -205,12 +225,32 @@ def _refuse_one(kernel: str, tiling: Tiling) -> str:
 
 
 def _runs_w4a8(tiling: Tiling) -> bool:
-    rows, tokens, k_blocks, stages, warps, group = tiling
+    rows, tokens, k_blocks, stages, warps, group, _ = tiling
     sums = rows * tokens <= 256 * 128
     known = rows in (128, 256) and tokens in (16, 32, 64, 128) and (k_blocks, warps) == (1, 4)
     # beside the stages, room for a block of results on their way to memory
     held = stages * (128 * tokens + rows // 64 * (4096 + 256)) + 64 * 4 * tokens + 1024
     return known and sums and stages >= 3 and held <= SHARED_BYTES and 1 <= group <= 64
+
+
+def _refuse_few(kernel: str, tiling: Tiling) -> str:
+    if kernel not in ("packed", "bf16"):
+        return f"{kernel} weights with columns in slices"
+    rows, tokens, k_blocks, stages, warps, group, slices = tiling
+    reason = few.refuse(rows, tokens, k_blocks, stages, warps, slices)
+    if not reason and shared_bytes(kernel, tiling) > SHARED_BYTES:
+        reason = f"{shared_bytes(kernel, tiling)} bytes of shared memory"
+    return reason or ("" if 1 <= group <= 64 else f"{group} tiles taking turns")
+
+
+def _few(shape: ExpertShape, tokens: int) -> Tiles:
+    touched = shape.touched(tokens)
+
+    def one(N: int, K: int) -> Tiling:
+        rows, stages, warps, slices = few.cut(touched * N / 16, MIN_TOKENS, K)
+        return Tiling(rows, MIN_TOKENS, few.CHUNK, stages, warps, 1, slices)
+
+    return Tiles(one(shape.w13_rows, shape.hidden), one(shape.hidden, shape.inner))
 
 
 def _by_tokens(shape: ExpertShape, per_expert: float) -> Tiling:
@@ -221,7 +261,7 @@ def _narrow(shape: ExpertShape, tiling: Tiling, most_tiles: int) -> Tiles:
     """With half the rows where there would be few programs."""
 
     def one(rows: int) -> Tiling:
-        few = tiling.tokens == MIN_TOKENS and most_tiles * -(-rows // 64) < _FEW_PROGRAMS
-        return tiling._replace(rows=64) if few else tiling
+        narrow = tiling.tokens == MIN_TOKENS and most_tiles * -(-rows // 64) < _FEW_PROGRAMS
+        return tiling._replace(rows=64) if narrow else tiling
 
     return Tiles(one(shape.w13_rows), one(shape.hidden))
