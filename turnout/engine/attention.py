@@ -104,14 +104,16 @@ class PagedAttention(Attention):
         """Slots that chunks of one token each write to. `table` then has the pages of their contexts but for
         the last, which whoever writes to the slot adds."""
         slots, behind = [], []
-        for chunk in chunks:
-            row = chunk.request.row
-            self._place(chunk.request)
-            page, place = divmod(chunk.start, self.page_size)
-            if page > self._copied[row]:
-                behind.append(row)
-            self._copied[row] = max(self._copied[row], page + 1)
-            slots.append(chunk.request.pages[page] * self.page_size + place)
+        copied, size = self._copied, self.page_size
+        for request, start, _, _ in chunks:
+            row, pages, page = request.row, request.pages, start // size
+            if request.placed < len(pages):
+                self._place(request)
+            if page >= copied[row]:
+                if page > copied[row]:
+                    behind.append(row)
+                copied[row] = page + 1
+            slots.append(pages[page] * size + start % size)
         if behind:
             rows, pages_BP = to_device([torch.tensor(behind), self._table_RP[behind]], self.device)
             self.table.index_copy_(0, rows, pages_BP)

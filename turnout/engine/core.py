@@ -300,14 +300,14 @@ class EngineCore:
         if sampling:
             logits_SV, best_2S = self._forward.logits(computed, rows)
             drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
-            requests = [chunk.request for chunk in sampling for _ in range(len(chunk.drafts) + 1)]
+            requests = [chunk.request for chunk in sampling for _ in (*chunk.drafts, None)]
             sampled = self._sampler(logits_SV, requests, drafted, best_2S)
             self._lockstep.sampled(sampled.token_ids)
             row = 0
             for chunk in sampling:
                 output, settled = self._accept(chunk, sampled, row)
                 if settled:
-                    outputs.append(self._conclude(chunk.request, output))
+                    outputs.append(self._conclude(chunk.request, output, drafted=bool(chunk.drafts)))
                 else:
                     close.append((chunk.request, output))
                 row += len(chunk.drafts) + 1
@@ -348,7 +348,7 @@ class EngineCore:
             alone = self._sampler(settled_logits(self._model, request.tokens, self._device, place), [request])
             self._lockstep.sampled(alone.token_ids)
             self._append(request, output, alone, 0)
-            outputs.append(self._conclude(request, output))
+            outputs.append(self._conclude(request, output, drafted=True))
 
     def _append(self, request: Request, output: RequestOutput, sampled: Sampled, row: int) -> None:
         """Give `request` the token of one row; a `finish_reason` says that it was the last."""
@@ -368,9 +368,9 @@ class EngineCore:
         elif request.num_output >= request.sampling.max_tokens:
             output.finish_reason = "length"
 
-    def _conclude(self, request: Request, output: RequestOutput) -> RequestOutput:
-        """The step is over for `request`, and perhaps more than that."""
-        if output.token_ids:
+    def _conclude(self, request: Request, output: RequestOutput, *, drafted: bool) -> RequestOutput:
+        """The step is over for `request`, which it may have brought drafts to, and perhaps more than that."""
+        if drafted and output.token_ids:
             self._scheduler.extended(request)
         return self._finish(request, output, output.finish_reason) if output.finish_reason else output
 

@@ -9,7 +9,6 @@ cache, for micro-batches attend in their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from turnout.config import Config
 from turnout.engine.scheduler import Chunk
@@ -66,7 +65,7 @@ def cut(chunks: Sequence[Chunk], count: int) -> tuple[list[Chunk], list[Chunk]]:
         middle = chunk.start + min(count, chunk.length)
         count -= middle - chunk.start
         if middle > chunk.start:
-            first.append(replace(chunk, end=middle))
+            first.append(chunk._replace(end=middle))
         if middle < chunk.end:
-            rest.append(replace(chunk, start=middle))
+            rest.append(chunk._replace(start=middle))
     return first, rest

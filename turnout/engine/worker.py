@@ -7,6 +7,7 @@ the server decides how to stop.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -189,6 +190,8 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
             progress=progress,
             verify=start.verify,
         )
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection during a step need walk it
     vocab_size = blueprint.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
