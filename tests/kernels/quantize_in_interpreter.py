@@ -8,6 +8,7 @@ import torch
 
 from turnout.formats import fp8
 from turnout.kernels.expert_gemm_fp8 import quantize_rows
+from turnout.kernels.expert_gemm_fp8_specialised import note_places, sum_places
 from turnout.kernels.expert_gemm_fp8_tma import gather_sorted, quantize_sorted
 
 results = {}
@@ -67,5 +68,27 @@ results["gathered"] = (
     and torch.equal(s[:, :20], scales[source].T)
     and not s[:, 20:].any()
 )
+
+T, TOP_K, H = 7, 3, 200
+ids = torch.randint(-1, 8, (T, TOP_K), generator=draw).int()
+held = ((ids >= 2) & (ids < 6)).flatten().nonzero().flatten().int()
+order = torch.full((T * TOP_K,), -7, dtype=torch.int32)
+order[: len(held)] = held[torch.randperm(len(held), generator=draw)]
+tiles[1] = len(held)
+place = torch.full((T * TOP_K,), -1, dtype=torch.int32)
+counters = torch.ones(20, dtype=torch.int32)
+note_places[(3,)](order, tiles, place, counters, 18, 8, False)
+results["places"] = (
+    torch.equal(order[place[held.long()].long()], held)
+    and int((place >= 0).sum()) == len(held)
+    and counters.tolist() == [0] * 18 + [1] * 2
+)
+
+y = torch.randn(T * TOP_K, H, generator=draw).bfloat16()
+out = torch.full((T, H), torch.nan)
+sum_places[(T, 2)](y, place, ids, out, H, 2, 4, TOP_K, 128, False)
+by_pair = torch.zeros(T * TOP_K, H)
+by_pair[held.long()] = y[place[held.long()].long()].float()
+results["sum"] = torch.allclose(out, by_pair.view(T, TOP_K, H).sum(1), atol=1e-6)
 
 print(json.dumps(results))

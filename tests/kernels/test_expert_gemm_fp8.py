@@ -17,29 +17,31 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.kernels import interpreted
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
-from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
+from turnout.kernels.expert_gemm_fp8_specialised import expert_gemm_fp8_specialised, stages_of
 from turnout.moe.tiling.tiles import RULES, SORTED, Tiling
 
-TILE = gl.NVMMASharedLayout(128, 8, 2)
+TILE, ROWS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
 TYPES = {
     "x_ptr": "*fp8e4nv",
     "w_ptr": "*fp8e4nv",
     "out_ptr": "*bf16",
     "order_ptr": "*i32",
     "tiles_ptr": "*i32",
-    "x_desc": f"tensordesc<fp8e4nv[{SORTED.first.tokens}, 128],{TILE!r}>",
     "w_desc": f"tensordesc<fp8e4nv[{SORTED.first.rows}, 128],{TILE!r}>",
+    "out_desc": f"tensordesc<bf16[64, 128],{ROWS!r}>",
 }
+TOKENS_TYPE = f"tensordesc<fp8e4nv[{SORTED.first.tokens}, 128],{TILE!r}>"
 
 
-def compiled(kernel, constants: dict, warps: int):
+def compiled(kernel, constants: dict, warps: int, **types: str):
     signature, values, attributes = {}, {}, {}
+    types = TYPES | types
     for place, name in enumerate(inspect.signature(kernel.fn).parameters):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
-        elif name.endswith(("_ptr", "_desc")):
-            signature[name] = TYPES.get(name, "*fp32")
-            if name.endswith("_ptr"):
+        elif name in types or name.endswith("_ptr"):
+            signature[name] = types.get(name, "*fp32")
+            if signature[name].startswith("*"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name.startswith("act_") else "i32"
@@ -68,18 +70,22 @@ def test_small_tiles(tiles: Tiling, first: bool):
     assert products(compiled(expert_gemm_fp8, constants, tiles.warps)) == {tiles.tokens}
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_sorted_tiles(first: bool):
+@pytest.mark.parametrize(("first", "activation"), [(True, "silu"), (True, "relu2"), (False, "none")])
+def test_specialised_warps(first: bool, activation: str):
+    tiling = SORTED.first if first else SORTED.second
     constants = {
-        "ACTIVATION": "silu" if first else "none", "SCATTER": not first, "PAIRED": first, "BIAS": False,
-        "STAGES": SORTED.first.stages, "TILES_GROUP": SORTED.first.group, "PDL": True,
+        "FIRST": first, "ACTIVATION": activation, "BIAS": True, "TILES_GROUP": tiling.group, "PDL": True,
+        "STAGES": stages_of(tiling.stages, first=first),
     }  # fmt: skip
-    done = compiled(expert_gemm_fp8_tma, constants, SORTED.first.warps)
-    assert products(done) == {SORTED.first.tokens}
-    assert "cp.async.bulk.tensor.2d" in done.asm["ptx"]
-    assert (
-        done.asm["ptx"].count("setmaxnreg.inc") > 1
-    )  # the multiplying warps take the loading one's registers
+    types = {"x_from": "*fp8e4nv", "out_ptr": "*fp8e4nv"} if first else {"x_from": TOKENS_TYPE}
+    done = compiled(expert_gemm_fp8_specialised, constants, tiling.warps, **types)
+    ptx = done.asm["ptx"]
+    assert products(done) == {128}
+    assert "cp.async.bulk.tensor.2d.shared" in ptx
+    # GEMM1 gathers tokens, GEMM2 lets the TMA store; the multiplying warps take the loading ones' registers.
+    assert ("cp.async.cg.shared.global" in ptx) == first
+    assert ("cp.async.bulk.tensor.2d.global.shared" in ptx) == (not first)
+    assert ptx.count("setmaxnreg.inc") > 1
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,6 @@ def results() -> dict[str, bool]:
     return interpreted.results("quantize_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["rows", "sorted", "gathered"])
+@pytest.mark.parametrize("case", ["rows", "sorted", "gathered", "places", "sum"])
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]

@@ -1,0 +1,358 @@
+"""The FP8 GEMM of expert_gemm_fp8.py for many tokens per expert: one group of warps loads, two multiply.
+
+With hundreds of tokens per expert the products are the bound, and what must reach every multiprocessor from
+the L2 cache for them. So tiles are large, 128 tokens by 256 weight rows, and the warps of a program divide
+the work: four let data be loaded, two groups of four multiply and add, 64 tokens each, with nothing between
+them but the barriers of the stages. While one scales and adds its products, the tensor cores work for the
+other. A program goes from tile to tile, so that loads run ahead while results are stored. Where a tile holds
+64 tokens or fewer, the second group only keeps step.
+
+* Tokens are the first operand here: a thread's products then share two tokens and one block of weights (or
+  one of gate and one of up), so a step's scales are four numbers, and adding is one instruction per product.
+* GEMM1 loads each token from where it is, quantised once, by cp.async; weights, and GEMM2's rows, which lie
+  sorted, come by the TMA.
+* GEMM1 stores what GEMM2 loads: 256 rows, 8 of gate and 8 of up in turn, make 128 columns, the group that
+  shares a scale, and one group of warps holds it whole. The bfloat16 between is only a rounding.
+* GEMM2 stores sorted rows by the TMA, which works on while the next tile begins; `sum_places` finds them.
+
+Measured on an H200 (us at 16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks; the GPU's
+clock follows its power, so only numbers of one run compare):
+
+* GEMM1 856 and 924 where weights as the first operand took 963 and 1123, and gathering before them 119 and
+  63, quantising after them 87 and 29; GEMM2 557 and 511, before 769 and 712. GEMM2 with rows stored by the
+  TMA 506 instead of 617 (another run).
+* Of GEMM1's 856, 793 are left without loads and 695 without adding: neither alone is what it waits for.
+* Rejected: the two groups taking strict turns with the tensor cores (873 and 928); scales loaded to shared
+  memory by the loading warps (970 for 922, 1276 for 1079); the first operand from registers, and products of
+  64 x 64, two in flight: as fast, with no register left; the second group two steps behind the first, so
+  that results are stored while the other multiplies: slower by a tenth.
+
+Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.expert_gemm import locate
+
+
+@triton.jit
+def note_places(
+    order_ptr,
+    tiles_ptr,
+    place_ptr,
+    counts_ptr,
+    COUNTERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """place[order[r]] = r, for the tiles[1] pairs that this rank holds; and zero `counts`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = row < tl.load(tiles_ptr + 1)
+    tl.store(place_ptr + tl.load(order_ptr + row, mask=held, other=0), row, mask=held)
+    tl.store(counts_ptr + row, tl.zeros([BLOCK], tl.int32), mask=row < COUNTERS)
+
+
+@triton.jit
+def sum_places(
+    y_ptr, place_ptr, ids_ptr, out_ptr, H, first, E,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]]."""
+    token = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + j) - first
+        held = (expert >= 0) & (expert < E)
+        row = tl.load(place_ptr + token * TOP_K + j, mask=held, other=0).to(tl.int64)
+        acc += tl.load(y_ptr + row * H + c, mask=(c < H) & held, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * H + c, acc.to(out_ptr.dtype.element_ty), mask=c < H)
+
+
+@gluon.jit
+def load_tiles(
+    x_from, w_desc, order_ptr, tiles_ptr, x, w, full, empty, n_rows, groups, top_k, first_expert, num_experts,
+    GATHER: gl.constexpr, STAGES: gl.constexpr, TILES_GROUP: gl.constexpr,
+):  # fmt: skip
+    """Load every tile of this program, 128 columns at a time, as stages become empty.
+
+    Four warps where they gather rows, else one.
+    """
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    n_tiles = n_rows // 256
+    total = gl.load(tiles_ptr) * n_tiles
+    issued = 0
+    for program in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, n, row, end = locate(
+            program, tiles_ptr, n_tiles, first_expert, num_experts, False, TILES_GROUP
+        )
+        w_row = expert * n_rows + n * 256
+        if GATHER:
+            r = row + gl.arange(0, 128, gl.SliceLayout(1, ROWS))
+            exists = r < end
+            token = gl.load(order_ptr + r, mask=exists, other=0) // top_k
+            offset = token.to(gl.int64) * (groups * 128)
+            x_at = x_from + offset[:, None] + gl.arange(0, 128, gl.SliceLayout(0, ROWS))[None, :]
+        for step in range(0, groups):
+            stage = issued % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((issued // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, 128 * (256 if GATHER else 256 + 128))
+            tma.async_copy_global_to_shared(w_desc, [w_row, step * 128], bar, w.index(stage))
+            if GATHER:
+                async_copy.async_copy_global_to_shared(
+                    x.index(stage), x_at + step * 128, mask=exists[:, None]
+                )
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                tma.async_copy_global_to_shared(x_from, [row, step * 128], bar, x.index(stage))
+            issued += 1
+
+
+@gluon.jit
+def multiply(x, w):
+    """x [64, 128] @ w [128, 128].T."""
+    zero = gl.zeros([64, 128], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+    token = warpgroup_mma(x, w.permute((1, 0)), zero, use_acc=False, max_num_imprecise_acc=128, is_async=True)
+    return warpgroup_mma_wait(0, deps=[token])
+
+
+@gluon.jit
+def activated(acc, alpha, beta, limit, ACTIVATION: gl.constexpr):
+    """[64, 128], 8 columns of gate, 8 of up in turn -> [64, 64]."""
+    gate, up = gl.split(acc.reshape([64, 8, 2, 8]).permute([0, 1, 3, 2]))
+    if ACTIVATION == "swiglu":
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit) + beta
+        h = gate / (1.0 + gl.exp(-alpha * gate)) * up
+    else:
+        h = gate / (1.0 + gl.exp(-gate)) * up
+    return h.reshape([64, 64])
+
+
+@gluon.jit
+def store_hidden(h, h_ptr, scale_ptr, first, end, column, columns):
+    """h [64, 128] as `quantize_rows` has it: e4m3, and a float32 scale for each row."""
+    h = h.to(gl.bfloat16).to(gl.float32)
+    amax = gl.max(gl.abs(h), 1)
+    scale = gl.where(amax > 0, amax * (1 / 448), 1.0)
+    codes = gl.minimum(gl.maximum(h * (1 / scale)[:, None], -448.0), 448.0).to(gl.float8e4nv)
+    r = first + gl.arange(0, 64, scale.type.layout)
+    gl.store(scale_ptr + r.to(gl.int64) * (columns // 128) + column // 128, scale, mask=r < end)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    codes = gl.convert_layout(codes, STORE)
+    r = first + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+    at = r.to(gl.int64)[:, None] * columns + column + gl.arange(0, 128, gl.SliceLayout(0, STORE))[None, :]
+    gl.store(h_ptr + at, codes, mask=(r < end)[:, None])
+
+
+@gluon.jit
+def store_sums(y, y_desc, y_ptr, first, end, column, columns):
+    """Rows y [64, 128], in shared memory, begin to be stored; those of the next expert are left alone."""
+    if first + 64 <= end:
+        tma.async_copy_shared_to_global(y_desc, [first, column], y)
+    else:
+        STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        r = first + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+        at = r.to(gl.int64)[:, None] * columns + column + gl.arange(0, 128, gl.SliceLayout(0, STORE))[None, :]
+        gl.store(y_ptr + at, y.load(STORE), mask=(r < end)[:, None])
+
+
+@gluon.jit
+def multiply_tiles(
+    x, x_scale_ptr, w, w_scale_ptr, y, full, empty, bias_ptr, out_ptr, out_desc, out_scale_ptr, order_ptr,
+    tiles_ptr, weights_ptr, n_rows, out_columns, groups, top_k, first_expert, num_experts, act_alpha,
+    act_beta, act_limit,
+    HALF: gl.constexpr, FIRST: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    STAGES: gl.constexpr, TILES_GROUP: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store 64 of the 128 tokens of every tile of this program; four warps."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    PAIRED: gl.constexpr = FIRST and ACTIVATION != "relu2"
+    n_tiles = n_rows // 256
+    total = gl.load(tiles_ptr) * n_tiles
+    is_gate = gl.arange(0, 128, gl.SliceLayout(0, ACC)) % 16 < 8
+    used = 0
+    for program in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, n, row, end = locate(
+            program, tiles_ptr, n_tiles, first_expert, num_experts, False, TILES_GROUP
+        )
+        first = row + HALF * 64
+        if first >= end:
+            for step in range(used, used + groups):
+                mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+        else:
+            r = gl.minimum(first + gl.arange(0, 64, gl.SliceLayout(1, ACC)), end - 1)
+            if FIRST:
+                r = gl.load(order_ptr + r) // top_k
+            else:
+                weight = gl.load(weights_ptr + gl.load(order_ptr + r))
+            # 32 bits reach every scale: 2^31 of them would belong to 256 GiB of codes.
+            x_at = x_scale_ptr + r * groups
+            block = expert * (n_rows // 128)
+            left_at = w_scale_ptr + (block + (n if PAIRED else 2 * n)) * groups
+            right_at = w_scale_ptr + (block + (n + n_tiles if PAIRED else 2 * n + 1)) * groups
+            s_x = gl.load(x_at)
+            s_left = gl.load(left_at)
+            s_right = gl.load(right_at)
+            acc0 = gl.zeros([64, 128], gl.float32, ACC)
+            acc1 = gl.zeros([64, 128], gl.float32, ACC)
+            for step in range(used, used + groups):
+                if PAIRED:
+                    scale0 = s_x[:, None] * gl.where(is_gate, s_left, s_right)[None, :]
+                    scale1 = scale0
+                else:
+                    scale0 = (s_x * s_left)[:, None]
+                    scale1 = (s_x * s_right)[:, None]
+                after = gl.minimum(step + 1 - used, groups - 1)
+                s_x = gl.load(x_at + after)
+                s_left = gl.load(left_at + after)
+                s_right = gl.load(right_at + after)
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                if FIRST:
+                    fence_async_shared()  # cp.async wrote what the products read
+                tokens = x.index(stage).slice(HALF * 64, 64)
+                acc0 += multiply(tokens, w.index(stage).slice(0, 128)) * scale0
+                products = multiply(tokens, w.index(stage).slice(128, 128))
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc1 += products * scale1
+            if BIAS:
+                at = bias_ptr + expert * n_rows + n * 256 + gl.arange(0, 128, gl.SliceLayout(0, ACC))
+                acc0 += gl.load(at)[None, :]
+                acc1 += gl.load(at + 128)[None, :]
+            if not FIRST:
+                tma.store_wait(0)  # of the tile before
+                gl.thread_barrier()
+                left, right = y.index(2 * HALF), y.index(2 * HALF + 1)
+                left.store((acc0 * weight[:, None]).to(gl.bfloat16))
+                right.store((acc1 * weight[:, None]).to(gl.bfloat16))
+                fence_async_shared()
+                gl.thread_barrier()
+                store_sums(left, out_desc, out_ptr, first, end, n * 256, out_columns)
+                store_sums(right, out_desc, out_ptr, first, end, n * 256 + 128, out_columns)
+            elif ACTIVATION == "relu2":
+                acc0 = gl.maximum(acc0, 0.0)
+                acc1 = gl.maximum(acc1, 0.0)
+                store_hidden(acc0 * acc0, out_ptr, out_scale_ptr, first, end, n * 256, out_columns)
+                store_hidden(acc1 * acc1, out_ptr, out_scale_ptr, first, end, n * 256 + 128, out_columns)
+            else:
+                left = activated(acc0, act_alpha, act_beta, act_limit, ACTIVATION)
+                right = activated(acc1, act_alpha, act_beta, act_limit, ACTIVATION)
+                h = gl.join(left, right).permute([0, 2, 1]).reshape([64, 128])
+                store_hidden(h, out_ptr, out_scale_ptr, first, end, n * 128, out_columns)
+        used += groups
+    if not FIRST:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def expert_gemm_fp8_specialised(
+    x_from, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, out_ptr, out_desc, out_scale_ptr, order_ptr,
+    tiles_ptr, weights_ptr,
+    n_rows, out_columns, groups, top_k, first_expert, num_experts, act_alpha, act_beta, act_limit,
+    FIRST: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, STAGES: gl.constexpr,
+    TILES_GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One of a layer's two GEMMs, rows sorted by expert; K = 128 groups. w e4m3 [E * n_rows, K], n_rows a
+    multiple of 256, w_scale float32 [E * n_rows / 128, groups]. As many programs as multiprocessors; four
+    warps; tiles of 128 tokens.
+
+    FIRST: out[r] = act(w[expert] @ x[order[r] / top_k] + bias[expert]) as e4m3 [R, out_columns], and
+    out_scale float32 [R, out_columns / 128]; x_from e4m3 [T, K], x_scale [T, groups]; out_desc is unused.
+    Otherwise out[r] = (w[expert] @ x[r] + bias[expert]) * weights[order[r]] as bf16 [R, out_columns], also
+    reached by out_desc, in boxes of [64, 128]; x_from describes x [R, K], x_scale [R, groups].
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], TILE)
+    w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    y = x
+    if not FIRST:
+        y = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 128], out_desc.layout)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129 if FIRST else 1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (
+                x, x_scale_ptr, w, w_scale_ptr, y, full, empty, bias_ptr, out_ptr, out_desc, out_scale_ptr,
+                order_ptr, tiles_ptr, weights_ptr, n_rows, out_columns, groups, top_k, first_expert,
+                num_experts, act_alpha, act_beta, act_limit,
+                0, FIRST, ACTIVATION, BIAS, STAGES, TILES_GROUP,
+            )),
+            (multiply_tiles, (
+                x, x_scale_ptr, w, w_scale_ptr, y, full, empty, bias_ptr, out_ptr, out_desc, out_scale_ptr,
+                order_ptr, tiles_ptr, weights_ptr, n_rows, out_columns, groups, top_k, first_expert,
+                num_experts, act_alpha, act_beta, act_limit,
+                1, FIRST, ACTIVATION, BIAS, STAGES, TILES_GROUP,
+            )),
+            (load_tiles, (
+                x_from, w_desc, order_ptr, tiles_ptr, x, w, full, empty, n_rows, groups, top_k,
+                first_expert, num_experts, FIRST, STAGES, TILES_GROUP,
+            )),
+        ],
+        [4, 4 if FIRST else 1], [216, 72],
+    )  # fmt: skip
+
+
+def stages_of(stages: int, *, first: bool) -> int:
+    """How many of a tiling's stages there is room for: GEMM2 gives one to the rows it stores."""
+    return stages if first else stages - 1
+
+
+def gemm(
+    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor,
+    out_scale: Tensor, order: Tensor, tiles: Tensor, weights: Tensor, *, first: bool, top_k: int,
+    experts: tuple[int, int], activation: tuple[str, float, float, float], stages: int, group: int,
+    programs: int,
+) -> None:  # fmt: skip
+    """Launch `expert_gemm_fp8_specialised`, which says what the tensors are; w [E, N, K].
+
+    experts: the first local one and their number. activation: kind, alpha, beta, limit. programs: how many
+    multiprocessors there are.
+    """
+    _, N, K = w.shape
+    kind, *constants = activation
+    tile = NVMMASharedLayout(128, 8, 2)
+    if first:
+        rows, box = x, TensorDescriptor.from_tensor(out, [128, 128], tile)
+    else:
+        rows = TensorDescriptor.from_tensor(x, [128, 128], tile)
+        box = TensorDescriptor.from_tensor(out, [64, 128], NVMMASharedLayout(128, 16, 2))
+    expert_gemm_fp8_specialised[(programs,)](
+        rows, x_scale, TensorDescriptor.from_tensor(w.view(-1, K), [256, 128], tile), w_scale,
+        w_scale if bias is None else bias, out, box, out_scale, order, tiles, weights, N, out.shape[1],
+        K // 128, top_k, *experts, *constants, first, kind if first else "none", bias is not None,
+        stages_of(stages, first=first), group, True, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
