@@ -104,7 +104,7 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
                     ranks=blueprint.topology.tp_size,
                     batches=2 if plan.two_batches else 1,
                 )
-                for wire in sorted(declared.wire_formats)
+                for wire in sorted(declared.on(blueprint.hardware).wire_formats)
                 if spec.hidden_size % WIRE_GROUP[wire] == 0
             },
         )
