@@ -93,7 +93,7 @@ def test_flag_before_variable_before_file_before_default(planned, tmp_path, monk
     assert done.exit_code == 0, done.output
     [config] = planned
     assert (config.page_size, config.max_running_requests) == (9, 8)
-    assert (config.context_length, config.chunked_prefill_size) == (6, 512)
+    assert (config.context_length, config.max_prefill_tokens) == (6, 2048)
 
 
 def test_the_model_named_is_the_model_even_if_a_file_names_another(planned, tmp_path, monkeypatch):

@@ -101,7 +101,9 @@ class Config:
 
     context_length: int = flag(0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0)
     max_running_requests: int = flag(64, "requests decoded together", "--max-num-seqs", minimum=1)
-    chunked_prefill_size: int = flag(512, "prompt tokens of one request per step", minimum=1)
+    chunked_prefill_size: int = flag(
+        0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
+    )
     max_prefill_tokens: int = flag(2048, "prompt tokens of all requests per step", minimum=1)
     max_total_tokens: int = flag(0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0)
     page_size: int = flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)

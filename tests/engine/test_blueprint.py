@@ -281,3 +281,9 @@ def test_resolving_imports_neither_torch_nor_transformers(model):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("hardware", "asked", "chunk"), [(HOST, 0, 512), (H200, 0, 3000), (H200, 7, 7)])
+def test_a_gpu_takes_a_prompt_at_once(model, hardware: Hardware, asked: int, chunk: int):
+    config = model(SMALL, chunked_prefill_size=asked, max_prefill_tokens=3000)
+    assert resolve(config, hardware).chunk_tokens == chunk

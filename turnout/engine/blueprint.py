@@ -30,6 +30,7 @@ from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
 
 SETTLED_BLOCK = 64  # tokens of a forward that settles a close call, in float32 (ties.py)
+CPU_CHUNK = 512  # tokens
 QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
 
 
@@ -49,6 +50,12 @@ class Blueprint:
     num_pages: int
     max_context: int  # longest prompt + output in tokens
     memory: MemoryTable
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of one request per step. A CPU would keep those that decode waiting for seconds."""
+        default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
+        return self.config.chunked_prefill_size or default
 
     def with_pages(self, num_pages: int) -> Blueprint:
         """With no more than `num_pages` KV pages."""

@@ -91,7 +91,7 @@ class EngineCore:
             self._pool,
             page_size=blueprint.page_size,
             max_running=config.max_running_requests,
-            chunk_tokens=config.chunked_prefill_size,
+            chunk_tokens=blueprint.chunk_tokens,
             prefill_tokens=config.max_prefill_tokens,
             max_context=blueprint.max_context,
             tokens_per_request=blueprint.budget.tokens_per_request,
