@@ -66,6 +66,7 @@ DISPATCHERS: Registry[Any] = Registry(
         "collective": "turnout.moe.dispatch.collective:CollectiveDispatch",
         "collective-experts": "turnout.moe.dispatch.collective_experts:CollectiveExpertsDispatch",
         "nvlink": "turnout.moe.dispatch.nvlink:NvlinkDispatch",
+        "nvlink-experts": "turnout.moe.dispatch.nvlink_experts:NvlinkExpertsDispatch",
         "flashinfer": "turnout.moe.dispatch.flashinfer:FlashInferDispatch",
         "deepep-normal": "turnout.moe.dispatch.deepep:NormalDispatch",
         "deepep-low-latency": "turnout.moe.dispatch.deepep:LowLatencyDispatch",

@@ -251,8 +251,10 @@ def test_the_table_has_a_row_for_each_and_reasons_for_the_rest(model):
     experts = 48 * 128 * 3 * 2048 * 768 // 8
     split = 2 * 2048 * (48 * (4096 + 512) + 151936) // 4  # projections and vocabulary, over attention TP
     weights = 2 * (experts + split + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048)
-    buffers = 2 * 2048 * (2 * 2 * 2048 + 8 * 8)
-    assert rows[6] == ["2", "4", "4", "2", "32", "none", f"{weights / 1e9:.4g} GB", f"{buffers / 1e6:.4g} MB"]
+    # A token, its result, ids and weights thrice and two flags; of 128 tokens of each rank, the former twice.
+    buffers = 2 * 2048 * (2 * 2 * 2048 + 3 * 8 * 8 + 2 * 8) + 8 * 128 * 2 * 2 * 2048 + 128
+    size = [f"{weights / 1e9:.4g} GB", f"{buffers / 1e6:.4g} MB"]
+    assert rows[6] == ["2", "4", "4", "2", "32", "nvlink", *size]
     code, text = shown(model(QWEN3_30B | FP8, tp_size=8, ep_size=8))
     assert code == 0
     assert "dp x ep 1 x 1, 2 x 1, 4 x 1, 8 x 1: layer: expert intermediate size 768 over 8" in text
@@ -274,12 +276,13 @@ def test_json_holds_arrangements_and_buffers(model):
         assert all(a["supported"] or a["refusals"] for a in values["arrangements"])
     first = values["arrangements"][5]
     assert (first["flags"], first["experts_per_rank"]) == ("--dp 2 --enable-dp-attention --ep 2", 64)
-    assert first["prefill_dispatcher"] == "none"
+    assert first["prefill_dispatcher"] == "nvlink"
     values = json.loads(shown(model(QWEN3_30B, tp_size=8, ep_size=4), as_json=True)[1])
     assert {b["dispatcher"] for b in values["receive_buffers"]} == {
         "collective",
         "collective-experts",
         "nvlink",
+        "nvlink-experts",
     }
     assert (values["topology"]["expert_tp"], values["budget"]["received"]) == (2, 2048)
 

@@ -24,7 +24,7 @@ from turnout.kernels.nvlink import combine, links, waiting
 from turnout.kernels.nvlink import dispatch as sending
 from turnout.moe import budget
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.dispatch import DispatchSetup, nvlink
+from turnout.moe.dispatch import DispatchSetup, nvlink, nvlink_experts
 from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
@@ -80,11 +80,12 @@ CASES = (
     Case("three ranks", 3, dtype="float32", hidden=64, experts=9, top_k=1, steps=(2, 3)),
     Case("shared", 4, hidden=64, dp=2, ep=2, steps=(3,)),
     Case("in turns", 2, hidden=64, steps=(0, 3, 2)),
+    Case("slabs", 2, hidden=64),
     Case("deserted", 2, hidden=64),
 )
 
 
-def make_plan(case: Case, topology: Topology) -> tuple[MoESpec, MoEPlan]:
+def make_plan(case: Case, topology: Topology, dispatcher: str = "nvlink") -> tuple[MoESpec, MoEPlan]:
     spec = MoESpec(
         hidden_size=case.hidden, intermediate_size=32, num_experts=case.experts, top_k=case.top_k,
         format="nvfp4" if case.format == "nvfp4" else "bf16",
@@ -92,7 +93,7 @@ def make_plan(case: Case, topology: Topology) -> tuple[MoESpec, MoEPlan]:
     )  # fmt: skip
     phases = {
         name: PhasePlan(
-            phase=name, runner="torch", dispatcher="nvlink", layout="tokens", wire_format=case.format,
+            phase=name, runner="torch", dispatcher=dispatcher, layout="tokens", wire_format=case.format,
             reduce="none", max_tokens=case.ranks * CAPACITY,
         )
         for name in ("prefill", "decode")
@@ -183,6 +184,29 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     return good
 
 
+def slabs(case: Case, rank: int, folder: str) -> bool:
+    """As a slab per expert, and back: weighted there, and summed within a rounding of each rank's part."""
+    topology = replace(case.topology, rank=rank)
+    groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
+    spec, plan = make_plan(case, topology, "nvlink-experts")
+    setup = DispatchSetup(spec=spec, plan=plan, phase="decode", groups=groups, device=torch.device("cpu"))
+    dispatcher = nvlink_experts.NvlinkExpertsDispatch(setup)
+    x_TH, ids_TK, weights_TK = tokens_of(case, 0, rank, 2)
+    batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, [2, 2])
+    both = [tokens_of(case, 0, r, 2) for r in range(2)]
+    good = True
+    for e, expert in enumerate(topology.expert_range(case.experts)):
+        mine = [x[t] for t in range(2) for x, ids, _ in both if expert in ids[t]]  # rows: t R + s
+        good &= batch.counts[e].item() == len(mine)
+        good &= all(torch.equal(batch.hidden.data[e, i], mine[i]) for i in range(len(mine)))
+    scaled = torch.tensor([e + 1.0 for e in topology.expert_range(case.experts)]).bfloat16()
+    got_TH = dispatcher.combine(batch.hidden.data * scaled[:, None, None], state)
+    factor_T = (weights_TK * (ids_TK + 1)).sum(1, keepdim=True)
+    good &= torch.allclose(got_TH.float(), factor_T * x_TH.float(), rtol=2e-2, atol=1e-2)
+    disconnect()
+    return bool(good)
+
+
 def deserted(case: Case, rank: int, folder: str) -> bool:
     """Rank 1 makes a call fewer than rank 0, which says so, at its next call."""
     topology = replace(case.topology, rank=rank)
@@ -241,7 +265,7 @@ def at(hidden: Hidden, row: int) -> Hidden:
 
 
 def rank_main(case: Case, rank: int, folder: str, pipe: Connection) -> None:
-    run = deserted if case.name == "deserted" else run_case
+    run = {"deserted": deserted, "slabs": slabs}.get(case.name, run_case)
     pipe.send(run(case, rank, folder))
 
 

@@ -19,7 +19,7 @@ from tests.kernels import interpreted
 from turnout.kernels.nvlink import combine, links
 from turnout.kernels.nvlink import dispatch as sending
 
-CASES = ("bf16", "fp8", "nvfp4", "three ranks", "shared", "in turns", "deserted")
+CASES = ("bf16", "fp8", "nvfp4", "three ranks", "shared", "in turns", "slabs", "deserted")
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def drawn(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def exchange(dispatcher: NvlinkDispatch, span: range, counts: list[int], rank: int) -> Tensor:
     """int64 [1]: how many values of one step, with random tokens, are wrong."""
-    device, ranks = dispatcher._device, len(counts)
+    device, ranks = dispatcher.exchange._device, len(counts)
     x_TH, ids_TK, weights_TK = drawn(counts[rank], device)
     batch, state = dispatcher.dispatch(x_TH, ids_TK, weights_TK, counts)
     out = batch.hidden.data.float() * factors(batch.topk_ids, batch.topk_weights, span)
@@ -93,9 +93,9 @@ def soak(rank: Rank, replays: int) -> int:
             graphs[i % 3].replay()
             if i % 100 == 0:
                 torch.cuda.synchronize()
-                dispatcher.check()
+                dispatcher.exchange.check()
         torch.cuda.synchronize()
-    dispatcher.check()
+    dispatcher.exchange.check()
     return int(wrong)
 
 
@@ -119,7 +119,7 @@ def uneven(rank: Rank) -> list[int]:
         for step in ([0, 0], [1, 0], [0, CAPACITY], [CAPACITY, CAPACITY], [3, 17], [0, 1]):
             counts = [step[r % 2] for r in range(rank.size)]
             found.append(int(exchange(dispatcher, span, counts, rank.number)))
-    dispatcher.check()
+    dispatcher.exchange.check()
     return found
 
 
@@ -144,7 +144,7 @@ def mixed(rank: Rank) -> int:
         for _ in range(100):
             graph.replay()
         torch.cuda.synchronize()
-    dispatcher.check()
+    dispatcher.exchange.check()
     return int(wrong)
 
 
@@ -155,7 +155,7 @@ def test_graphs_of_different_sizes_work_together(ranks: Pools):
 def deserted(rank: Rank) -> str:
     """Rank 1 makes one call fewer; what rank 0 says, and how long it takes."""
     dispatcher, span, device = built(rank)
-    object.__setattr__(dispatcher._links[0], "limit_seconds", 1.0)
+    object.__setattr__(dispatcher.exchange._links[0], "limit_seconds", 1.0)
     exchange(dispatcher, span, [4] * rank.size, rank.number)
     torch.cuda.synchronize()
     if rank.number == 1:
@@ -186,7 +186,7 @@ def overfull(rank: Rank) -> str:
     dispatcher.dispatch(*drawn(counts[rank.number], device), counts)
     torch.cuda.synchronize()
     try:
-        dispatcher.check()
+        dispatcher.exchange.check()
     except PeerError as told:
         return str(told)
     return ""

@@ -7,7 +7,6 @@ import pytest
 from tests.moe.made_up import (
     BLACKWELL,
     BUDGET,
-    CPU,
     EXPERTS,
     HOPPER,
     NVFP4,
@@ -46,18 +45,24 @@ def test_a_gather_over_groups_counts_everyones_tokens_and_has_summed():
 
 def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
     """It takes one kind of weights, and under an all-to-all nobody would sum its shards."""
-    prefill_only = [
-        dispatcher("ash", preference=1),
-        dispatcher("yew", exchange="all_to_all", preference=2, layout="experts"),
-    ]
-    both = runner(layouts=TOKENS | EXPERTS)
-    made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both])
+    ash = dispatcher("ash", made_for=frozenset({"prefill"}))
+    yew = dispatcher("yew", exchange="all_to_all", preference=2, layout="experts")
+    topology, both = Topology(tp_size=4, ep_size=4), runner(layouts=TOKENS | EXPERTS)
+    made = make(topology=topology, dispatchers=[yew], runners=[both])
     assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("none", "none", "whole")
-    cramped = replace(CPU, memory_bytes=6 * GB // 10)  # slabs of 2048 tokens do not fit, of 64 they do
-    made = make(
-        topology=Topology(tp_size=4, ep_size=4), dispatchers=prefill_only, runners=[both], hardware=cramped
-    )
+    made = make(topology=topology, dispatchers=[ash, yew], runners=[both])
     assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("layer", "none", "whole")
+
+
+def test_what_need_not_travel_stays():
+    """However good a dispatcher is, one that moves nothing comes first; the reason says so."""
+    ash, yew = dispatcher("ash"), dispatcher("yew", exchange="all_to_all", preference=2)
+    made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=[ash, yew])
+    assert (made.prefill.dispatcher, made.decode.dispatcher) == ("ash", "ash")
+    assert "decode dispatcher ash: all ranks hold the same tokens, and nothing has to travel" in made.reasons
+    apart = Topology(tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True)
+    made = make(topology=apart, budget=replace(BUDGET, dp_size=4), dispatchers=[ash, yew])
+    assert (made.prefill.dispatcher, made.decode.dispatcher) == ("yew", "yew")
 
 
 def test_a_budget_for_other_groups_is_a_mistake_of_the_caller():

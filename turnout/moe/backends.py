@@ -193,6 +193,23 @@ DISPATCHER_CAPABILITIES = {
             peer_access=True,
             limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
             buffers="symmetric",
+            preference=20,  # on 2 H200s faster than gathering at every size, up to 128 tokens by half
+            batch_invariant=True,
+            in_turns=True,
+            requires=(TRITON,),
+        ),
+        DispatcherCapability(
+            name="nvlink-experts",
+            summary="the same stores, laid out as a slab per expert for masked runners",
+            layout="experts",
+            exchange="all_to_all",
+            wire_formats=frozenset(WIRE_GROUP),
+            devices=frozenset({"cuda"}),
+            architectures=HOPPER_AND_BLACKWELL,
+            multi_host=False,
+            peer_access=True,
+            limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
+            buffers="symmetric",
             batch_invariant=True,
             in_turns=True,
             requires=(TRITON,),

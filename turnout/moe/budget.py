@@ -201,7 +201,7 @@ def dispatch_bytes(
     layout keeps a slab of that many rows for every local expert, since all may choose the same one.
 
     `buffers` "symmetric": a region that all ranks write, and the batch's ids and weights, for each of the
-    `batches` that may be under way. "one_sided": one
+    `batches` that may be under way; slabs are copies. "one_sided": one
     workspace, `OneSided`. "chunked": they come on top of queues that
     tokens pass through. "low_latency": queues hold whole steps, and the batch is a copy.
     """
@@ -211,7 +211,8 @@ def dispatch_bytes(
         parts = symmetric_parts(
             spec, ranks=ranks, capacity=rows // ranks, wire_formats=(wire_format,), itemsize=itemsize
         )
-        return batches * (sum(parts.values()) + rows * 8 * spec.top_k)
+        slabs = rows * num_local_experts * (token + result) if layout == "experts" else 0
+        return batches * (sum(parts.values()) + rows * 8 * spec.top_k + slabs)
     if buffers == "one_sided":
         capacity = rows // ranks
         sizes = OneSided(ranks=ranks, capacity=capacity, sent=token + 8 * spec.top_k, returned=result)

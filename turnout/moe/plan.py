@@ -63,7 +63,7 @@ KNOWN_RUNNERS = (
     "flashinfer_cutlass",
     "flashinfer_trtllm",
 )
-KNOWN_DISPATCHERS = ("collective", "collective-experts", "nvlink", "flashinfer", "deepep")
+KNOWN_DISPATCHERS = ("collective", "collective-experts", "nvlink", "nvlink-experts", "flashinfer", "deepep")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,8 @@ _REGIONS: WeakValueDictionary[tuple[object, ...], Regions] = WeakValueDictionary
 
 def _regions(spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device) -> Regions:
     """Those for layers like `spec`; made by the first, collectively. UserError if ranks differ."""
-    served = [plan.phase(name) for name in PHASES if plan.phase(name).dispatcher == "nvlink"]
+    phases = [plan.phase(name) for name in PHASES]
+    served = [p for p in phases if DISPATCHER_CAPABILITIES[p.dispatcher].buffers == "symmetric"]
     world = groups.world
     capacity = max(phase.max_tokens for phase in served) // world.size
     formats = tuple(sorted({phase.wire_format for phase in served}))
@@ -136,8 +137,8 @@ def _make(
     )
 
 
-class NvlinkDispatch:
-    capability = DISPATCHER_CAPABILITIES["nvlink"]
+class OneSided:
+    """One layer's exchange over all ranks; every rank calls `send` and `bring_back` for every batch."""
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan, groups = setup.spec, setup.plan, setup.groups
@@ -169,7 +170,7 @@ class NvlinkDispatch:
             for region in self._regions.each
         ]
 
-    def dispatch(
+    def send(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
     ) -> tuple[TokensBatch, Sent]:
         self.check()
@@ -197,7 +198,8 @@ class NvlinkDispatch:
         batch = TokensBatch(hidden=self._hidden(region, rows), topk_ids=out_ids, topk_weights=out_weights)
         return batch, Sent(place, out_ids, ids_TK, room, split)
 
-    def combine(self, out: Tensor, state: Sent) -> Tensor:
+    def bring_back(self, out: Tensor, state: Sent) -> Tensor:
+        """Results [room * R, H] to sums [T, H] of this rank's tokens."""
         out_TH = torch.empty(
             len(state.own_ids_TK), self._spec.hidden_size, dtype=self._dtype, device=self._device
         )
