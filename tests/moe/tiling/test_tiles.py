@@ -9,6 +9,8 @@ import pytest
 from turnout.moe.tiling.tiles import (
     RULES,
     SORTED,
+    SPECIAL,
+    SPECIAL_ABOVE,
     ExpertShape,
     Tiles,
     Tiling,
@@ -123,6 +125,25 @@ def test_the_nearest_entry_of_a_table_counts():
 )
 def test_what_no_kernel_runs_is_refused(tiling: Tiling, why: str):
     assert why in refuse(shape(), Tiles(tiling, tiling))
+
+
+def test_many_tokens_per_expert_are_for_specialised_warps():
+    for format, above in SPECIAL_ABOVE.items():
+        some = shape("nvfp4" if format == "packed" else format, num_experts=8, local_experts=8)
+        assert not rule(some, above).specialised
+        assert rule(some, above + 1).specialised
+        for tiling in SPECIAL[format]:
+            assert not refuse(some, Tiles(tiling, tiling))
+            assert shared_bytes(format, tiling) > shared_bytes(format, tiling._replace(warps=8))
+            for change, why in (
+                ({"rows": 64}, "64 weight rows"),
+                ({"k_blocks": 4}, "4 blocks a step"),
+                ({"stages": 12}, "bytes of shared memory"),
+                ({"group": 0}, "0 tiles taking turns"),
+            ):
+                other = tiling._replace(**change)
+                assert why in refuse(some, Tiles(other, other))
+    assert "fp8 weights" in refuse(shape("fp8"), Tiles(tiling, tiling))
 
 
 def test_gemms_that_disagree_on_tokens_are_refused():

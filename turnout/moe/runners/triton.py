@@ -32,6 +32,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling.few import chunks
 from turnout.moe.tiling.tiles import (
+    SPECIALISED,
     W4A8,
     ExpertShape,
     Tiles,
@@ -149,7 +150,8 @@ class TritonRunner:
         if P == 0:
             return out_TH
         space = self._space("tokens", T)
-        sort, tiles = not self.shape.direct(T) or self._w4a8, self._tiles(T)
+        tiles = self._tiles(T)
+        sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
             self._sort(space, ids_TK, P, tiles.tokens)
         bound = self.shape.most_tiles(T, tiles.tokens)
@@ -226,6 +228,9 @@ class TritonRunner:
         if w.format == "fp8":
             self._gemm_fp8(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
             return
+        if cut.warps == SPECIALISED:
+            self._gemm_specialised(space, w, x, out, table, weights, k, cut, first=first)
+            return
         if cut.slices:
             assert weights is not None, "slabs are cut by slab_rule"
             self._gemm_few(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
@@ -265,6 +270,32 @@ class TritonRunner:
             cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, cut.slices,
             chunks(w.inner, cut.slices, cut.k_blocks) <= cut.stages, True,
             num_warps=cut.warps, launch_pdl=True,
+        )  # fmt: skip
+
+    def _gemm_specialised(
+        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
+        k: int, cut: Tiling, *, first: bool,
+    ) -> None:  # fmt: skip
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from turnout.kernels.expert_gemm_specialised import expert_gemm_specialised
+
+        activation, pairs = self._spec.activation, weights is not None
+        gather, packed, codes = pairs and first, w.format != "bf16", w.codes
+        n_blocks, k_blocks = w.blocks
+        tile = NVMMASharedLayout(128, 16, 2)
+        expert_gemm_specialised[(self._processors,)](
+            x if gather else TensorDescriptor.from_tensor(x, [cut.tokens, 64], tile),
+            codes if packed else TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile),
+            w.scales, w.alpha, w.any_bias, out, space.order, table,
+            weights if weights is not None else w.alpha,
+            w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
+            out.stride(0), k, self._first, self._count,
+            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
+            w.format, activation.kind if first else "none", gather, pairs and not first, w.bias is not None,
+            cut.rows, cut.tokens, 4, cut.k_blocks, cut.stages, cut.group, pairs, num_warps=4,
+            launch_pdl=pairs,
         )  # fmt: skip
 
     def _gemm_fp8(

@@ -22,10 +22,12 @@ from turnout.moe.tiling.tiles import (
     RULES,
     SHARED_BYTES,
     SORTED,
+    SPECIAL,
     W4A8,
     ExpertShape,
     Tiles,
     Tiling,
+    plain_rule,
     refuse,
     rule,
     shared_bytes,
@@ -59,20 +61,23 @@ def candidates(shape: ExpertShape, tokens: int) -> list[Choices]:
     if shape.kernel == W4A8:
         near = [tiling for _, tiling in RULES[W4A8] if 0.5 <= tiling.tokens / said.tokens <= 2]
         return [Choices(first=(tiling,), second=(tiling,)) for tiling in near]
+    plain = plain_rule(shape, tokens) if said.specialised else said
     by_width: dict[int, list[tuple[float, Tiling]]] = {}
     found: list[tuple[float, Choices]] = []
     for tiling in _possible(shape):
         by_width.setdefault(tiling.tokens, []).append((0.0, tiling))
     for width, entries in by_width.items():
         tilings = [tiling for _, tiling in entries]
-        own = (said.first, said.second) if said.tokens == width and not said.sorted else (None, None)
+        own = (plain.first, plain.second) if plain.tokens == width and not plain.sorted else (None, None)
         first_us, first = _best(shape, tokens, tilings, shape.w13_rows, shape.hidden, own[0])
         second_us, second = _best(shape, tokens, tilings, shape.hidden, shape.inner, own[1])
         found.append((first_us + second_us, Choices(first=first, second=second)))
     found.sort(key=lambda entry: entry[0])
     kept = [entry for entry in found if entry[0] <= WITHIN * found[0][0]][:KEPT_WIDTHS]
-    kept += [entry for entry in found if entry[1].first[0].tokens == said.tokens and entry not in kept]
-    choices = [choice for _, choice in kept]
+    kept += [entry for entry in found if entry[1].first[0].tokens == plain.tokens and entry not in kept]
+    special = [t for t in SPECIAL.get(shape.kernel, ()) if 4 * shape.per_expert(tokens) > t.tokens]
+    choices = [Choices(first=(tiling,), second=(tiling,)) for tiling in special]
+    choices += [choice for _, choice in kept]
     if shape.kernel in ("packed", "bf16") and shape.per_expert(tokens) <= FEW_TOKENS:
         choices.insert(0, _few_choices(shape, tokens, said))
     if shape.sortable and shape.per_expert(tokens) > 8:

@@ -26,9 +26,11 @@ FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastes
 # FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
 SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
+SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 3, "bf16": 1, "fp8": 1, W4A8: 1}
+REVISIONS = {"packed": 4, "bf16": 2, "fp8": 1, W4A8: 1}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
+_EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
 _FEW_PROGRAMS = 600
 # Unsorted pairs of other ranks' experts are programs that end at once. Where those that are left do not even
@@ -39,7 +41,8 @@ _IDLE_PROGRAMS = 100
 
 class Tiling(NamedTuple):
     """How a GEMM is cut (kernels/expert_gemm.py): weight rows, tokens, column blocks a step (64 wide; FP8:
-    128), stages, warps, tiles of tokens that take turns with the same weights."""
+    128), stages, warps (SPECIALISED: another kernel), tiles of tokens that take turns with the same weights.
+    """
 
     rows: int
     tokens: int
@@ -64,10 +67,25 @@ class Tiles(NamedTuple):
     def tokens(self) -> int:
         return self.first.tokens
 
+    @property
+    def specialised(self) -> bool:
+        return SPECIALISED in (self.first.warps, self.second.warps)
+
 
 TileTable = tuple[tuple[int, Tiles], ...]  # tokens of a batch, ascending, and what was best there
 
 SORTED = Tiles(Tiling(256, 128, 1, 4, 4, 8), Tiling(256, 128, 1, 4, 4, 8), sorted=True)
+
+# Tilings of specialised warps, and the mean tokens per expert above which the first of them serves best.
+SPECIAL: dict[str, tuple[Tiling, ...]] = {
+    "packed": (
+        Tiling(256, 128, 2, 4, SPECIALISED, 8),
+        Tiling(256, 64, 2, 6, SPECIALISED, 8),
+        Tiling(128, 256, 1, 6, SPECIALISED, 8),
+    ),
+    "bf16": (Tiling(256, 128, 1, 4, SPECIALISED, 8), Tiling(128, 256, 1, 4, SPECIALISED, 8)),
+}
+SPECIAL_ABOVE = {"packed": 48, "bf16": 200}
 
 # Mean tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
 RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
@@ -162,7 +180,15 @@ def rule(shape: ExpertShape, tokens: int, *, one_order: bool = False) -> Tiles:
         return _few(shape, tokens)
     if shape.sortable and per_expert > SORTED_ABOVE:
         return SORTED
-    tiling = _by_tokens(shape, per_expert)
+    if shape.kernel in SPECIAL and per_expert > SPECIAL_ABOVE[shape.kernel]:
+        special = SPECIAL[shape.kernel][0]
+        return Tiles(special, special)
+    return plain_rule(shape, tokens)
+
+
+def plain_rule(shape: ExpertShape, tokens: int) -> Tiles:
+    """Among tilings for any number of tokens per expert."""
+    tiling = _by_tokens(shape, shape.per_expert(tokens))
     if shape.format == W4A8:
         return Tiles(tiling, tiling)
     tiles = _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
@@ -206,12 +232,14 @@ def shared_bytes(kernel: str, tiling: Tiling) -> int:
         "bf16": 128 * (rows + tokens),
         "fp8": 128 * (rows + tokens) + 4 * tokens,
     }[kernel]
-    return tiling.stages * tiling.k_blocks * one
+    return tiling.stages * tiling.k_blocks * one + _EPILOGUE_BYTES * (tiling.warps == SPECIALISED)
 
 
 def _refuse_one(kernel: str, tiling: Tiling) -> str:
     if tiling.slices:
         return _refuse_few(kernel, tiling)
+    if tiling.warps == SPECIALISED:
+        return _refuse_specialised(kernel, tiling)
     rows, tokens, k_blocks, stages, warps, group, _ = tiling
     if rows not in (64, 128, 256) or tokens not in (8, 16, 32, 64, 128, 256):
         return f"tiles of {rows} weight rows by {tokens} tokens"
@@ -219,6 +247,17 @@ def _refuse_one(kernel: str, tiling: Tiling) -> str:
         return f"{rows} rows with {warps} warps, {k_blocks} blocks a step and {stages} stages"
     if rows * tokens > 128 * 32 * warps:  # float32 sums, in registers
         return f"{rows} x {tokens} sums in the registers of {warps} warps"
+    if shared_bytes(kernel, tiling) > SHARED_BYTES:
+        return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
+    return "" if 1 <= group <= 64 else f"{group} tiles taking turns"
+
+
+def _refuse_specialised(kernel: str, tiling: Tiling) -> str:
+    rows, tokens, k_blocks, stages, _, group, _ = tiling
+    if kernel not in SPECIAL or k_blocks not in (1, 2) or not 3 <= stages <= 12:
+        return f"{kernel} weights with specialised warps, {k_blocks} blocks a step and {stages} stages"
+    if rows not in (128, 256) or tokens not in (64, 128, 256) or rows * tokens > 1 << 15:
+        return f"tiles of {rows} weight rows by {tokens} tokens with specialised warps"
     if shared_bytes(kernel, tiling) > SHARED_BYTES:
         return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
     return "" if 1 <= group <= 64 else f"{group} tiles taking turns"

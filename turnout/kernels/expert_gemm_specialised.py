@@ -1,0 +1,395 @@
+"""The grouped GEMM of expert_gemm.py for many tokens per expert: four warps load, eight multiply (Gluon).
+
+Tiles are 256 weight rows by 128 tokens, or 128 by 256, so that few bytes pass from the L2 cache per product.
+A program goes from tile to tile. One group of four warps loads, a ring of stages ahead: gathered rows and
+4-bit weights by cp.async, sorted rows and bf16 weights by the TMA. Two groups multiply, each half of the
+weight rows, with nothing between them but the barriers of the stages: while one decodes, waits or stores, the
+tensor cores work for the other.
+
+* A tile of fewer tokens takes as many quarters of the width as it needs; three quarters are two products.
+* Decoded weights are the registers of an operand, so a step ends with all its products done. With one in
+  flight from step to step, ptxas keeps those registers through all the branches that the groups share, finds
+  too few, and serialises every product (its warning C7512).
+* Results go to memory as bf16 through stmatrix, 16 bytes a thread.
+
+Measured on an H200, us of a layer at 4096 and 16384 tokens, beside what expert_gemm.py takes at best
+(benchmarks/results/moe-nvidia-h200-2026-11-21.json). MXFP4: Qwen3-30B-A3B 730, 2483 against 779, 2845;
+GPT-OSS-20B 1458, 5871 against 1747, 6538; DeepSeek-V3 on one of eight ranks 869, 2853 against 937, 3155.
+bf16: 747, 2336 against 782, 2809; 1488, 6198 against 1824, 6346; 1006, 3138 against 995, 3385.
+
+Rejected: one block of 64 columns a step for 4-bit weights, 1 to 4 % slower than two; 64 tokens to a tile,
+10 % (1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64, slower still.
+
+Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.expert_gemm import decode_block, locate, token_rows
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the parity of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def load_tiles(
+    x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, full, empty,
+    K, n_rows, k_blocks, n_blocks, x_stride, top_k, first_expert, num_experts,
+    FORMAT: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Load every tile of this program, 64 columns at a time, as stages become empty; four warps."""
+    PACKED: gl.constexpr = FORMAT != "bf16"
+    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    BLOCKS: gl.constexpr = ROWS // 64
+    COPY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    COPY_CODES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
+    BYTES: gl.constexpr = (0 if PACKED else ROWS * 128) + (0 if GATHER else TOKENS * 128)
+    n_tiles = gl.cdiv(n_blocks, BLOCKS)
+    total = gl.load(tiles_ptr) * n_tiles
+    stage = 0
+    phase = 1
+    for program in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, n, row, end = locate(program, tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP)
+        if GATHER:
+            offset, exists = token_rows(order_ptr, row, end, top_k, x_stride, TOKENS, True, False, COPY_ROWS)
+        if PACKED:
+            block = (expert * n_blocks + n * BLOCKS) * k_blocks
+            b = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_CODES))[:, None]
+            c = gl.arange(0, 512, gl.SliceLayout(0, COPY_CODES))[None, :]
+            bs = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_SCALES))[:, None]
+            cs = gl.arange(0, WORDS, gl.SliceLayout(0, COPY_SCALES))[None, :]
+            codes_at = w_from + (b * k_blocks + block).to(gl.int64) * 512 + c
+            scales_at = scales_ptr + (bs * k_blocks + block).to(gl.int64) * WORDS + cs
+            codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
+            scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
+        w_row = expert * n_rows + n * ROWS
+        for step in range(0, gl.cdiv(k_blocks, K_BLOCKS)):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            if BYTES > 0:
+                mbarrier.expect(bar, K_BLOCKS * BYTES)
+            for j in gl.static_range(K_BLOCKS):
+                slot = stage * K_BLOCKS + j
+                k = step * K_BLOCKS + j
+                if not PACKED:
+                    tma.async_copy_global_to_shared(w_from, [w_row, k * 64], bar, w.index(slot))
+                if not GATHER:
+                    tma.async_copy_global_to_shared(x_from, [row, k * 64], bar, x.index(slot))
+                if PACKED:
+                    live = k < k_blocks
+                    async_copy.async_copy_global_to_shared(
+                        w.index(slot), codes_at + k * 512, mask=codes_exist & live
+                    )
+                    async_copy.async_copy_global_to_shared(
+                        scales.index(slot), scales_at + k * WORDS, mask=scales_exist & live
+                    )
+                if GATHER:
+                    at = k * 64 + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROWS))[None, :]
+                    async_copy.async_copy_global_to_shared(
+                        x.index(slot), x_from + offset[:, None] + at, mask=exists[:, None] & (at < K)
+                    )
+            if PACKED or GATHER:
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def fragments(w, scales, slot, BLOCK: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
+    """Row block BLOCK of a slot, decoded."""
+    WORDS: gl.constexpr = 64 if NVFP4 else 32
+    CODES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 128], [0, 256]], [], [1, 512]
+    )
+    SCALES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1]] if NVFP4 else [],
+        [[0, 0], [0, 0], [0, WORDS // 32], [0, WORDS // 16], [0, WORDS // 8]],
+        [[0, WORDS // 4], [0, WORDS // 2]], [], [1, WORDS],
+    )  # fmt: skip
+    return decode_block(
+        w.index(slot).slice(BLOCK, 1).load(CODES), scales.index(slot).slice(BLOCK, 1).load(SCALES),
+        1, 1, NVFP4, OPERAND,
+    )  # fmt: skip
+
+
+@gluon.jit
+def halves(y):
+    """The first and the second half of the columns."""
+    return gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
+    """y [rows, tokens], after scale and bias, in the terms of `expert_gemm.finish`."""
+    if ACTIVATION == "relu2":
+        y = gl.maximum(y, 0.0)
+        y = y * y
+    elif ACTIVATION != "none":
+        ROWS: gl.constexpr = y.shape[0]
+        TOKENS: gl.constexpr = y.shape[1]
+        gate, up = gl.split(y.reshape([ROWS // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
+        if ACTIVATION == "swiglu":
+            gate = gl.minimum(gate, act_limit)
+            up = gl.minimum(gl.maximum(up, -act_limit), act_limit) + act_beta
+            y = gate / (1.0 + gl.exp(-act_alpha * gate)) * up
+        else:
+            y = gate / (1.0 + gl.exp(-gate)) * up
+        y = y.reshape([ROWS // 2, TOKENS])
+    return y
+
+
+@gluon.jit
+def store_part(y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
+               FIRST: gl.constexpr):  # fmt: skip
+    """bf16 y [columns, tokens] from sorted row `row` + FIRST on; `pair`: where each row of the tile goes."""
+    COLUMNS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
+    y = gl.convert_layout(y, STORE)
+    r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+    c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
+    exists = r < end
+    if SCATTER:
+        r = gl.load(pair + r, mask=exists, other=0)
+    at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
+    gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
+
+
+@gluon.jit
+def store_parts(
+    y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr, FIRST: gl.constexpr
+):
+    """64 tokens at a time, for lack of shared memory."""
+    if y.shape[1] > 64:
+        left, right = halves(y)
+        store_parts(left, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST)
+        store_parts(
+            right, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST + y.shape[1] // 2
+        )
+    else:
+        store_part(y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST)
+
+
+@gluon.jit
+def finish_part(
+    acc0, acc1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows, row, end,
+    out_columns, out_stride, act_alpha, act_beta, act_limit,
+    HELD: gl.constexpr, PACKED: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activation, routing weight; store the sums of HELD blocks of 64 weight rows."""
+    ACC: gl.constexpr = acc0.type.layout
+    WIDTH: gl.constexpr = acc0.shape[1]
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COLUMNS: gl.constexpr = 64 if ACTIVATION == "none" or ACTIVATION == "relu2" else 32
+    if SCATTER:
+        mine = row + gl.arange(0, WIDTH, LINE)
+        pair = gl.load(order_ptr + mine, mask=mine < end, other=0)
+        weight = gl.load(weights_ptr + pair, mask=mine < end, other=0.0)
+    for held in gl.static_range(HELD):
+        y = acc0 if held == 0 else acc1
+        if PACKED:
+            y = y * alpha
+        if BIAS:
+            at = (block + held) * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+            y += gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)[:, None]
+        y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
+        if SCATTER:
+            y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
+        store_parts(
+            y.to(gl.bfloat16), out_ptr, order_ptr, (block + held) * COLUMNS, row, end, out_columns,
+            out_stride, SCATTER, 0,
+        )  # fmt: skip
+
+
+@gluon.jit
+def multiply_tile(
+    stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+    expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+    HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
+    SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, MORE: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store this group's half of one tile, of which at most WIDTH + MORE tokens exist."""
+    PACKED: gl.constexpr = FORMAT != "bf16"
+    NVFP4: gl.constexpr = FORMAT == "nvfp4"
+    HELD: gl.constexpr = ROWS // 128  # blocks of 64 rows
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ACC_MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(MORE, 8), 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    acc0 = gl.zeros([64, WIDTH], gl.float32, ACC)
+    acc1 = gl.zeros([64, WIDTH], gl.float32, ACC)
+    more0 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
+    more1 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
+    for step in range(0, gl.cdiv(k_blocks, K_BLOCKS)):
+        mbarrier.wait(full.index(stage), phase)
+        if GATHER:
+            fence_async_shared()
+        for j in gl.static_range(K_BLOCKS):
+            slot = stage * K_BLOCKS + j
+            tokens = x.index(slot).slice(0, WIDTH).permute((1, 0))
+            if PACKED:
+                a0 = fragments(w, scales, slot, HALF * HELD, NVFP4, OPERAND)
+            else:
+                a0 = w.index(slot).slice(HALF * HELD * 64, 64)
+            acc0 = warpgroup_mma_wait(1, deps=[warpgroup_mma(a0, tokens, acc0, is_async=True)])
+            if MORE > 0:
+                last = x.index(slot).slice(WIDTH, MORE).permute((1, 0))
+                if PACKED:
+                    a0 = gl.convert_layout(a0, gl.DotOperandLayout(0, ACC_MORE, 2), assert_trivial=True)
+                more0 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a0, last, more0, is_async=True)])
+            if HELD == 2:
+                if PACKED:
+                    a1 = fragments(w, scales, slot, HALF * HELD + 1, NVFP4, OPERAND)
+                else:
+                    a1 = w.index(slot).slice(HALF * HELD * 64 + 64, 64)
+                token1 = warpgroup_mma(a1, tokens, acc1, is_async=True)
+                acc1 = warpgroup_mma_wait(2 if MORE else 1, deps=[token1])
+                if MORE > 0:
+                    if PACKED:
+                        a1 = gl.convert_layout(a1, gl.DotOperandLayout(0, ACC_MORE, 2), assert_trivial=True)
+                    more1 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a1, last, more1, is_async=True)])
+        if PACKED:
+            acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            gl.thread_barrier()
+            # Not carried by a variable that begins as `stage`: the compiler would take it for unchanged.
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=step > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    if not PACKED:
+        acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), count=1)
+    block = n * (ROWS // 64) + HALF * HELD
+    alpha = gl.load(alpha_ptr + expert) if PACKED else 1.0
+    finish_part(
+        acc0, acc1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows, row, end,
+        out_columns, out_stride, act_alpha, act_beta, act_limit, HELD, PACKED, ACTIVATION, SCATTER, BIAS,
+    )  # fmt: skip
+    if MORE > 0:
+        finish_part(
+            more0, more1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows,
+            row + WIDTH, end, out_columns, out_stride, act_alpha, act_beta, act_limit, HELD, PACKED,
+            ACTIVATION, SCATTER, BIAS,
+        )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def multiply_tiles(
+    x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+    n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
+    act_alpha, act_beta, act_limit,
+    HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
+    SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store half of the weight rows of every tile of this program; four warps."""
+    n_tiles = gl.cdiv(n_blocks, ROWS // 64)
+    total = gl.load(tiles_ptr) * n_tiles
+    stage = 0
+    phase = 0
+    for program in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, n, row, end = locate(program, tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP)
+        if WIDTHS == 4 and end - row <= TOKENS // 4:
+            stage, phase = multiply_tile(
+                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
+                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 4, 0, K_BLOCKS,
+                STAGES,
+            )  # fmt: skip
+        elif WIDTHS == 4 and end - row <= TOKENS // 2:
+            stage, phase = multiply_tile(
+                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
+                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 2, 0, K_BLOCKS,
+                STAGES,
+            )  # fmt: skip
+        elif WIDTHS == 4 and end - row <= TOKENS // 4 * 3:
+            stage, phase = multiply_tile(
+                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
+                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 2, TOKENS // 4,
+                K_BLOCKS, STAGES,
+            )  # fmt: skip
+        else:
+            stage, phase = multiply_tile(
+                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
+                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, 0, K_BLOCKS, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["n_rows", "k_blocks", "n_blocks", "top_k", "first_expert", "num_experts"])
+def expert_gemm_specialised(
+    x_from, w_from, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
+    act_alpha, act_beta, act_limit,
+    FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WIDTHS: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]), rows sorted by expert."""
+    PACKED: gl.constexpr = FORMAT != "bf16"
+    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    BLOCKS: gl.constexpr = ROWS // 64
+    SLOTS: gl.constexpr = STAGES * K_BLOCKS
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    COUNT: gl.constexpr = (128 if PACKED or GATHER else 0) + (0 if PACKED and GATHER else 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, 64], TILE)
+    if PACKED:
+        w = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, 512], LINEAR)
+        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, WORDS], LINEAR)
+    else:
+        w = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, 64], TILE)
+        scales = w
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=COUNT)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (load_tiles, (
+                x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, full, empty,
+                K, n_rows, k_blocks, n_blocks, x_stride, top_k, first_expert, num_experts,
+                FORMAT, GATHER, ROWS, TOKENS, K_BLOCKS, STAGES, GROUP,
+            )),
+            (multiply_tiles, (
+                x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+                n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
+                act_alpha, act_beta, act_limit,
+                0, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, GROUP,
+            )),
+            (multiply_tiles, (
+                x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+                n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
+                act_alpha, act_beta, act_limit,
+                1, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, GROUP,
+            )),
+        ],
+        [4, 4], [216, 216],
+    )  # fmt: skip
