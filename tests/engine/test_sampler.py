@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from turnout.engine import sampler
 from turnout.engine.messages import AddRequest
 from turnout.engine.request import Request
-from turnout.engine.sampler import Sampler, _draw, _keep_top, token_logprobs, uniform
+from turnout.engine.sampler import Sampler, _best, _draw, _draw_ordered, _keep_top, token_logprobs, uniform
 from turnout.engine.sampling import SamplingParams
 
 V = 40
@@ -115,11 +116,35 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     drawn = torch.zeros(8, V, dtype=torch.bool)
     for place in range(150):
         uniforms = [uniform(seed, place) for seed in range(8)]
-        for i, token in enumerate(_draw(logits.clone(), params, uniforms, ordered=bool(top_k or top_p < 1))):
+        draw = _draw_ordered if top_k or top_p < 1 else _draw
+        for i, token in enumerate(draw(logits.clone(), params, uniforms)):
             drawn[i, token] = True
     assert not (drawn & ~allowed).any()
     likely = torch.softmax(kept, -1) > 0.08
     assert (drawn | ~likely).all()
+
+
+def test_looking_at_the_best_first_draws_as_looking_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaked rows and flat ones, to which the best are not enough, with many equal probabilities; alone too."""
+    draw = torch.Generator().manual_seed(5)
+    logits = (
+        torch.randn(6, 3000, generator=draw).mul_(torch.tensor([[0.1, 1, 2, 3, 4, 6]]).T).bfloat16().float()
+    )
+    kinds = [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.99}, {"top_p": 0.3, "min_p": 0.01}]
+    for kind in kinds:
+        params = [SamplingParams(temperature=0.9, **kind)] * 6
+        for place in range(20):
+            uniforms = [uniform(seed, place) for seed in range(6)]
+            monkeypatch.setattr(sampler, "WIDTH", 10**6)
+            expected = _draw_ordered(logits, params, uniforms)
+            monkeypatch.setattr(sampler, "WIDTH", 128)
+            assert _draw_ordered(logits, params, uniforms) == expected
+            alone = [_draw_ordered(logits[i : i + 1], params[:1], uniforms[i : i + 1])[0] for i in range(6)]
+            assert alone == expected
+    probs, tokens = _best(torch.softmax(logits, -1))
+    wanted, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(probs, wanted[:, :128])
+    assert torch.equal(tokens, order[:, :128])
 
 
 def test_frequencies_follow_the_distribution() -> None:
@@ -127,7 +152,7 @@ def test_frequencies_follow_the_distribution() -> None:
     expected = torch.softmax(logits[0] / 0.7, -1).double()
     n = 4000
     params = [SamplingParams(temperature=0.7)] * n
-    tokens = _draw(logits.expand(n, V), params, [uniform(seed, 0) for seed in range(n)], ordered=False)
+    tokens = _draw(logits.expand(n, V), params, [uniform(seed, 0) for seed in range(n)])
     seen = torch.bincount(torch.tensor(tokens), minlength=V).double()
     error = (seen - n * expected).abs() / (n * expected * (1 - expected)).sqrt().clamp(min=1)
     assert error.max() < 4.5
@@ -213,5 +238,5 @@ def test_more_alternatives_than_tokens() -> None:
 
 def test_top_p_one_keeps_the_tail_that_rounding_would_cut() -> None:
     probs = torch.softmax(torch.linspace(10, -10, 4000), 0)[None]
-    kept = _keep_top(probs, [SamplingParams(top_p=1.0)])
+    kept = _keep_top(probs, probs.sum(-1, keepdim=True), [SamplingParams(top_p=1.0)])
     assert torch.equal(kept, probs)

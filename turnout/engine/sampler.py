@@ -7,8 +7,8 @@ A draw turns one uniform number into a token through the cumulative distribution
 digest of (seed, position), not the next one of a generator: a request draws the same tokens whatever
 else is in the batch, and after a preemption.
 
-Legend: S rows, one per request or several where it brings draft tokens, V vocabulary, R rows of the page
-table, one per running request.
+Legend: S rows, one per request or several where it brings draft tokens, V vocabulary, W all of it or the best,
+R rows of the page table, one per running request.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from turnout.engine.request import Request
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.ties import close_calls
 
+WIDTH = 1024  # tokens that top-k and top-p look at first
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -93,8 +94,8 @@ class Sampler:
             for rows in [[i] for i in drawn] if self._one_by_one else [drawn] * bool(drawn):
                 params = [requests[i].sampling for i in rows]
                 uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
-                chosen = _draw(logits_SV[rows], params, uniforms, ordered=ordered)
-                for i, token in zip(rows, chosen, strict=True):
+                draw = _draw_ordered if ordered else _draw
+                for i, token in zip(rows, draw(logits_SV[rows], params, uniforms), strict=True):
                     token_ids[i], close[i] = token, False
         if scores_SV is not None:
             counts = [requests[i].sampling.logprobs or 0 for i in wanted]
@@ -226,46 +227,109 @@ def _needs_order(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1
 
 
-def _draw(
-    logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], *, ordered: bool
-) -> list[int]:
-    """A random token per row, by temperature, min-p and, when `ordered`, top-k and top-p.
+def _draw(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+    """A random token per row, by temperature and min-p.
 
     uniforms: numbers in [0, 1), which decide.
     """
-    device = logits_SV.device
-    # As float32 a temperature may vanish; and 0 / 0 is NaN.
-    temperature = _column([max(p.temperature, _TINY) for p in params], device)
-    # The largest logit first becomes 0: a tiny temperature then sends the others to -inf, not to NaN.
-    logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
-    probs_SV = torch.softmax(logits_SV, dim=-1)
-    order_SV = None
-    if ordered:
+    return _pick(_probabilities(logits_SV, params), params, uniforms)[:, 0].tolist()
+
+
+def _draw_ordered(
+    logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> list[int]:
+    """As `_draw`, by top-k and top-p as well.
+
+    Most rows keep few tokens, and sorting 64 vocabularies of 150,000 takes longer than a forward: the best
+    WIDTH are looked at first, and all only for rows to which those are not enough. Whether they are follows
+    from the row alone, and so does what it draws.
+    """
+    probs_SV = _probabilities(logits_SV, params)
+    totals_S1 = probs_SV.sum(-1, keepdim=True)
+    chosen = [0] * len(params)
+    rows = list(range(len(params)))
+    if probs_SV.shape[1] > WIDTH:
+        best_SW, order_SW = _best(probs_SV)
+        held = (best_SW.sum(-1, keepdim=True) > _top_p(params, probs_SV.device) * totals_S1)[:, 0].tolist()
+        enough = [i for i in rows if (0 < params[i].top_k <= WIDTH if params[i].top_k else held[i])]
+        rows = sorted(set(rows) - set(enough))
+        _draw_from(best_SW, order_SW, totals_S1, enough, params, uniforms, chosen)
+    if rows:
         # Stable, so that equal probabilities come in the order of ids in every batch.
-        probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
-        probs_SV = _keep_top(probs_SV, params)
+        all_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+        _draw_from(all_SV, order_SV, totals_S1, rows, params, uniforms, chosen)
+    return chosen
+
+
+def _draw_from(
+    sorted_SW: Tensor,
+    order_SW: Tensor,
+    totals_S1: Tensor,
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    uniforms: Sequence[float],
+    chosen: list[int],
+) -> None:
+    """Put a token into `chosen` for each of `rows`: sorted probabilities, of the tokens `order`; totals: of
+    all tokens."""
+    if not rows:
+        return
+    params, uniforms = [params[i] for i in rows], [uniforms[i] for i in rows]
+    index = torch.tensor(rows, device=sorted_SW.device)
+    kept = _keep_top(sorted_SW[index], totals_S1[index], params)
+    found = order_SW[index].gather(1, _pick(kept, params, uniforms))
+    for i, token in zip(rows, found[:, 0].tolist(), strict=True):
+        chosen[i] = token
+
+
+def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    # As float32 a temperature may vanish; and 0 / 0 is NaN.
+    temperature = _column([max(p.temperature, _TINY) for p in params], logits_SV.device)
+    # The largest logit first becomes 0: a tiny temperature then sends the others to -inf, not to NaN.
+    return torch.softmax((logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature, dim=-1)
+
+
+def _best(probs_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """The WIDTH largest probabilities [S, WIDTH], descending, and their tokens, in order among equals."""
+    V = probs_SV.shape[1]
+    # Not negative, so that their bits order them as they do; below these the token, the first one largest.
+    keys_SV = (probs_SV.view(torch.int32).long() << 32) + torch.arange(V - 1, -1, -1, device=probs_SV.device)
+    best_SW = keys_SV.topk(WIDTH, dim=-1).values
+    return (best_SW >> 32).int().view(torch.float32), V - 1 - (best_SW & 0xFFFFFFFF)
+
+
+def _pick(probs_SW: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """int64 [S, 1]: a place in each row, by min-p and the row's uniform number."""
+    device = probs_SW.device
     if any(p.min_p > 0 for p in params):
-        floor_S1 = probs_SV.amax(-1, keepdim=True) * _column([p.min_p for p in params], device)
-        probs_SV = probs_SV.masked_fill(probs_SV < floor_S1, 0)
-    cumulative_SV = probs_SV.double().cumsum(-1)
-    target_S1 = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative_SV[:, -1:]
+        floor_S1 = probs_SW.amax(-1, keepdim=True) * _column([p.min_p for p in params], device)
+        probs_SW = probs_SW.masked_fill(probs_SW < floor_S1, 0)
+    cumulative_SW = probs_SW.double().cumsum(-1)
+    target_S1 = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative_SW[:, -1:]
     # The first place beyond the target: never one of probability 0, whose sum equals the one before.
-    place_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True).clamp_(max=probs_SV.shape[1] - 1)
-    chosen_S1 = place_S1 if order_SV is None else order_SV.gather(1, place_S1)
-    return chosen_S1[:, 0].tolist()
+    return torch.searchsorted(cumulative_SW, target_S1, right=True).clamp_(max=probs_SW.shape[1] - 1)
 
 
-def _keep_top(probs_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero all but the top-k, then all but the fewest that hold `top_p` of the rest; sorted input."""
-    device, V = probs_SV.device, probs_SV.shape[1]
-    k_S1 = torch.tensor([min(p.top_k, V) if p.top_k > 0 else V for p in params], device=device)[:, None]
-    places_V = torch.arange(V, device=device)
-    probs_SV = probs_SV.masked_fill(places_V >= k_S1, 0)
-    before_SV = probs_SV.cumsum(-1) - probs_SV
-    top_p_S1 = _column([p.top_p for p in params], device)
-    beyond_SV = before_SV >= top_p_S1 * probs_SV.sum(-1, keepdim=True)
+def _keep_top(probs_SW: Tensor, totals_S1: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero all but the top-k, then all but the fewest that hold `top_p` of the rest; sorted input.
+
+    totals: of all tokens, of which the input may have the best only.
+    """
+    device, W = probs_SW.device, probs_SW.shape[1]
+    k_S1 = torch.tensor([min(p.top_k, W) if p.top_k > 0 else W for p in params], device=device)[:, None]
+    limited_S1 = torch.tensor([p.top_k > 0 for p in params], device=device)[:, None]
+    places_W = torch.arange(W, device=device)
+    probs_SW = probs_SW.masked_fill(places_W >= k_S1, 0)
+    totals_S1 = torch.where(limited_S1, probs_SW.sum(-1, keepdim=True), totals_S1)
+    before_SW = probs_SW.cumsum(-1) - probs_SW
+    top_p_S1 = _top_p(params, device)
+    beyond_SW = before_SW >= top_p_S1 * totals_S1
     # top_p 1 keeps all, for rounding of the sums must not cut the tail; the first is always kept.
-    return probs_SV.masked_fill(beyond_SV & (top_p_S1 < 1) & (places_V > 0), 0)
+    return probs_SW.masked_fill(beyond_SW & (top_p_S1 < 1) & (places_W > 0), 0)
+
+
+def _top_p(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    return _column([p.top_p for p in params], device)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
