@@ -16,10 +16,13 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
     found = {}
     for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
+        ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", beside_triton),
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
         ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
+        ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", beside_gathering),
+        ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", beside_gathering),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
@@ -94,6 +97,23 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def beside_triton(content: dict[str, Any]) -> str:
+    """us of a library's runner and of triton, at the same points of one run."""
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in content["rows"]:
+        if "error_message" not in row:
+            point = found.setdefault((row["format"], row["shape"], row["tokens"]), {})
+            point[row["runner"]] = row["time_us"]
+    lines = []
+    for (format, shape, tokens), times in found.items():
+        ((name, theirs),) = [(runner, time) for runner, time in times.items() if runner != "triton"]
+        ours = times["triton"]
+        lines.append(
+            [f"`{name}`", format, shape, str(tokens), f"{theirs:.0f}", f"{ours:.0f}", f"{theirs / ours:.2f}"]
+        )
+    return table(["runner", "format", "shape", "tokens", "us", "triton, us", "ratio"], lines)
+
+
 def layer_on_cpu(content: dict[str, Any]) -> str:
     """Our faster compute type beside the fastest peer of any."""
     lines = []
@@ -145,6 +165,26 @@ def serving(content: dict[str, Any]) -> str:
         )
     head = ["concurrency", "output tokens/s", "TTFT, ms", "TPOT, ms", "server memory, MB"]
     return table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
+
+
+def beside_gathering(content: dict[str, Any]) -> str:
+    """An exchange by stores, replayed as a graph, and how many times as fast as gathering: one run."""
+    found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        point = found.setdefault((row["routing"], row["format"], row["tokens"]), {})
+        point[row["dispatcher"]] = row
+    lines = []
+    for (routing, format, tokens), rows in found.items():
+        ours, gathered = rows["nvlink"], rows["none"]
+        lines.append(
+            [routing, format, str(tokens), f"{ours['graph_us']:.1f}", f"{gathered['graph_us']:.1f}",
+             f"{gathered['graph_us'] / ours['graph_us']:.2f}", f"{ours['wire_bytes'] / 1e6:.2f}",
+             f"{ours['wire_share']:.0%}"]
+        )  # fmt: skip
+    first = content["rows"][0]
+    head = f"{content['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}."
+    columns = ["routing", "format", "tokens of a rank", "`nvlink`, us", "`none`, us", "ratio", "MB sent"]
+    return f"{head}\n\n" + table([*columns, "of the wire"], lines)
 
 
 def exchange(content: dict[str, Any]) -> str:

@@ -341,6 +341,7 @@ def bench_a2a(
     routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
+    plot: Annotated[str, typer.Option(help="draw the share of the wire as SVG here")] = "",
 ) -> None:
     """Time of tokens to their experts and back, beside the collectives alone."""
     from turnout.bench.a2a import run
@@ -356,6 +357,7 @@ def bench_a2a(
         routing=routing,
         device=device,
         output=Path(output) if output else None,
+        plot=Path(plot) if plot else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ def test_rows_of_every_dispatcher_on_ranks_that_it_starts(tmp_path):
         routing="zipf",
         device="cpu",
         output=path,
+        plot=tmp_path / "a2a.svg",
     )
+    drawn = ElementTree.parse(tmp_path / "a2a.svg").getroot()
+    assert len(drawn.findall("{*}polyline")) == 2 * 3, "a line for each dispatcher in a panel for each format"
     assert json.loads(path.read_text()) == content
     assert (content["benchmark"], content["devices"]) == ("a2a", 2)
     rows = content["rows"]

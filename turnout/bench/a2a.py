@@ -37,6 +37,7 @@ from torch import Tensor
 from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Layers, Settings, decoded
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
+from turnout.bench.plot import wire
 from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
@@ -71,13 +72,14 @@ def run(
     routing: str = "uniform",
     device: str = "auto",
     output: Path | None = None,
+    plot: Path | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
     """Measure on `world_size` ranks of this machine, which it starts, or on those that torchrun started.
 
     `tokens` are per rank; no `dispatchers`: all for the device. Returns the result, on rank 0 after printing
-    a table and saving it; other ranks of torchrun get none of its rows. Raises UserError for names that are
-    not known and for more ranks than GPUs.
+    a table and saving it, with a `plot` as SVG; other ranks of torchrun get none of its rows. Raises UserError
+    for names that are not known and for more ranks than GPUs.
     """
     ranks = launched()
     machine = hardware.detect(device)
@@ -93,8 +95,9 @@ def run(
         device=machine.device,
     )
     _check(settings, machine.devices, ranks.ranks_per_node if ranks else world_size)
-    if output is not None:
-        check_output(output)
+    for path in (output, plot):
+        if path is not None:
+            check_output(path)
     if ranks is None:
         rows = _on_ranks_of_our_own(settings)
     else:
@@ -113,6 +116,8 @@ def run(
         show(content)
         if output is not None:
             save(content, output)
+        if plot is not None:
+            plot.write_text(wire(content))
     return content
 
 

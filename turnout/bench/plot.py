@@ -24,6 +24,17 @@ def efficiency(content: dict[str, Any]) -> str:
     return lines(head, panels)
 
 
+def wire(content: dict[str, Any]) -> str:
+    """SVG of `bench a2a`: what of the rate between ranks each dispatcher reaches, a panel per format."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in content["rows"]:
+        if "wire_share" in row and row["tokens"] > 0:
+            series = panels.setdefault(f"{row['format']}, {row['routing']} routing", {})
+            series.setdefault(row["dispatcher"], []).append((row["tokens"], row["wire_share"]))
+    head = f"{content['devices']} x {content['device']}: share of the wire, by tokens of a rank"
+    return lines(head, panels)
+
+
 def lines(head: str, panels: Mapping[str, Series]) -> str:
     """Panels side by side, two a row: y from 0 to 1 or the largest value, x by powers of two; one legend."""
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
