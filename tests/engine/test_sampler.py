@@ -125,7 +125,7 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
 
 
 def test_looking_at_the_best_first_draws_as_looking_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaked rows and flat ones, to which the best are not enough, with many equal probabilities; alone too."""
+    """Peaked rows and flat ones, for which the best are too few, with many equal probabilities; alone too."""
     draw = torch.Generator().manual_seed(5)
     logits = (
         torch.randn(6, 3000, generator=draw).mul_(torch.tensor([[0.1, 1, 2, 3, 4, 6]]).T).bfloat16().float()

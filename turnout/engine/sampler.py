@@ -7,8 +7,8 @@ A draw turns one uniform number into a token through the cumulative distribution
 digest of (seed, position), not the next one of a generator: a request draws the same tokens whatever
 else is in the batch, and after a preemption.
 
-Legend: S rows, one per request or several where it brings draft tokens, V vocabulary, W all of it or the best,
-R rows of the page table, one per running request.
+Legend: S rows, one per request or several where it brings draft tokens, V vocabulary, W all of it or the
+best, R rows of the page table, one per running request.
 """
 
 from __future__ import annotations
