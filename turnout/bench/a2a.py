@@ -78,8 +78,8 @@ def run(
     """Measure on `world_size` ranks of this machine, which it starts, or on those that torchrun started.
 
     `tokens` are per rank; no `dispatchers`: all for the device. Returns the result, on rank 0 after printing
-    a table and saving it, with a `plot` as SVG; other ranks of torchrun get none of its rows. Raises UserError
-    for names that are not known and for more ranks than GPUs.
+    a table and saving it, with a `plot` as SVG; other ranks of torchrun get none of its rows. Raises
+    UserError for names that are not known and for more ranks than GPUs.
     """
     ranks = launched()
     machine = hardware.detect(device)
