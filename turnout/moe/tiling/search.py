@@ -78,7 +78,7 @@ def candidates(shape: ExpertShape, tokens: int) -> list[Choices]:
     special = [t for t in SPECIAL.get(shape.kernel, ()) if 4 * shape.per_expert(tokens) > t.tokens]
     choices = [Choices(first=(tiling,), second=(tiling,)) for tiling in special]
     choices += [choice for _, choice in kept]
-    if shape.kernel in ("packed", "bf16") and shape.per_expert(tokens) <= FEW_TOKENS:
+    if shape.kernel == "packed" and shape.per_expert(tokens) <= FEW_TOKENS:
         choices.insert(0, _few_choices(shape, tokens, said))
     if shape.sortable and shape.per_expert(tokens) > 8:
         choices.append(Choices(first=(SORTED.first,), second=(SORTED.second,)))
