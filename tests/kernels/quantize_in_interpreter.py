@@ -9,7 +9,7 @@ import torch
 from turnout.formats import fp8
 from turnout.kernels.expert_gemm_fp8 import quantize_rows
 from turnout.kernels.expert_gemm_fp8_specialised import note_places, sum_places
-from turnout.kernels.expert_gemm_fp8_tma import gather_sorted, quantize_sorted
+from turnout.kernels.sorted_rows import gather_sorted, quantize_sorted
 
 results = {}
 R, K, GROUPS = 11, 384, 3

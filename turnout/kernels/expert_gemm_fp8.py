@@ -167,7 +167,7 @@ def expert_gemm_fp8(
             s_w = gl.load(w_scale_at + group, mask=r_exists & (group < groups), other=0.0)
             s_x = x_scale.index(slot).load(gl.SliceLayout(0, ACC))
             products = warpgroup_mma_wait(0, deps=[token])
-            acc += products * s_x[None, :] * s_w[:, None]  # the order of expert_gemm_fp8_tma.py: equal bits
+            acc += products * (s_x[None, :] * s_w[:, None])  # as expert_gemm_fp8_specialised.py: equal bits
         now = gl.where(now == STAGES - 1, 0, now + 1)
         then = gl.where(then == STAGES - 1, 0, then + 1)
     async_copy.wait_group(0)

@@ -1,11 +1,11 @@
 """Grouped GEMM of the experts on Hopper (Gluon): MXFP4 weights by FP8 activations, rows sorted by expert.
 
-The frame is that of expert_gemm_fp8_tma.py: one warp loads, two groups of four multiply 128 of a tile's 256
-weight rows each, and a program goes from tile to tile. Weights stay in 4 bits as far as the registers of the
-tensor cores' first operand, where each becomes a byte of e4m3 without rounding (fragments_fp8.py): 10
-instructions for 8 of them, of which 3 make the tables that a byte permute looks magnitudes up in. Block
-scales are in those tables, so that sums need the scale of a token and 128 columns only, and a row's
-factor at the end. One group decodes while the tensor cores work for the other.
+The frame is that of expert_gemm_fp8_specialised.py with the operands changed over: one warp loads, two
+groups of four multiply 128 of a tile's 256 weight rows each, and a program goes from tile to tile. Weights
+stay in 4 bits as far as the registers of the tensor cores' first operand, where each becomes a byte of e4m3
+without rounding (fragments_fp8.py): 10 instructions for 8 of them, of which 3 make the tables that a byte
+permute looks magnitudes up in. Block scales are in those tables, so that sums need the scale of a token and
+128 columns only, and a row's factor at the end. One group decodes while the tensor cores work for the other.
 
 Against W4A16 the products cost half, and what a tile reads from the L2 cache for them less than half.
 

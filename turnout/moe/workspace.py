@@ -41,7 +41,8 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     counts: int32 [2, power of two above E], zero between calls, hence first in every set.
     tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
-    scale per group; by_expert, the same with rows sorted by expert.
+    scale per group; place int32 [P], where sorted rows are, and h has GEMM1's output in e4m3. W4A8:
+    by_expert, as quantized, with rows sorted by expert.
     """
     fp8, H, I = shape.format in ("fp8", W4A8), shape.hidden, shape.inner
     H8, I8 = (FP8_GROUP * -(-columns // FP8_GROUP) for columns in (H, I))
@@ -56,8 +57,8 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
     if fp8:
         found |= _quantized("quantized", max(rows * H8, pairs * I8))
-        sorts = shape.sortable or shape.format == W4A8
-        found |= _quantized("by_expert", pairs * max(H8, I8)) if sorts else {}
+        found |= _quantized("by_expert", pairs * max(H8, I8)) if shape.format == W4A8 else {}
+        found |= {"place": 4 * pairs} if shape.sortable else {}
     return found
 
 

@@ -57,6 +57,7 @@ class Workspace:
     counts: Tensor
     tiles: Tensor
     order: Tensor
+    place: Tensor
     h: Tensor
     y: Tensor
     quantized: tuple[Tensor, Tensor]
@@ -83,6 +84,7 @@ def workspaces(shape: ExpertShape, plan: MoEPlan, device: torch.device) -> tuple
             counts=all_of(layout, "counts", torch.int32),
             tiles=all_of(layout, "tiles", torch.int32),
             order=all_of(layout, "order", torch.int32),
+            place=all_of(layout, "place", torch.int32),
             h=all_of(layout, "h", torch.bfloat16),
             y=all_of(layout, "y", torch.bfloat16),
             quantized=codes(layout, "quantized"),
@@ -154,6 +156,9 @@ class TritonRunner:
         sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
             self._sort(space, ids_TK, P, tiles.tokens)
+        if tiles.sorted:
+            self._fp8_by_expert(space, x_TH, ids_TK, weights_TK, out_TH, tiles)
+            return out_TH
         bound = self.shape.most_tiles(T, tiles.tokens)
         table = space.tiles if sort else ids_TK
         h_PI, y_PH = space.h[: P * self._w2.inner].view(P, -1), space.y[: P * H].view(P, H)
@@ -220,10 +225,6 @@ class TritonRunner:
         cut = tiles.first if first else tiles.second
         if self._w4a8:
             self._gemm_w4a8(space, w, x, out, table, weights, k, cut, first=first)
-            return
-        if tiles.sorted:
-            assert weights is not None, "slabs are cut by slab_rule"
-            self._gemm_fp8_sorted(space, w, x, out, table, weights, k, cut, first=first)
             return
         if w.format == "fp8":
             self._gemm_fp8(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
@@ -318,29 +319,33 @@ class TritonRunner:
             num_warps=cut.warps, launch_pdl=pairs,
         )  # fmt: skip
 
-    def _gemm_fp8_sorted(
-        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor, k: int,
-        cut: Tiling, *, first: bool,
-    ) -> None:  # fmt: skip
-        """As `_gemm_fp8`, over quantised rows that lie sorted by expert."""
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    def _fp8_by_expert(
+        self, space: Workspace, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, tiles: Tiles
+    ) -> None:
+        """For many tokens, by other kernels: rows stay sorted by expert until they are summed."""
+        from turnout.kernels.expert_gemm_fp8_specialised import gemm, note_places, sum_places
 
-        from turnout.kernels.expert_gemm_fp8_tma import expert_gemm_fp8_tma
-
-        activation, P, K = self._spec.activation, len(out), w.inner
-        groups = K // FP8_GROUP
-        codes, scales = self._quantize_sorted(space, x, table, P, k, gather=first)
-        tile = NVMMASharedLayout(128, 8, 2)
-        expert_gemm_fp8_tma[(self._processors,)](
-            TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
-            TensorDescriptor.from_tensor(w.codes.view(-1, K), [cut.rows, FP8_GROUP], tile),
-            w.scales, w.any_bias, out, space.order, table, weights,
-            w.rows, self._w2.inner if first else w.rows, groups, P, out.stride(0), self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            activation.kind if first else "none", not first, w.paired, w.bias is not None, cut.stages,
-            cut.group, True, num_warps=cut.warps, launch_pdl=True,
-        )  # fmt: skip
+        (T, H), k, I, P = x_TH.shape, ids_TK.shape[1], self._w2.inner, ids_TK.numel()
+        held, kind = (self._first, self._count), self._spec.activation
+        limit = math.inf if kind.limit is None else kind.limit
+        counters, block = space.counts.numel(), 1024
+        note_places[(-(-max(P, counters) // block),)](
+            space.order, space.tiles, space.place, space.counts, counters, block, True, launch_pdl=True
+        )
+        x = self._quantize(space, x_TH, True)
+        h_PI = space.h.view(torch.float8_e4m3fn)[: P * I].view(P, I)
+        h_scale = space.h.view(torch.float32)[P * I // 4 : P * I // 4 + P * I // FP8_GROUP]
+        y_PH = space.y[: P * H].view(P, H)
+        for first, w, rows, out in ((True, self._w13, x, h_PI), (False, self._w2, (h_PI, h_scale), y_PH)):
+            cut = tiles.first if first else tiles.second
+            gemm(
+                *rows, w.codes, w.scales, w.bias, out, h_scale, space.order, space.tiles, weights_TK,
+                first=first, top_k=k, experts=held, activation=(kind.kind, kind.alpha, kind.beta, limit),
+                stages=cut.stages, group=cut.group, programs=self._processors,
+            )  # fmt: skip
+        sum_places[(T, -(-H // block))](
+            y_PH, space.place, ids_TK, out_TH, H, *held, k, block, True, launch_pdl=True
+        )
 
     def _gemm_w4a8(
         self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
@@ -378,7 +383,7 @@ class TritonRunner:
     ) -> tuple[Tensor, Tensor]:
         """e4m3 [P, K'] and float32 [K' / 128, P] of rows by expert, K' being K up to a multiple of 128.
         gather: x has them token by token."""
-        from turnout.kernels.expert_gemm_fp8_tma import gather_sorted, quantize_sorted
+        from turnout.kernels.sorted_rows import gather_sorted, quantize_sorted
 
         K, programs = x.shape[1], 16 * self._processors
         groups = -(-K // FP8_GROUP)

@@ -23,7 +23,7 @@ MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 SORT_PAIRS_PACKED = 40  # with 4-bit weights, which take less time to read twice
 FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
-# FP8 with more tokens per expert: rows sorted by expert, for the TMA (kernels/expert_gemm_fp8_tma.py).
+# FP8 with more tokens per expert: rows stay sorted by expert (kernels/expert_gemm_fp8_specialised.py).
 SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
