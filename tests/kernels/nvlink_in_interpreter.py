@@ -294,5 +294,6 @@ if __name__ == "__main__":
     interpreter._patch_lang_tensor = patch_index
     sending.late = combine.late = patient
     budget.FEW_TOKENS = FEW
+    links.POLLS = 20_000  # of a millisecond or more
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(main(folder)))
