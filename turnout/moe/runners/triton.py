@@ -209,7 +209,16 @@ class TritonRunner:
         programs = -(-P // block)
         if not alone:
             count_pairs[(programs,)](
-                ids_TK, space.counts, P, self._first, self._count, block, True, num_warps=8, launch_pdl=True
+                ids_TK,
+                space.counts,
+                P,
+                self._first,
+                self._count,
+                block,
+                self._padded_count,
+                True,
+                num_warps=8,
+                launch_pdl=True,
             )
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
