@@ -4,8 +4,8 @@ Pairs are counted and placed with atomics, so their order within an expert chang
 do not: a row's products depend on nothing but that row, whatever tile or place it falls into.
 
 Atomics to one 32-byte sector of the L2 cache wait for each other. So programs count their pairs first and
-add one number per expert, and the counters of pairs placed lie APART: 131072 pairs of 128 experts take 27 us on an
-H200 instead of 54.
+add one number per expert, and the counters of pairs placed lie APART: 131072 pairs of 128 experts take 27 us
+on an H200 instead of 54.
 
 Legend: P pairs (tokens times top-k), E local experts, EP a power of two above E.
 """
