@@ -17,10 +17,10 @@ from turnout.engine.request import Request
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, ProgressFn
+from turnout.moe.bucketed import make_runner
 from turnout.moe.flashinfer import autotune
 from turnout.moe.runners import Experts
 from turnout.parallel.groups import Groups
-from turnout.registry import RUNNERS
 
 
 class Tuner:
@@ -56,10 +56,7 @@ class Tuner:
 
     def _planned(self, layer: int) -> Experts:
         plan = self._blueprint.plan
-        runner: Experts = RUNNERS.get(plan.prefill.runner)(
-            self._blueprint.description.moe, plan, self._device
-        )
-        return runner
+        return make_runner(self._blueprint.description.moe, plan, self._device)
 
 
 def prompt_sizes(most: int) -> list[int]:
