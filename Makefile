@@ -15,6 +15,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) -e .
 	$(COMPILE)
+	$(BIN)/python -m turnout.kernels.cpu
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base tests/flashinfer-requirements.txt

@@ -51,6 +51,7 @@ RUNNERS: Registry[Any] = Registry(
     "MoE runner",
     {
         "torch": "turnout.moe.runners.torch:TorchRunner",
+        "numba": "turnout.moe.runners.numba:NumbaRunner",
         "triton": "turnout.moe.runners.triton:TritonRunner",
         "flashinfer_cutedsl": "turnout.moe.runners.flashinfer_cutedsl:CuteDslRunner",
         "flashinfer_trtllm": "turnout.moe.runners.flashinfer_trtllm:TrtllmRunner",

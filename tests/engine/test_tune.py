@@ -37,12 +37,12 @@ def test_the_runner_measured_faster_is_taken_from_then_on(
     config = Config(model=str(tiny_folder), max_running_requests=16, **FLAGS)
     assert resolve(config).plan.prefill.runner == "Dawdles"
     text = run(config)
-    assert "`auto` now takes runner torch" in text
+    assert "`auto` now takes runner numba" in text
     assert "not measured: runner triton: device cpu: runs on cuda" in text
     assert len(list(cache.rglob("*.json"))) == 1
     after = resolve(config).plan
-    assert after.prefill.runner == after.decode.runner == "torch"
-    assert after.reasons[0].startswith("runner torch: measured ")
+    assert after.prefill.runner == after.decode.runner == "numba"
+    assert after.reasons[0].startswith("runner numba: measured ")
     other = resolve(Config(model=str(tiny_folder), dtype="bfloat16", **FLAGS)).plan
     assert other.prefill.runner == "Dawdles"  # measured for float32 alone
 

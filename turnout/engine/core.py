@@ -24,8 +24,8 @@ from torch import Tensor
 from turnout import __version__
 from turnout.checkpoint import open_checkpoint
 from turnout.engine import alone
-from turnout.engine.attention import PagedAttention
 from turnout.engine.blueprint import Blueprint
+from turnout.engine.cpu_attention import paged_attention
 from turnout.engine.eager import why_eager
 from turnout.engine.forward import Forward
 from turnout.engine.graphs import Computed
@@ -96,7 +96,7 @@ class EngineCore:
             max_context=blueprint.max_context,
             tokens_per_request=blueprint.budget.tokens_per_request,
         )
-        self._attention = PagedAttention(
+        self._attention = paged_attention(
             shape,
             num_pages=blueprint.num_pages,
             page_size=blueprint.page_size,

@@ -1,9 +1,9 @@
 """The parts of a decoder: embedding, norm, rotary embedding, attention projections, gated MLP, head.
 
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
-matrix product costs mostly its call. For the same reason what lies between products is one kernel each on
-CUDA (kernels/rows.py). Parts that ranks share take the `Group` of these ranks, which may be
-this one alone; their sizes are then this rank's.
+matrix product costs mostly its call. For the same reason what lies between products is one kernel each
+(kernels/rows.py on CUDA, kernels/cpu/rows.py in float32 on a CPU). Parts that ranks share take the `Group` of
+these ranks, which may be this one alone; their sizes are then this rank's.
 
 Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, Hq/Hkv query/KV heads,
 G = Hq + Hkv, D head size, I intermediate size.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.kernels import cpu
 from turnout.kernels.rowwise import Linear, product
 from turnout.models import interface
 from turnout.models.rope import Rope
@@ -26,9 +28,20 @@ from turnout.models.shares import Share
 from turnout.parallel.groups import ALONE, Group
 
 
-def one_kernel(device: torch.device) -> bool:
-    """Whether Triton can make one kernel of what torch composes."""
-    return device.type == "cuda" and find_spec("triton") is not None
+def one_kernel(weight: Tensor, size: int) -> ModuleType | None:
+    """The kernels, one each for what torch composes, for activations like `weight`; None if there are none.
+
+    size: of what they go through; on a CPU it must be a multiple of 16.
+    """
+    if weight.device.type == "cuda" and find_spec("triton") is not None:
+        from turnout.kernels import rows
+
+        return rows
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and size % 16 == 0 and cpu.available():
+        from turnout.kernels.cpu import rows as rows_on_cpu
+
+        return rows_on_cpu
+    return None
 
 
 class Embedding:
@@ -72,7 +85,7 @@ class Norm:
     def __init__(self, weight: Tensor, eps: float):
         K = weight.shape[-1]
         self.weight, self.eps, self._shape = weight, eps, (K,)
-        self._fused = one_kernel(weight.device) and weight.dim() == 1
+        self._fused = one_kernel(weight, K) if weight.dim() == 1 else None
         self._composed = weight.device.type == "cpu"
         self._scaled = weight.float() * math.sqrt(K)
         self._floor = torch.tensor(math.sqrt(K * eps), device=weight.device)
@@ -88,9 +101,8 @@ class Norm:
     def of_sum(self, x_NH: Tensor, delta_NH: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm); x [N, H] itself without a delta, which may come in parts [P, N, H]."""
         if self._fused:
-            from turnout.kernels import rows
-
-            return rows.norm(x_NH, self.weight, self.eps, delta_NH)
+            normed: tuple[Tensor, Tensor] = self._fused.norm(x_NH, self.weight, self.eps, delta_NH)
+            return normed
         total_NH = x_NH if delta_NH is None else x_NH + delta_NH
         return total_NH, self(total_NH)
 
@@ -149,13 +161,13 @@ class Attention:
         self._qkv, self._qkv_bias = qkv, qkv_bias
         self._out, self._out_bias = out, out_bias
         self._qk_norm = qk_norm
-        self._fused = one_kernel(qkv.device)
+        self._fused = one_kernel(qkv, shape.head_dim // 2)
 
     def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention) -> Tensor:
         """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
         N, D = x_NH.shape[0], self._head_dim
         if self._fused:
-            out_NHD = self._attend_fused(x_NH, rotary, attention)
+            out_NHD = self._attend_fused(self._fused, x_NH, rotary, attention)
         else:
             heads_NGD = self._linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
             q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
@@ -174,11 +186,9 @@ class Attention:
         return qk_NGD[:, : self._num_q], qk_NGD[:, self._num_q :]
 
     def _attend_fused(
-        self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention
+        self, rows: ModuleType, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention
     ) -> Tensor:
         """Norm, rotation and, where the cache is there to be written, the store in one launch."""
-        from turnout.kernels import rows
-
         norm, num_k = self._qk_norm, self._num_qk - self._num_q
         weight_GD, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         cos_ND, sin_ND = (x_N1D[:, 0] for x_N1D in rotary)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability, WireNeed
+from turnout.moe.cpu_workspace import workspace_bytes as cpu_workspace_bytes
 from turnout.moe.flashinfer.blackwell_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
 from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
-from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NVSHMEM, TRITON
+from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
 from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
 
 HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
@@ -30,6 +31,23 @@ RUNNER_CAPABILITIES = {
             fp8_weight_formats=frozenset({"fp8", "mxfp4"}),
             graph_safe=False,
             batch_invariant=True,
+        ),
+        RunnerCapability(
+            name="numba",
+            summary="kernels for CPUs, compiled at start-up: fused activation and sum, 4-bit weights too",
+            layouts=frozenset({"tokens", "experts"}),
+            weight_formats=frozenset({"bf16", "nvfp4", "mxfp4"}),
+            compute_dtypes=frozenset({"float32", "bfloat16"}),
+            devices=frozenset({"cpu"}),
+            hidden_multiple=16,  # outputs come in panels
+            intermediate_multiple=16,
+            fast_packed=frozenset({"bf16"}),
+            workspace=cpu_workspace_bytes,
+            preference=10,
+            grounds="ahead of torch at every point measured on an AMD EPYC",
+            graph_safe=False,
+            batch_invariant=True,
+            requires=(NUMBA,),
         ),
         RunnerCapability(
             name="triton",

@@ -192,7 +192,8 @@ def _storages(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Ref
     """How this runner may keep the weights, best first."""
     wish = case.wishes.weight_storage
     if wish == "auto":
-        best_first = ["decoded", "packed"] if case.decode_once() else ["packed", "decoded"]
+        unpacks = case.spec.format not in runner.fast_packed
+        best_first = ["decoded", "packed"] if unpacks and case.decode_once() else ["packed", "decoded"]
         if (
             case.weight_bytes("decoded") <= case.weight_bytes("packed")
             and "decoded" in runner.weight_storages

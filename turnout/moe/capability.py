@@ -59,6 +59,7 @@ class RunnerCapability:
     intermediate_multiple: int = 1  # of this rank's shard
     ungated_multiple: int = 1  # the same where W1 has no gate rows
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
+    fast_packed: frozenset[str] = frozenset()  # formats that it reads packed as fast as decoded
     weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores

@@ -66,6 +66,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")
+NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="pip install 'numba>=0.61'")
 FLASHINFER = Package(
     module="flashinfer",
     distribution="flashinfer-python",

@@ -3,7 +3,7 @@
 Everything that shapes a weight (renormalisation, group limits, correction bias, scaling factor) is
 folded in here, once; nobody downstream scales again. Padding gets its name here too.
 
-On CUDA the choice of most models is one kernel (kernels/route.py).
+The choice of most models is one kernel (kernels/route.py on CUDA, kernels/cpu/route.py on a CPU).
 
 Legend: T tokens, E experts, k top-k, G groups of experts.
 """
@@ -16,9 +16,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from turnout.kernels import cpu
 from turnout.moe.spec import Routing
 
 FUSED = ("softmax_topk", "topk_softmax")
+Choose = Callable[..., tuple[Tensor, Tensor]]
 FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
 
 
@@ -38,20 +40,14 @@ class Router:
         correction_bias: Tensor | None = None,
     ) -> None:
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
-        self.adds_parts = self._fused = (
-            device.type == "cuda"
-            and find_spec("triton") is not None
-            and routing.kind in FUSED
-            and num_experts <= FUSED_EXPERTS
-        )
+        self._choose = _one_kernel(device, num_experts) if routing.kind in FUSED else None
+        self.adds_parts = device.type == "cuda" and self._choose is not None
 
     def __call__(self, logits: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         """As `route`; rows that `real`, bool [T], denies get ids -1 and weights 0. counts, int64 [E], grow by
         the choices. Never waits for the device."""
-        if self._fused:
-            from turnout.kernels.route import choose
-
-            return choose(
+        if self._choose:
+            return self._choose(
                 logits,
                 self._top_k,
                 of_all=self._routing.kind == "softmax_topk",
@@ -67,6 +63,19 @@ class Router:
         chosen = ids_TK.flatten().long()
         counts_E.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
         return ids_TK, weights_TK
+
+
+def _one_kernel(device: torch.device, num_experts: int) -> Choose | None:
+    """What chooses in one launch here, if anything does."""
+    if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
+        from turnout.kernels.route import choose
+
+        return choose
+    if device.type == "cpu" and cpu.available():
+        from turnout.kernels.cpu.route import choose as choose_on_cpu
+
+        return choose_on_cpu
+    return None
 
 
 def route(

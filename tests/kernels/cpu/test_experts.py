@@ -1,0 +1,112 @@
+"""Experts by compiled kernels against the layer in plain float32 torch, in every form of weights."""
+
+import pytest
+import torch
+
+from turnout.formats import encode
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import PackedTensor
+from turnout.kernels.cpu import experts as kernels
+from turnout.kernels.cpu.panels import Panels
+from turnout.moe.reference import experts_reference
+from turnout.moe.spec import Activation
+
+E, H, I, K = 6, 64, 48, 3
+SWIGLU = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=0.7)
+CASES = [
+    ("float32", Activation(), False),
+    ("bfloat16", SWIGLU, True),
+    ("float16", Activation(kind="relu2"), True),
+    ("nvfp4", Activation(), False),
+    ("mxfp4", SWIGLU, True),
+]
+
+
+def weights(kind: str, activation: Activation, biased: bool) -> ExpertWeights:
+    rows = 2 * I if activation.gated else I
+    inner = 64 if kind == "mxfp4" else I
+    rows = rows // I * inner
+
+    def matrix(n: int, k: int) -> PackedTensor:
+        plain = torch.randn(E, n, k) / k**0.5
+        return (
+            encode(plain, kind)
+            if "fp4" in kind
+            else PackedTensor(format="bf16", data=plain.to(getattr(torch, kind)))
+        )
+
+    return ExpertWeights(
+        w13=matrix(rows, H),
+        w2=matrix(H, inner),
+        b13=torch.randn(E, rows) if biased else None,
+        b2=torch.randn(E, H) if biased else None,
+        num_experts=E,
+    )
+
+
+def panels(packed: PackedTensor) -> Panels:
+    four_bits = packed.format != "bf16"
+    store = Panels(packed.shape, packed.format if four_bits else packed.data.dtype)
+    for e in range(E):
+        if four_bits:
+            factor = None if packed.global_scale is None else packed.global_scale[e]
+            store.write_packed(e, packed.data[e], packed.scale[e], factor)
+        else:
+            store.write(e, packed.data[e])
+    return store
+
+
+def layer(experts: ExpertWeights, activation: Activation) -> kernels.Layer:
+    return kernels.Layer(
+        w13=panels(experts.w13),
+        w2=panels(experts.w2),
+        b13=experts.b13,
+        b2=experts.b2,
+        activation=activation.kind,
+        alpha=activation.alpha,
+        beta=activation.beta,
+        limit=float("inf") if activation.limit is None else activation.limit,
+    )
+
+
+@pytest.mark.parametrize(("kind", "activation", "biased"), CASES, ids=[case[0] for case in CASES])
+def test_as_the_reference_computes_them(kind, activation, biased):
+    torch.manual_seed(1)
+    experts = weights(kind, activation, biased)
+    mine = layer(experts, activation)
+    for tokens in (0, 1, 5, 40):  # up to 20 rows of an expert: tiles of every height
+        x = torch.randn(tokens, H)
+        ids = torch.rand(tokens, E).topk(K).indices.int() if tokens else torch.empty(0, K, dtype=torch.int32)
+        ids[::4, 1] = -1
+        factors = torch.rand(tokens, K)
+        got = kernels.run(mine, x, kernels.sort_pairs(ids, factors, 0, E), tokens)
+        torch.testing.assert_close(
+            got, experts_reference(x, ids, factors, experts, activation), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_threads_and_company_change_no_bit(monkeypatch):
+    torch.manual_seed(2)
+    experts = weights("nvfp4", Activation(), False)
+    mine = layer(experts, Activation())
+    x, ids, factors = torch.randn(33, H), torch.rand(33, E).topk(K).indices.int(), torch.rand(33, K)
+
+    def run(rows: slice) -> torch.Tensor:
+        pairs = kernels.sort_pairs(ids[rows], factors[rows], 0, E)
+        return kernels.run(mine, x[rows], pairs, len(x[rows]))
+
+    whole = run(slice(None))
+    for start, stop in ((0, 1), (7, 9), (11, 33)):
+        assert torch.equal(run(slice(start, stop)), whole[start:stop])
+    monkeypatch.setattr(kernels, "threads_for", lambda multiplications: 3)
+    assert torch.equal(run(slice(None)), whole)
+
+
+def test_rows_that_nobody_chose_are_not_read():
+    torch.manual_seed(3)
+    mine = layer(weights("float32", Activation(), False), Activation())
+    x, ids = torch.randn(3, H), torch.tensor([[0], [-1], [5]], dtype=torch.int32)
+    x[1] = float("nan")
+    out = kernels.run(mine, x, kernels.sort_pairs(ids, torch.ones(3, 1), 0, E), 3)
+    assert out.isfinite().all()
+    assert out[1].eq(0).all()

@@ -1,0 +1,210 @@
+"""Causal attention over pages of keys and values, for tokens that decode and for chunks of prompts alike.
+
+Blocks of 16 tokens hold their keys transposed, [D, 16], and their values as panels [D / 16, 16, 16], so that
+scores and outputs are products with panels (tiles.py), read where they lie. Up to six query rows (tokens and
+heads of one KV head) go together. Scores of SPAN tokens are kept, then the softmax moves on: a maximum, sums
+and outputs that are scaled down when a larger one is met. Spans begin at multiples of SPAN whatever the
+chunk, so that a token gets the same bits in any company and however its prompt was cut.
+
+Nothing behind the last token of a context is used, not even multiplied by zero: pages keep what others left.
+
+Legend: N tokens of the step, C chunks of it, Hq/Hkv query/KV heads, G = Hq / Hkv, D head size, a multiple of
+16, M groups of query rows, P pages of a row of the page table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnout.kernels.cpu.jit import inline, kernel
+from turnout.kernels.cpu.threads import parallel, threads_for
+from turnout.kernels.cpu.tiles import ROWS, products_f32, products_onto
+from turnout.kernels.cpu.vectors import (
+    exp,
+    first_lanes,
+    get_f32,
+    get_i64,
+    larger,
+    largest,
+    load,
+    put_f32,
+    put_i64,
+    splat,
+    stack,
+    store,
+    take,
+    total,
+    zeros,
+)
+
+BLOCK = 16  # tokens whose keys are one panel
+SPAN = 256  # tokens between two steps of the softmax
+MAX_HEAD = 256
+PITCH = 4 * SPAN
+ROW_ADDRESSES, SCORES, OUTPUTS, STATE = 8 * ROWS, PITCH * ROWS, 4 * MAX_HEAD * ROWS, 4 * ROWS
+FIELDS = 5  # of a group: row of the page table, step's row of its chunk's first token, position of that,
+# first query row of the chunk, and how many
+LOWEST = np.float32(-np.inf)
+ONE = np.float32(1.0)
+ZERO = np.float32(0.0)
+
+
+@kernel("int64(int64, int64, int64, int64)")
+def _cut(chunks, C, G, groups):
+    """groups [M, FIELDS] of chunks [C, 3] (row of the page table, first position, length). Returns M."""
+    found, token = 0, 0
+    for c in range(C):
+        row, start, length = (
+            get_i64(chunks + c * 24),
+            get_i64(chunks + c * 24 + 8),
+            get_i64(chunks + c * 24 + 16),
+        )
+        for i in range(0, length * G, ROWS):
+            at = groups + found * FIELDS * 8
+            put_i64(at, row)
+            put_i64(at + 8, token)
+            put_i64(at + 16, start)
+            put_i64(at + 24, i)
+            put_i64(at + 32, min(ROWS, length * G - i))
+            found += 1
+        token += length
+    return found
+
+
+@inline
+def _block(table, row, P, block, page_blocks):
+    """Which block of the cache is the `block`th of a row of the page table."""
+    page = get_i64(table + (row * P + block // page_blocks) * 8)
+    return page * page_blocks + block % page_blocks
+
+
+@kernel("void(" + "int64, " * 12 + "int64)")
+def _store(k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks, cache, head, Hkv, D):
+    """Keys and values of each token of the chunks to its place in the cache; head: bytes of a head's."""
+    n = 0
+    for c in range(C):
+        row, start = get_i64(chunks + c * 24), get_i64(chunks + c * 24 + 8)
+        for position in range(start, start + get_i64(chunks + c * 24 + 16)):
+            block = _block(table, row, P, position // BLOCK, page_blocks)
+            lane = position % BLOCK
+            for h in range(Hkv):
+                to = cache + h * head + block * (2 * BLOCK * 4) * D
+                key, value = k + n * k_pitch + h * D * 4, v + n * v_pitch + h * D * 4
+                for d in range(D):
+                    put_f32(to + d * 64 + lane * 4, get_f32(key + d * 4))
+                for d in range(0, D, 16):
+                    store(to + D * 64 + d * 64 + lane * 64, load(value + d * 4))
+            n += 1
+
+
+@kernel("void(" + "int64, " * 14 + "float32)")
+def _attend(counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, out, scale):
+    """out [N, Hq, D] of q, whose tokens lie q_pitch bytes apart."""
+    G = Hq // Hkv
+    rows, weights = stack(ROW_ADDRESSES), stack(ROW_ADDRESSES)
+    scores, sums, best, whole = stack(SCORES), stack(OUTPUTS), stack(STATE), stack(STATE)
+    for r in range(ROWS):
+        put_i64(weights + 8 * r, scores + r * PITCH)
+    while True:
+        job = take(counter)
+        if job >= M * Hkv:
+            return
+        group, h = groups + job // Hkv * (FIELDS * 8), job % Hkv
+        row, token, start = get_i64(group), get_i64(group + 8), get_i64(group + 16)
+        first, count = get_i64(group + 24), get_i64(group + 32)
+        for r in range(count):
+            n, g = token + (first + r) // G, (first + r) % G
+            put_i64(rows + 8 * r, q + n * q_pitch + (h * G + g) * D * 4)
+            put_f32(best + 4 * r, LOWEST)
+            put_f32(whole + 4 * r, ZERO)
+            for d in range(0, D * 4, 64):
+                store(sums + r * D * 4 + d, zeros())
+        end = start + (first + count - 1) // G + 1  # of the longest context
+        for begin in range(0, end, SPAN):
+            length = min(end - begin, SPAN)
+            blocks = (length + BLOCK - 1) // BLOCK
+            for b in range(blocks):
+                at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
+                products_f32(count, rows, at, 0, 1, D, scores + b * 64, PITCH)
+            for r in range(count):
+                held = start + (first + r) // G + 1 - begin  # of these tokens, by this row
+                line = scores + r * PITCH
+                top = splat(get_f32(best + 4 * r))
+                for b in range(blocks):
+                    s = first_lanes(load(line + b * 64) * splat(scale), held - b * BLOCK, LOWEST)
+                    store(line + b * 64, s)
+                    top = larger(top, s)
+                most = largest(top)
+                before = get_f32(best + 4 * r)
+                shrink = ONE if most == before else np.float32(math.exp(before - most))
+                part = zeros()
+                for b in range(blocks):
+                    e = exp(load(line + b * 64) - splat(most))
+                    store(line + b * 64, e)
+                    part = part + e
+                put_f32(best + 4 * r, most)
+                put_f32(whole + 4 * r, get_f32(whole + 4 * r) * shrink + total(part))
+                for d in range(0, D * 4, 64):
+                    at = sums + r * D * 4 + d
+                    store(at, load(at) * splat(shrink))
+            for b in range(blocks):
+                at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
+                for r in range(count):
+                    put_i64(weights + 8 * r, scores + r * PITCH + b * 64)
+                used = min(length - b * BLOCK, BLOCK)
+                products_onto(count, weights, at + D * 64, BLOCK * 64, D // 16, used, sums, D * 4)
+        for r in range(count):
+            n, g = token + (first + r) // G, (first + r) % G
+            share = splat(ONE / get_f32(whole + 4 * r))
+            for d in range(0, D * 4, 64):
+                store(out + ((n * Hq + h * G + g) * D) * 4 + d, load(sums + r * D * 4 + d) * share)
+
+
+class Chunks:
+    """The chunks of a step, in the order of its tokens, as kernels see them."""
+
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], group_size: int) -> None:
+        """chunks: (row of the page table, first position, length) of each. group_size: G."""
+        self.chunks_C3 = torch.tensor(chunks, dtype=torch.int64)
+        self.count = len(chunks)
+        self.pairs = sum(
+            (start + length) * length for _, start, length in chunks
+        )  # (token, position), or more
+        most = sum(-(-length * group_size // ROWS) for _, _, length in chunks)
+        self.groups_MF = torch.empty(most, FIELDS, dtype=torch.int64)
+        _cut(self.chunks_C3.data_ptr(), self.count, group_size, self.groups_MF.data_ptr())
+
+
+def attend(
+    q_NHD: Tensor,
+    k_NHD: Tensor,
+    v_NHD: Tensor,
+    cache_HX: Tensor,
+    chunks: Chunks,
+    table_RP: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Stores k and v [N, Hkv, D], then attends with q: float32 [N, Hq, D].
+
+    A token's heads lie side by side in q, k and v. cache: [Hkv, slots * 2 * D], this layer's; table: int64
+    [R, P]; page_size: tokens, a multiple of BLOCK.
+    """
+    N, Hq, D = q_NHD.shape
+    Hkv, P, page_blocks = len(cache_HX), table_RP.shape[1], page_size // BLOCK
+    table, cache, head = table_RP.data_ptr(), cache_HX.data_ptr(), cache_HX.stride(0) * 4
+    out_NHD = torch.empty(N, Hq, D)
+    _store(
+        k_NHD.data_ptr(), k_NHD.stride(0) * 4, v_NHD.data_ptr(), v_NHD.stride(0) * 4,
+        chunks.chunks_C3.data_ptr(), chunks.count, table, P, page_blocks, cache, head, Hkv, D,
+    )  # fmt: skip
+    parallel(
+        _attend, threads_for(2 * chunks.pairs * Hq * D), q_NHD.data_ptr(), q_NHD.stride(0) * 4,
+        chunks.groups_MF.data_ptr(), len(chunks.groups_MF), table, P, page_blocks, cache, head, Hq, Hkv, D,
+        out_NHD.data_ptr(), 1 / math.sqrt(D),
+    )  # fmt: skip
+    return out_NHD

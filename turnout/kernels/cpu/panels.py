@@ -1,0 +1,135 @@
+"""Stacks of matrices as the products here read them: panels of 16 outputs, in the format of the weights.
+
+Panels of float32 and bfloat16 are multiplied as they lie. Others are unpacked to float32 before, one panel at
+a time, into memory that stays in the L2 cache until the rows of its expert are done: 16 weights in about 15
+instructions. What comes out is what `formats` decodes, to the last bit.
+
+Legend: E matrices, N outputs, K inputs, B panels, 16 B = N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnout.kernels.cpu.jit import inline, part
+from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL
+from turnout.kernels.cpu.vectors import (
+    LANES,
+    load_e2m1,
+    load_e4m3,
+    load_e8m0,
+    load_f16,
+    splat,
+    store,
+)
+
+F16, NVFP4, MXFP4 = 2, 3, 4  # kinds of panels that are unpacked
+KINDS = {torch.float32: F32_PANEL, torch.bfloat16: BF16_PANEL, torch.float16: F16}
+NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
+MXFP4_SCALE = np.float32(2.0**14)
+
+
+@part
+def unpack(kind, panel, scales, factor, K, to):
+    """Panel [K, 16] at `panel`, with rows of 16 scales at `scales`, to float32 at `to`.
+
+    factor: float32 that multiplies an NVFP4 panel.
+    """
+    if kind == F16:
+        for k in range(K):
+            store(to + k * 64, load_f16(panel + k * 32))
+    elif kind == NVFP4:
+        whole = splat(factor * NVFP4_SCALE)
+        for group in range(K // 16):
+            scale = load_e4m3(scales + group * 16)
+            for k in range(group * 16, group * 16 + 16):
+                store(to + k * 64, load_e2m1(panel + k * 8) * scale * whole)
+    else:
+        for group in range(K // 32):
+            scale = load_e8m0(scales + group * 16)
+            for k in range(group * 32, group * 32 + 32):
+                store(to + k * 64, load_e2m1(panel + k * 8) * splat(MXFP4_SCALE) * scale)
+
+
+@inline
+def readable(kind, panel, scales, factor, K, scratch):
+    """Where `products` reads the panel: where it is, or unpacked at `scratch`."""
+    if kind > BF16_PANEL:
+        unpack(kind, panel, scales, factor, K, scratch)
+        return scratch
+    return panel
+
+
+@inline
+def panels_at_once(kind, rows):
+    """How many panels a loop over tiles gives each of them: few, that they stay in the L1 cache, but enough
+    for tiles of few rows."""
+    if rows >= 4 or kind > BF16_PANEL:
+        return 1
+    return 4 if rows == 1 else 2
+
+
+class Panels:
+    """E matrices [N, K]; N is a multiple of 16.
+
+    data: [E, B, K, 16] of float32, bfloat16 or float16, or of e2m1 uint8 [E, B, K, 8]: column c in the low
+    and c + 8 in the high nibble. scales: uint8 [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4,
+    e8m0). factors: float32 [E], NVFP4's global scales.
+    """
+
+    def __init__(self, shape: Sequence[int], kind: torch.dtype | str) -> None:
+        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "nvfp4" or "mxfp4"."""
+        self.experts, self.outputs, self.inputs = experts, outputs, inputs = shape
+        blocks = experts, outputs // LANES
+        self.scales = self.factors = torch.empty(0)
+        if isinstance(kind, torch.dtype):
+            self.kind = KINDS[kind]
+            self.data = torch.empty(*blocks, inputs, LANES, dtype=kind)
+        else:
+            self.kind, group = (NVFP4, 16) if kind == "nvfp4" else (MXFP4, 32)
+            self.data = torch.empty(*blocks, inputs, LANES // 2, dtype=torch.uint8)
+            self.scales = torch.empty(*blocks, inputs // group, LANES, dtype=torch.uint8)
+            self.factors = torch.ones(experts)
+
+    @property
+    def packed(self) -> bool:
+        return self.data.dtype == torch.uint8
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether products need them unpacked."""
+        return self.kind > BF16_PANEL
+
+    def write(self, expert: int, weight_NK: Tensor) -> None:
+        """Store one matrix, of any float dtype."""
+        self.data[expert].copy_(_across(weight_NK))
+
+    def write_packed(
+        self, expert: int, codes: Tensor, scale: Tensor, factor: Tensor | float | None = None
+    ) -> None:
+        """Store one matrix of e2m1. codes: uint8 [N, K / 2], even columns of K in the low nibble; scale: e4m3
+        [N, K / 16] or uint8 [N, K / 32]; factor: NVFP4's global scale."""
+        nibbles_NK = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        nibbles_BKC = _across(nibbles_NK)
+        self.data[expert] = nibbles_BKC[..., : LANES // 2] | nibbles_BKC[..., LANES // 2 :] << 4
+        self.scales[expert] = _across(scale.view(torch.uint8))
+        if factor is not None:
+            self.factors[expert] = factor
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.data.stride(1) * self.data.element_size()
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one panel."""
+        return self.scales.stride(1) if self.scales.numel() else 0
+
+
+def _across(matrix_NK: Tensor) -> Tensor:
+    """[N, K] -> [B, K, 16]"""
+    return matrix_NK.unflatten(0, (-1, LANES)).transpose(1, 2)

@@ -1,0 +1,43 @@
+"""Runs a kernel on as many threads as torch would use, each taking the next piece of work that is left.
+
+Threads of Python's, for kernels hold no global lock: a pool of numba's or OpenMP's would be a second one
+beside torch's, and they get in each other's way. Whoever is slow, since another process took its core, takes
+fewer pieces, where pieces dealt out beforehand would make all wait for it.
+
+A call with one thread is a plain call; a second thread costs 20 to 50 us, so that callers say from where on
+it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+
+WORTH_SHARING = 1e6  # multiplications, about 50 us
+
+
+@cache
+def _pool(helpers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(helpers, thread_name_prefix="turnout-kernels")
+
+
+def threads_for(multiplications: float) -> int:
+    """How many threads work of this size is worth."""
+    return torch.get_num_threads() if multiplications > WORTH_SHARING else 1
+
+
+def parallel(kernel: Callable[..., Any], threads: int, *args: Any) -> None:
+    """Call `kernel` on `threads` threads with the address of two counters, from which they take pieces of
+    work and their own number, and `args`."""
+    counter = torch.zeros(2, dtype=torch.int64)
+    if threads == 1:
+        kernel(counter.data_ptr(), *args)
+        return
+    helpers = [_pool(threads - 1).submit(kernel, counter.data_ptr(), *args) for _ in range(threads - 1)]
+    kernel(counter.data_ptr(), *args)
+    for helper in helpers:
+        helper.result()
