@@ -5,8 +5,9 @@
 FlashInfer compiles `fused_moe_90` at first use, 248 units of up to three minutes each, for every type it has.
 Turnout calls it with MXFP4 weights (W4A16), with bf16 and with FP8 blocks. This compiles those: the dispatch
 of each type, and the CUTLASS kernels for tiles that batches of 1 to 8192 tokens choose from, without clusters
-and without the fused sum. FOLDER receives `fused_moe_90.so`, which belongs in
-`flashinfer/data/aot/fused_moe_90/`; with FLASHINFER_DISABLE_JIT=1 the library then loads it by name.
+and without the fused sum. FOLDER receives `fused_moe_90.so` and `trtllm_utils.so`; without the latter the
+autotuner fails at every tactic, and says no more than that it skipped some. They belong in
+`flashinfer/data/aot/NAME/NAME.so`; with FLASHINFER_DISABLE_JIT=1 the library then loads them by name.
 
 What is left out is still called by name, by code that tries every kernel and goes on with those that work. So
 each missing function is defined to throw the library's own exception, and FlashInfer's autotuner drops such
@@ -40,6 +41,9 @@ RUNNERS = (
     "__nv_bfloat16, __nv_bfloat16",
     "__nv_bfloat16, __nv_fp8_e4m3, __nv_bfloat16",
 )
+# Of `trtllm_utils`, a module of its own: the kernel that lets a stream wait, and what it needs of the others.
+DELAY = "nv_internal/tensorrt_llm/kernels/delayStream.cu"
+SHARED = ("envUtils", "logger", "stringUtils", "tllmException")
 SOURCES = (
     "fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu",
     "fused_moe/cutlass_backend/deepgemm_jit_setup.cu",
@@ -52,10 +56,7 @@ SOURCES = (
     "nv_internal/tensorrt_llm/kernels/cutlass_kernels/cutlass_heuristic.cpp",
     "nv_internal/tensorrt_llm/kernels/lora/lora.cpp",
     "nv_internal/cpp/common/memoryUtils.cu",
-    *(
-        f"nv_internal/cpp/common/{name}.cpp"
-        for name in ("envUtils", "logger", "stringUtils", "tllmException")
-    ),
+    *(f"nv_internal/cpp/common/{name}.cpp" for name in SHARED),
 )
 # Tiles of weights, tokens and depth, from which W4A16 chooses without --every-tile.
 TILES = {
@@ -110,7 +111,12 @@ def main() -> int:
     print(f"{len(objects)} of {len(units)} units compiled, the slowest in {slow:.0f} s")
     late = {unit.name for unit in units} - {target.stem for target in objects}
     print(f"not in time: {', '.join(sorted(late)) or 'none'}")
-    print(f"{link(objects, flags, folder)} functions are left out; {folder / 'fused_moe_90.so'}")
+    delay = folder / "objects" / f"{Path(DELAY).stem}.o"
+    print(f"{link([o for o in objects if o != delay], flags, folder)} functions are left out")
+    if delay in objects:
+        parts = [str(o) for o in objects if o == delay or o.stem in SHARED]
+        _run(["c++", "-shared", "-s", "-o", str(folder / "trtllm_utils.so"), *parts, *_libraries()])
+    print(*sorted(folder.glob("*.so")))
     return 0 if len(objects) == len(units) else 1
 
 
@@ -140,7 +146,7 @@ def _cuda_headers() -> list[str]:
 
 
 def named(csrc: Path) -> Iterator[Unit]:
-    for source in SOURCES:
+    for source in (*SOURCES, DELAY):
         path = csrc / source
         yield Unit(path.stem, path)
 
