@@ -74,6 +74,19 @@ def tune(folder: Path, world: Group | None = None):
     return launches.tactics[-1], steps
 
 
+def test_a_tuner_that_can_time_nothing_is_reported_and_asked_again(
+    tmp_path: Path, tuner, monkeypatch, caplog
+):
+    def fails(*args, **kwargs) -> float:
+        raise RuntimeError("a module is missing")
+
+    monkeypatch.setattr(tuner, "_profile_single_kernel", fails)
+    taken, _ = tune(tmp_path)
+    assert taken == (-1, -1)
+    assert "could time no kernel" in caplog.text
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
 def test_the_fastest_tactics_are_taken_and_kept(tmp_path: Path, tuner):
     taken, steps = tune(tmp_path)
     assert taken == (FASTEST, TACTICS + FASTEST)

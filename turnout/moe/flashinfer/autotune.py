@@ -120,6 +120,12 @@ def _on_first(
         fresh = Path(draft) / "tactics.json"
         AutoTuner.get().save_configs(str(fresh))
         chosen = fresh.read_text()
+    if not AutoTuner.get().profiling_cache:  # it goes on without a word
+        log.warning(
+            "FlashInfer's autotuner could time no kernel, so its defaults run, which may be several times "
+            "slower; FLASHINFER_LOGGING_LEVEL=debug says why (a module that it compiles may lack nvcc)"
+        )
+        return chosen
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(chosen)
