@@ -69,6 +69,8 @@ def test_pairs_of_4_bit_weights_are_sorted_later_than_others():
         False,
         False,
     ]
+    few = {"num_experts": 32, "local_experts": 32, "top_k": 4}
+    assert [shape(**few).direct(tokens) for tokens in (1, 3, 4)] == [True, True, False]
     assert shape().touched(5) == 40
     assert 120 < shape().touched(64) < 128
     assert shape(local_experts=32).touched(5) == 10
