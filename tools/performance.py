@@ -168,23 +168,29 @@ def serving(content: dict[str, Any]) -> str:
 
 
 def beside_gathering(content: dict[str, Any]) -> str:
-    """An exchange by stores, replayed as a graph, and how many times as fast as gathering: one run."""
+    """An exchange by stores, replayed as a graph, beside gathering as `none` does and NCCL's bare collectives
+    in bf16, of one run."""
     found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
-        point = found.setdefault((row["routing"], row["format"], row["tokens"]), {})
-        point[row["dispatcher"]] = row
+        if "graph_us" in row:
+            point = found.setdefault((row["routing"], row["format"], row["tokens"]), {})
+            point[row["dispatcher"]] = row
     lines = []
     for (routing, format, tokens), rows in found.items():
-        ours, gathered = rows["nvlink"], rows["none"]
-        lines.append(
-            [routing, format, str(tokens), f"{ours['graph_us']:.1f}", f"{gathered['graph_us']:.1f}",
-             f"{gathered['graph_us'] / ours['graph_us']:.2f}", f"{ours['wire_bytes'] / 1e6:.2f}",
-             f"{ours['wire_share']:.0%}"]
-        )  # fmt: skip
+        ours = rows.pop("nvlink", None)
+        if ours is None:
+            continue
+        bare = found.get(("uniform", "bf16", tokens), {}).get("nccl")
+        others = [row["graph_us"] for row in (rows.get("none"), bare) if row]
+        us = ours["graph_us"]
+        ratio = f"{min(others) / us:.2f}" if others else ""
+        gathered = [f"{row['graph_us']:.1f}" if row else "" for row in (rows.get("none"), bare)]
+        sent = [f"{ours['wire_bytes'] / 1e6:.2f}", f"{ours['wire_bytes'] / 1e3 / us:.0f}"]
+        lines.append([routing, format, str(tokens), f"{us:.1f}", *gathered, ratio, *sent])
     first = content["rows"][0]
     head = f"{content['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}."
-    columns = ["routing", "format", "tokens of a rank", "`nvlink`, us", "`none`, us", "ratio", "MB sent"]
-    return f"{head}\n\n" + table([*columns, "of the wire"], lines)
+    columns = ["routing", "format", "tokens of a rank", "`nvlink`, us", "`none`, us", "NCCL, us", "ratio"]
+    return f"{head}\n\n" + table([*columns, "MB sent", "GB/s"], lines)
 
 
 def exchange(content: dict[str, Any]) -> str:
