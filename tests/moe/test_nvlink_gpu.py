@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.moe.build import make_plan, make_setup, make_spec
 from tests.ranks import Pools, Rank
+from turnout.moe import budget
 from turnout.moe.dispatch.nvlink import NvlinkDispatch
 from turnout.parallel.symmetric import PeerError
 
@@ -21,11 +22,13 @@ pytestmark = pytest.mark.multigpu
 
 GPUS = max(2, torch.cuda.device_count())
 HIDDEN, EXPERTS, TOP_K, CAPACITY = 2048, 32, 4, 64
+FEW = 16  # tokens that travel in words; more by flags
 REPLAYS = 100_000
 TIMEOUT = 240
 
 
 def built(rank: Rank) -> tuple[NvlinkDispatch, range, torch.device]:
+    budget.FEW_TOKENS = FEW
     groups = rank.groups("cuda", dp_size=rank.size, ep_size=rank.size)
     spec = make_spec(hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
     span = groups.topology.expert_range(EXPERTS)
@@ -74,7 +77,7 @@ def exchange(dispatcher: NvlinkDispatch, span: range, counts: list[int], rank: i
 
 
 def soak(rank: Rank, replays: int) -> int:
-    """Graphs of three sizes, taken in turn, with random tokens of random number in each replay."""
+    """Graphs of three sizes, two in words and one by flags, taken in turn, with random tokens of random number in each replay."""
     dispatcher, span, device = built(rank)
     torch.manual_seed(rank.number)
     wrong = torch.zeros(1, dtype=torch.int64, device=device)

@@ -58,6 +58,6 @@ Measured between two H200s, hidden 7168, top-8 of 256, both launches in a graph,
 * Rows that are waited for 8 or 16 at once: no difference. 32 do not compile (Triton 3.6).
 * A flag per 1024 columns instead of per row, so that sums may begin sooner, was dropped untimed: few tokens
   need no flags, and of many the first rows arrive early anyway.
-* FP8, 4096 tokens: dispatch takes 124 us where the wire would take 83; a token is quantised, stored and fenced
+* FP8, 4096 tokens: dispatch takes 124 us, the wire would 83. A token is quantised, stored and fenced
   before the next. Several tokens to a fence and one reciprocal a group instead of divisions are untried.
 """
