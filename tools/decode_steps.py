@@ -1,7 +1,7 @@
 """What steps of an engine take on this GPU, decoding in CUDA graphs or without and prefilling, and where the
 time goes.
 
-    python -m tools.decode_steps demo --output benchmarks/results/decode-DEVICE-DATE.json
+    python -m tools.decode_steps demo --output benchmarks/results/steps-DEVICE-DATE.json
     python -m tools.random_checkpoint /dev/shm/qwen3-30b && python -m tools.decode_steps /dev/shm/qwen3-30b
 
 Requests of 64 prompt tokens decode together. A step is timed whole, from the schedule to sampled tokens, as
@@ -195,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for model in options.models for row in Bench(model, options).rows()]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    content = result("decode", rows, device=device, driver=gpu_driver())
+    content = result("steps", rows, device=device, driver=gpu_driver())
     if options.output is not None:
         save(content, options.output)
 

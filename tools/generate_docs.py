@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tools.performance import table, tables
+from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
+from tools.tables import table
 from turnout.formats import FORMAT_INFO
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES

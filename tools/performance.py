@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.engine_tables import in_turns, prompts, serving_on_gpu, steps
+from tools.tables import table
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
@@ -24,6 +26,10 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", beside_gathering),
         ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", beside_gathering),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
+        ("steps-h200", "steps", "nvidia-h200", steps),
+        ("prompts-h200", "steps", "nvidia-h200", prompts),
+        ("serve-h200", "serve", "nvidia-h200", serving_on_gpu),
+        ("two-batches-h200", "two-batches", "nvidia-h200", in_turns),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
@@ -237,8 +243,3 @@ def _cell(row: dict[str, Any] | None, peer_us: float | None) -> str:
         return "-"
     faster = "" if peer_us is None else f", {peer_us / row['time_us']:.2f}x"
     return f"{row['time_us']:.0f} ({row['efficiency']:.2f}{faster})"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -3,15 +3,16 @@
     python -m tools.serving demo --output benchmarks/results/serve-DEVICE-DATE.json
     TURNOUT_MAX_RUNNING_REQUESTS=128 TURNOUT_CUDA_GRAPH_MAX_BS=128 python -m tools.serving /dev/shm/qwen3-30b
 
-The server takes its other flags from the environment (TURNOUT_<FLAG>). Each load is given twice and measured
-the second time, so that nothing is compiled, and no connection opened, under the clock.
+The server takes its other flags from the environment (TURNOUT_<FLAG>); or give the --base-url of one that
+runs, and the names of its flags as --flags. Each load is preceded by a short one, so that nothing new happens
+under the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,19 @@ SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
 def rows(model: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(a row for each load, where they ran)."""
     found = []
-    start = time.perf_counter()
-    with launch(load(ServerConfig, {"model": model, "port": 0})) as base_url:
-        started = time.perf_counter() - start
+    server: AbstractContextManager[str] = nullcontext(options.base_url)
+    if not options.base_url:
+        server = launch(load(ServerConfig, {"model": model, "port": 0}))
+    with server as base_url:
         for concurrency in options.concurrency:
             bench = ServeBench(
                 input_len=options.input_len,
                 output_len=options.output_len,
-                num_prompts=max(4, 2 * concurrency),
+                num_prompts=max(4, 4 * concurrency),
                 max_concurrency=concurrency,
             )
             measure(ServeBench(input_len=options.input_len, output_len=8, num_prompts=concurrency), base_url)
-            found.append({"model": Path(model).name, "start_s": started} | measure(bench, base_url))
+            found.append({"model": Path(model).name} | measure(bench, base_url))
             print(model, concurrency, {name: found[-1][name] for name in SHOWN}, flush=True)
         return found, place(base_url)
 
@@ -50,14 +52,16 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--base-url", default="")
+    parser.add_argument("--flags", default="", help="how the server was started, for the record")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     measured: list[dict[str, Any]] = []
     for model in options.models:
         more, where = rows(model, options)
         measured += more
-    flags = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("TURNOUT_"))
-    command = f"{flags} python -m tools.serving {' '.join(options.models)}".strip()
+    flags = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("TURNOUT_")]
+    command = " ".join([*flags, "python -m tools.serving", *options.models, options.flags]).strip()
     if options.output is not None:
         save(result("serve", measured, command=command, **where), options.output)
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.engine.toy import SHAPE
 from turnout.engine.attention import PagedAttention
+from turnout.engine.fused_attention import StepAttention
 from turnout.engine.ties import NoAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -28,7 +29,7 @@ def test_no_tokens_attend_to_nothing(device: str):
         dtype=torch.float32,
     )
     paged.begin([], [])
-    for attention in (paged, NoAttention()):
+    for attention in (paged, NoAttention(), StepAttention(paged, [], [])):
         for layer in range(SHAPE.num_layers):
             q, k, v = (rows(0, heads, device) for heads in (SHAPE.num_heads, *[SHAPE.num_kv_heads] * 2))
             out = attention(layer, q, k, v)

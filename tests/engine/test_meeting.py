@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.engine.planned import write
+from tests.moe.broken import offer
 from tests.ranks import Rank
 from turnout.config import Config
 from turnout.engine.blueprint import resolve
 from turnout.engine.meeting import agree
 from turnout.errors import UserError
+from turnout.moe.buckets import ALL, Buckets, Times
 from turnout.moe.tiling.tiles import Tiles, Tiling
 from turnout.parallel.hardware import GB, Hardware
 
@@ -36,6 +40,28 @@ def test_hosts_of_different_memory_keep_as_many_pages_as_all_have(ranks, tmp_pat
     alone = resolve(config, Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=GB // 10), rank=0)
     assert small == large == (alone.num_pages, alone.max_context, alone.memory.kv)
     assert alone.num_pages < resolve(config, rank=0).num_pages
+
+
+def settled(rank: Rank, config: Config, measured: list[Times]) -> tuple[str, str, Buckets]:
+    """The runner planned with this host's times, and what all agree on."""
+    host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=8 * GB, present=True)
+    with pytest.MonkeyPatch.context() as patch:
+        offer(patch, "Dawdles")
+        blueprint = resolve(config, host, rank=rank.number, measured=measured[rank.number])
+        common = agree(blueprint, rank.groups(dp_size=2, ep_size=2))
+    assert common.hardware == blueprint.hardware
+    return blueprint.plan.prefill.runner, common.plan.prefill.runner, common.plan.buckets
+
+
+def test_hosts_that_measured_otherwise_choose_by_the_first_ones_times(ranks, tmp_path):
+    config = write(tmp_path, tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
+    first = {"torch": {1: 9.0, 64: 10.0}, "Dawdles": {1: 1.0, 64: 100.0}}
+    other = {"torch": {1: 9.0, 64: 10.0}, "Dawdles": {1: 1.0, 64: 1.0}}
+    buckets = ((8, "Dawdles"), (ALL, "torch"))
+    assert ranks(2).run(settled, config, [first, other]) == [
+        ("torch", "torch", buckets),
+        ("Dawdles", "torch", buckets),
+    ]
 
 
 def test_ranks_that_planned_otherwise_are_told(ranks, tmp_path):

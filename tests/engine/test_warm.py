@@ -48,10 +48,14 @@ def test_nothing_to_choose_or_no_layer_means_no_tuning(runner: str, layers: int,
     assert tuned_with(runner, monkeypatch, tmp_path, layers)[1] == []
 
 
-@pytest.mark.parametrize(("most", "context"), [(40, 128), (50, 12), (1, 128)])
-def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int):
+@pytest.mark.parametrize(
+    ("most", "context", "pages"), [(40, 128, 64), (50, 12, 64), (1, 128, 64), (16, 16, 4)]
+)
+def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int, pages: int):
     model = ToyModel()
-    core = make_core(model, max_context=context, max_prefill_tokens=most, max_running_requests=6)
+    core = make_core(
+        model, num_pages=pages, max_context=context, max_prefill_tokens=most, max_running_requests=6
+    )
     free, computed = core._pool.num_available, []
     model.reset_counts = lambda: computed.extend(model.steps)
     warm.first_prompts(core.blueprint, core._forward, model, core._pool, None)

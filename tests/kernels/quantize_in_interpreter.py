@@ -75,18 +75,18 @@ held = ((ids >= 2) & (ids < 6)).flatten().nonzero().flatten().int()
 order = torch.full((T * TOP_K,), -7, dtype=torch.int32)
 order[: len(held)] = held[torch.randperm(len(held), generator=draw)]
 tiles[1] = len(held)
-place = torch.full((T * TOP_K,), -1, dtype=torch.int32)
+place = torch.full((T * TOP_K,), -7, dtype=torch.int32)
 counters = torch.ones(20, dtype=torch.int32)
-note_places[(3,)](order, tiles, place, counters, 18, 8, False)
+note_places[(3,)](ids, order, tiles, place, counters, T * TOP_K, 2, 4, 18, 8, False)
 results["places"] = (
     torch.equal(order[place[held.long()].long()], held)
-    and int((place >= 0).sum()) == len(held)
+    and int((place == -1).sum()) == T * TOP_K - len(held)
     and counters.tolist() == [0] * 18 + [1] * 2
 )
 
 y = torch.randn(T * TOP_K, H, generator=draw).bfloat16()
 out = torch.full((T, H), torch.nan)
-sum_places[(T, 2)](y, place, ids, out, H, 2, 4, TOP_K, 128, False)
+sum_places[(T, 2)](y, place, out, H, TOP_K, 128, False)
 by_pair = torch.zeros(T * TOP_K, H)
 by_pair[held.long()] = y[place[held.long()].long()].float()
 results["sum"] = torch.allclose(out, by_pair.view(T, TOP_K, H).sum(1), atol=1e-6)

@@ -21,11 +21,11 @@ def sorts(pairs: int, local: int, total: int, first: int, width: int, *, block: 
     alone, ep = not block, power(local + 1)
     block = block or max(16, power(pairs))
     programs = -(-pairs // block)
-    counts = torch.zeros(2 * ep, dtype=torch.int32)
+    counts = torch.zeros(9 * ep, dtype=torch.int32)
     order = torch.full((pairs,), -7, dtype=torch.int32)
     tiles = torch.zeros(4 + 4 * (local + pairs // width + 1), dtype=torch.int32)
     if not alone:
-        count_pairs[(programs,)](ids, counts, pairs, first, local, block, False)
+        count_pairs[(programs,)](ids, counts, pairs, first, local, block, ep, False)
     place_pairs[(programs,)](
         ids, counts, order, tiles, pairs, first, local, width, programs, block, ep, alone, False
     )
@@ -65,7 +65,8 @@ for name, dtype in (("sum", torch.float32), ("sum-bf16", torch.bfloat16)):
     y = torch.randn(12, 100, generator=draw).bfloat16()
     ids = torch.randint(0, 8, (3, 4), generator=draw).int()
     out = torch.full((3, 100), torch.nan, dtype=dtype)
-    counters = torch.ones(16, dtype=torch.int32)
+    counters = torch.zeros(9, 8, dtype=torch.int32)
+    counters[0], counters[1:].view(8, 8)[:, 0] = 1, 1
     sum_pairs[(3, 2)](y, ids, out, counters, 100, 100, 2, 4, 4, 64, 8, True, False)
     held = ((ids >= 2) & (ids < 6)).unsqueeze(2)
     ref = (y.view(3, 4, 100).float() * held).sum(1)

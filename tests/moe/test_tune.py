@@ -12,6 +12,7 @@ from tests.moe.broken import BROKEN, offer
 from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import BUDGET, CPU, SPEC, dispatcher, runner
 from turnout.moe import measured, plan
+from turnout.moe.buckets import means
 from turnout.moe.measured import Measured
 from turnout.moe.plan import Wishes
 from turnout.moe.runners.torch import TorchRunner
@@ -33,10 +34,11 @@ def kept(folder: Path, **fields) -> Path:
     return measured.write(folder, Measured(**(values | fields)))
 
 
-def test_what_was_kept_is_read_as_a_mean_over_batch_sizes(tmp_path: Path):
+def test_what_was_kept_is_read_and_its_mean_is_over_batch_sizes(tmp_path: Path):
     assert measured.read(tmp_path, LAYER) == {}
     kept(tmp_path)
-    assert measured.read(tmp_path, LAYER) == {"oak": pytest.approx(100), "elm": pytest.approx(60)}
+    assert measured.read(tmp_path, LAYER) == TIMES
+    assert means(TIMES) == {"oak": pytest.approx(100), "elm": pytest.approx(60)}
     assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the file: no draft is left
 
 
@@ -46,6 +48,7 @@ def test_another_layer_device_or_arrangement_was_not_measured(tmp_path: Path):
         measured.describe(make_spec(), Topology(), CPU, "float32"),
         measured.describe(SPEC, Topology(tp_size=2, ep_size=2), CPU, "float32"),
         measured.describe(SPEC, Topology(), CPU, "bfloat16"),
+        measured.describe(SPEC, Topology(), CPU, "float32", "fp8"),
     ):
         assert measured.read(tmp_path, layer) == {}
 
@@ -60,6 +63,7 @@ def test_another_layer_device_or_arrangement_was_not_measured(tmp_path: Path):
         (lambda text: text.replace('"hidden_size": 1024', '"hidden_size": 512'), "not hold times of this"),
         (lambda text: json.dumps(json.loads(text) | {"microseconds": {"oak": {}}}), "not hold times of this"),
         (lambda text: text.replace(torch.__version__, "2.0"), "measured with torch 2.0"),
+        (lambda text: text.replace('"kernels": "packed ', '"kernels": "packed 9'), "measured with kernels"),
     ],
 )
 def test_files_that_do_not_count_are_left_aside_with_a_warning(
@@ -73,7 +77,7 @@ def test_files_that_do_not_count_are_left_aside_with_a_warning(
     assert str(file) in caplog.text
 
 
-def planned(measured_times: dict[str, float], **wishes: str):
+def planned(means_of: dict[str, float], **wishes: str):
     return plan(
         SPEC,
         topology=Topology(),
@@ -83,13 +87,14 @@ def planned(measured_times: dict[str, float], **wishes: str):
         compute_dtype="float32",
         runners=[runner("oak", preference=10), runner("elm"), runner("fir")],
         dispatchers=[dispatcher()],
-        measured=measured_times,
+        measured={name: {16: us} for name, us in means_of.items()},
     )
 
 
 def test_auto_takes_the_runner_measured_best_and_says_so():
     assert planned({}).prefill.runner == "oak"
     best = planned({"oak": 100, "elm": 60})
+    assert best.buckets == ()
     assert (best.prefill.runner, best.decode.runner) == ("elm", "elm")
     assert best.reasons[0] == (
         "runner elm: measured 60 us, mean over batch sizes, before oak 100 us, fir, not measured"

@@ -50,7 +50,7 @@ def test_regions_lie_apart_and_fill_the_arena():
     assert arena.nbytes == max(sum(map(aligned, sizes.values())) for sizes in sets.values())
     # What must stay zero between calls is the same memory in both layouts.
     assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
-    assert sets["tokens"]["counts"] == sets["experts"]["counts"] == 2 * 4 * 16
+    assert sets["tokens"]["counts"] == sets["experts"]["counts"] == 9 * 4 * 16
 
 
 def test_more_than_planned_names_what_asked_for_it():

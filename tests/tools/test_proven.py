@@ -16,7 +16,8 @@ def test_runs_are_read_from_rows_that_did_not_fail(tmp_path):
     result("c", "CPU", "2026-01-03", {"runner": "oak", "dispatcher": "elm"}, {"time_us": 1.0})
     runs = backends_run(tmp_path, {"oak", "ash", "elm"})
     assert runs == {"elm": {"CPU": "2026-01-03"}, "oak": {"CPU": "2026-01-03", "GPU": "2026-01-02"}}
-    assert evidence("oak", "unused", runs) == "ran on CPU (2026-01-03), GPU (2026-01-02)"
+    assert evidence("oak", "", runs) == "ran on CPU (2026-01-03), GPU (2026-01-02)"
+    assert evidence("oak", "seen", runs) == "ran on CPU (2026-01-03), GPU (2026-01-02); elsewhere seen"
     assert evidence("ash", "looked at", runs) == "has no recorded run on hardware; looked at"
 
 

@@ -306,14 +306,16 @@ def draw_inputs(
     shape: Shape, tokens: int, seed: int, routing: str, device: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x float32 [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
-    draw = torch.Generator().manual_seed(seed)
-    x_TH = torch.randn(tokens, shape.hidden, generator=draw)
+    draw = torch.Generator(device).manual_seed(seed)
+    x_TH = torch.randn(tokens, shape.hidden, generator=draw, device=device)
     E, k = shape.experts, shape.top_k
     skew = _skew(routing) or 0.0
-    rank_E = torch.randperm(E, generator=draw) if skew else torch.zeros(E)
+    rank_E = torch.zeros(E, device=device)
+    if skew:
+        rank_E = torch.randperm(E, generator=draw, device=device)
     ids_TK = torch.multinomial((1.0 + rank_E).pow(-skew).expand(tokens, E), k, generator=draw)
-    weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
-    return x_TH.to(device), ids_TK.int().to(device), weights_TK.to(device)
+    weights_TK = torch.rand(tokens, k, generator=draw, device=device).softmax(dim=-1)
+    return x_TH, ids_TK.int(), weights_TK
 
 
 def _skew(routing: str) -> float | None:

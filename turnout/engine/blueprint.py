@@ -21,7 +21,8 @@ from turnout.engine.placement import arrange, attention_refusals, host_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.models import describe
 from turnout.models.interface import ModelDescription
-from turnout.moe import measured
+from turnout.moe import measured as times_kept
+from turnout.moe.buckets import Times
 from turnout.moe.budget import ITEMSIZE, Budget
 from turnout.moe.packages import TRITON
 from turnout.moe.plan import MoEPlan, Wishes, plan
@@ -50,6 +51,7 @@ class Blueprint:
     num_pages: int
     max_context: int  # longest prompt + output in tokens
     memory: MemoryTable
+    measured: Times = dataclasses.field(default_factory=dict)  # what chose between runners
 
     @property
     def chunk_tokens(self) -> int:
@@ -109,17 +111,24 @@ def read_model(config: Config) -> ModelFolder:
     )
 
 
-def resolve(config: Config, hardware: Hardware | None = None, *, rank: int | None = None) -> Blueprint:
+def resolve(
+    config: Config,
+    hardware: Hardware | None = None,
+    *,
+    rank: int | None = None,
+    measured: Times | None = None,
+) -> Blueprint:
     """Decide everything for `config` on `hardware` (default: this machine's).
 
-    `rank` of all, once they have been launched: by default the first one of this host.
+    `rank` of all, once they have been launched: by default the first one of this host. `measured`: times of
+    runners instead of those kept on this machine.
     Raises PlanRefused with every reason, UserError for a model that cannot be found or described.
     """
     model = read_model(config)
     hardware = hardware or detect(config.device)
     topology = arrange(config, rank)
     misplaced = host_refusals(config, topology, hardware, launched=rank is not None)
-    return decide(config, model, hardware, topology, misplaced)
+    return decide(config, model, hardware, topology, misplaced, measured)
 
 
 def decide(
@@ -128,6 +137,7 @@ def decide(
     hardware: Hardware,
     topology: Topology,
     found: Sequence[Refusal] = (),
+    measured: Times | None = None,
 ) -> Blueprint:
     """`resolve` for ranks arranged as in `topology`; `found` already stands in the way.
 
@@ -142,6 +152,8 @@ def decide(
         *halves.refusals(config, topology),
     ]
     budget = _budget(config, topology, hardware, dtype)
+    if measured is None:
+        measured = _measured(config, description, topology, hardware, dtype)
     replan = partial(
         plan,
         description.moe,
@@ -151,7 +163,7 @@ def decide(
         compute_dtype=dtype,
         num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
-        measured=_measured(description, topology, hardware, dtype),
+        measured=measured,
         tiles=partial(tuned.find, hardware=hardware, folder=cache_folder()),
     )
     try:
@@ -181,16 +193,18 @@ def decide(
         num_pages=num_pages,
         max_context=max_context,
         memory=memory,
+        measured=measured,
     )
 
 
 def _measured(
-    description: ModelDescription, topology: Topology, hardware: Hardware, dtype: str
-) -> dict[str, float]:
+    config: Config, description: ModelDescription, topology: Topology, hardware: Hardware, dtype: str
+) -> Times:
     """What `turnout tune` found on this machine; a named device was never measured."""
     if not hardware.present or topology.refusals():
         return {}
-    return measured.read(cache_folder(), measured.describe(description.moe, topology, hardware, dtype))
+    layer = times_kept.describe(description.moe, topology, hardware, dtype, config.moe_activation_dtype)
+    return times_kept.read(cache_folder(), layer)
 
 
 def _compute_dtype(config: Config, hardware: Hardware) -> str:

@@ -27,12 +27,11 @@ def why_eager(blueprint: Blueprint) -> str:
         return "drafts differ in number from step to step"
     if blueprint.hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
-    for kind, declared in (
-        ("runner", RUNNER_CAPABILITIES[decode.runner]),
-        ("dispatcher", DISPATCHER_CAPABILITIES[decode.dispatcher]),
-    ):
-        if not declared.graph_safe:
-            return f"{kind} {declared.name} waits for the host"
+    safe = {f"runner {name}": RUNNER_CAPABILITIES[name].graph_safe for name in blueprint.plan.runners}
+    safe[f"dispatcher {decode.dispatcher}"] = DISPATCHER_CAPABILITIES[decode.dispatcher].graph_safe
+    waiting = [name for name, captured in safe.items() if not captured]
+    if waiting:
+        return f"{waiting[0]} waits for the host"
     return ""
 
 

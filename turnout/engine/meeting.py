@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from turnout.config import Config, Launched
-from turnout.engine.blueprint import Blueprint
+from turnout.engine.blueprint import Blueprint, resolve
 from turnout.engine.eager import graph_sizes, why_eager
 from turnout.engine.lockstep import Lockstep
+from turnout.engine.memory import whole_host
 from turnout.errors import UserError
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.plan import PHASES
@@ -57,12 +58,17 @@ def _share(groups: Groups) -> SharedExchange:
 
 def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
     """`blueprint` with what all ranks share; collective. That is as many KV pages as each of them has, for
-    hosts differ in memory, and the first one's tilings, for hosts may differ in what was tuned on them.
+    hosts differ in memory, and the first one's tilings and runners, for hosts may differ in what was tuned on
+    them.
 
     Raises UserError if ranks planned what they must do alike differently.
     """
     if groups.world.size == 1:
         return blueprint
+    measured = gather_values(groups.world, blueprint.measured)[0]
+    if measured != blueprint.measured:
+        host = whole_host(blueprint.hardware, blueprint.topology)
+        blueprint = resolve(blueprint.config, host, rank=groups.world.rank, measured=measured)
     plan = blueprint.plan
     planned = {
         "model": blueprint.description,
@@ -71,6 +77,7 @@ def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
         "page size": blueprint.page_size,
         "prefill": plan.prefill,
         "decode": plan.decode,
+        "runners by batch size": plan.buckets,
         "activations": plan.activation_format,
         "shared expert": plan.shared_expert,
         "decode graphs": why_eager(blueprint) or graph_sizes(blueprint.config),

@@ -56,6 +56,13 @@ def share_host(hardware: Hardware, topology: Topology) -> Hardware:
     return dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes // topology.ranks_per_node)
 
 
+def whole_host(hardware: Hardware, topology: Topology) -> Hardware:
+    """The inverse, but for a remainder that no rank has."""
+    if hardware.device != "cpu" or topology.ranks_per_node < 1:
+        return hardware
+    return dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes * topology.ranks_per_node)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """One rank before its MoE backends are chosen. hardware: its share of the host's."""

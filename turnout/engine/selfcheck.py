@@ -26,6 +26,7 @@ from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.models.interface import Model, Step
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.bucketed import make_runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
@@ -149,7 +150,7 @@ class Watch:
 
     def make_runner(self, layer: int) -> Experts:
         """What `load_model` calls for each MoE layer."""
-        runner: Experts = RUNNERS.get(self._plan.prefill.runner)(self._spec, self._plan, self._device)
+        runner = make_runner(self._spec, self._plan, self._device)
         if layer not in self._layers:
             return runner
         self.watched[layer] = Watched(runner, self._spec, self._plan)

@@ -34,6 +34,7 @@ from turnout.models.interface import ProgressFn
 from turnout.moe import measured
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.buckets import means
 from turnout.moe.flashinfer import autotune
 from turnout.moe.measured import Measured
 from turnout.moe.plan import MoEPlan
@@ -74,13 +75,15 @@ def tune(config: Config, *, as_json: bool = False, console: Console | None = Non
     file = _kept(lambda: measured.write(cache_folder(), found))
     if as_json:
         content = {"file": str(file), "layer": found.layer, "microseconds": found.microseconds}
-        console.file.write(json.dumps(content | {"mean": found.mean()}, indent=2) + "\n")
+        console.file.write(json.dumps(content | {"mean": means(found.microseconds)}, indent=2) + "\n")
         return 0
     console.print(_table(found))
     for refusal in refused:
         console.print(Text(f"not measured: {refusal.who}: {refusal.asked}: {refusal.limit}"))
-    chosen = resolve(config).plan.prefill.runner
-    console.print(Text(f"`auto` now takes runner {chosen} for this layer; kept in {file}"))
+    chosen = resolve(config).plan
+    console.print(Text(f"`auto` now takes runner {chosen.prefill.runner} for this layer; kept in {file}"))
+    if chosen.buckets:
+        console.print(Text(next(line for line in chosen.reasons if line.startswith("batches of "))))
     return 0
 
 
@@ -124,7 +127,13 @@ def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: Progress
     with torch.inference_mode():
         found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
     return Measured(
-        layer=measured.describe(spec, topology, blueprint.hardware, blueprint.compute_dtype),
+        layer=measured.describe(
+            spec,
+            topology,
+            blueprint.hardware,
+            blueprint.compute_dtype,
+            blueprint.config.moe_activation_dtype,
+        ),
         versions=measured.versions(),
         date=datetime.date.today().isoformat(),
         microseconds=found,
@@ -235,7 +244,7 @@ def _table(found: Measured) -> Table:
     table.add_column("runner")
     for name in (*map(str, sizes), "mean"):
         table.add_column(name, justify="right")
-    for runner, mean in sorted(found.mean().items(), key=lambda item: item[1]):
+    for runner, mean in sorted(means(found.microseconds).items(), key=lambda item: item[1]):
         row = found.microseconds[runner]
         table.add_row(runner, *(f"{row[tokens]:.0f}" for tokens in sizes), f"{mean:.0f}")
     return table

@@ -17,10 +17,10 @@ from turnout.engine.request import Request
 from turnout.engine.sampling import SamplingParams
 from turnout.engine.scheduler import Chunk
 from turnout.models.interface import Model, ProgressFn
+from turnout.moe.bucketed import make_runner
 from turnout.moe.flashinfer import autotune
 from turnout.moe.runners import Experts
 from turnout.parallel.groups import Groups
-from turnout.registry import RUNNERS
 
 
 class Tuner:
@@ -56,10 +56,7 @@ class Tuner:
 
     def _planned(self, layer: int) -> Experts:
         plan = self._blueprint.plan
-        runner: Experts = RUNNERS.get(plan.prefill.runner)(
-            self._blueprint.description.moe, plan, self._device
-        )
-        return runner
+        return make_runner(self._blueprint.description.moe, plan, self._device)
 
 
 def prompt_sizes(most: int) -> list[int]:
@@ -75,9 +72,9 @@ def first_prompts(
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
     second. Collective; before any request. Leaves no trace but in memory that is free."""
     config, topology = blueprint.config, blueprint.topology
-    room = min(blueprint.max_context, pool.num_available * blueprint.page_size // config.max_running_requests)
-    most = min(max(config.max_prefill_tokens, 1), room * config.max_running_requests)
-    sizes = prompt_sizes(most)
+    rows = min(config.max_running_requests, pool.num_available)
+    room = min(blueprint.max_context, pool.num_available // rows * blueprint.page_size)
+    sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
     for done, size in enumerate(sizes):
         if progress is not None:
             progress("compiling", done, len(sizes))

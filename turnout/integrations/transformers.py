@@ -26,6 +26,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.layouts import deinterleave_gate_up_rows
 from turnout.formats.packed import PackedTensor
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.bucketed import make_runner
 from turnout.moe.budget import Budget
 from turnout.moe.plan import plan
 from turnout.moe.reference import activate
@@ -33,7 +34,6 @@ from turnout.moe.runners import Experts
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
-from turnout.registry import RUNNERS
 
 NAME = "turnout"
 REMEDY = 'use experts_implementation="eager" for this model'
@@ -129,7 +129,7 @@ def _prepare(module: Any, x_TH: Tensor, top_k: int, max_tokens: int) -> Experts:
         compute_dtype=DTYPES[x_TH.dtype],
         stored_itemsize=experts.w13.data.element_size(),
     )
-    runner: Experts = RUNNERS.get(chosen.prefill.runner)(spec, chosen, x_TH.device)
+    runner = make_runner(spec, chosen, x_TH.device)
     runner.prepare(experts)
     return runner
 

@@ -54,30 +54,24 @@ from turnout.kernels.expert_gemm import locate
 
 @triton.jit
 def note_places(
-    order_ptr,
-    tiles_ptr,
-    place_ptr,
-    counts_ptr,
-    COUNTERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """place[order[r]] = r, for the tiles[1] pairs that this rank holds; and zero `counts`."""
+    ids_ptr, order_ptr, tiles_ptr, place_ptr, counts_ptr, P, first, E,
+    COUNTERS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """place[order[r]] = r for the tiles[1] pairs that this rank holds, -1 for others; and zero `counts`."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = row < tl.load(tiles_ptr + 1)
-    tl.store(place_ptr + tl.load(order_ptr + row, mask=held, other=0), row, mask=held)
-    tl.store(counts_ptr + row, tl.zeros([BLOCK], tl.int32), mask=row < COUNTERS)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row_exists = i < tl.load(tiles_ptr + 1)
+    tl.store(place_ptr + tl.load(order_ptr + i, mask=row_exists, other=0), i, mask=row_exists)
+    expert = tl.load(ids_ptr + i, mask=i < P, other=first) - first
+    tl.store(place_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=(expert < 0) | (expert >= E))
+    tl.store(counts_ptr + i, tl.zeros([BLOCK], tl.int32), mask=i < COUNTERS)
 
 
 @triton.jit
-def sum_places(
-    y_ptr, place_ptr, ids_ptr, out_ptr, H, first, E,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]]."""
+def sum_places(y_ptr, place_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]], if there is one."""
     token = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -85,10 +79,8 @@ def sum_places(
         gdc_wait()
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + j) - first
-        held = (expert >= 0) & (expert < E)
-        row = tl.load(place_ptr + token * TOP_K + j, mask=held, other=0).to(tl.int64)
-        acc += tl.load(y_ptr + row * H + c, mask=(c < H) & held, other=0.0).to(tl.float32)
+        row = tl.load(place_ptr + token * TOP_K + j).to(tl.int64)
+        acc += tl.load(y_ptr + row * H + c, mask=(c < H) & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * H + c, acc.to(out_ptr.dtype.element_ty), mask=c < H)
 
 

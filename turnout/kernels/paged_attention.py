@@ -27,12 +27,12 @@ JOINED_BLOCK = 64
 ROWS = 256  # of one launch: bounds the spans' partial results
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "SPLITS"])
 def attend_span(
     q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
-    scale, head_stride, P, Hkv,
+    scale, head_stride, P, Hkv, SPLITS,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head.
 
@@ -142,8 +142,8 @@ def attend(
     lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
     attend_span[(B, Hkv, splits)](
         q_BHD, cache_HS2D, table_BP, ends_B, partial, lse,
-        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv,
-        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, splits, early,
+        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
+        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, early,
         launch_pdl=early,
     )  # fmt: skip
     join_spans[(B * Hq,)](partial, lse, out_BHD, D, DP, splits, early, launch_pdl=early)

@@ -3,6 +3,10 @@
 Pairs are counted and placed with atomics, so their order within an expert changes from run to run. Results
 do not: a row's products depend on nothing but that row, whatever tile or place it falls into.
 
+Atomics to one 32-byte sector of the L2 cache wait for each other. So programs count their pairs first and
+add one number per expert, and the counters of pairs placed lie APART: 131072 pairs of 128 experts take 27 us
+on an H200 instead of 54.
+
 Legend: P pairs (tokens times top-k), E local experts, EP a power of two above E.
 """
 
@@ -12,16 +16,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+APART = tl.constexpr(8)
+
 
 @triton.jit
-def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """counts[e] += pairs of local expert e, for the ids of this program."""
+def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
+    """counts[e] += pairs of local expert e, for the ids of this program. EP: above E."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids_ptr + i, mask=i < P, other=-1) - first
-    tl.atomic_add(counts_ptr + expert, 1, mask=(expert >= 0) & (expert < E), sem="relaxed")
+    pairs = tl.histogram(tl.where((expert >= 0) & (expert < E), expert, EP - 1), EP)
+    e = tl.arange(0, EP)
+    tl.atomic_add(counts_ptr + e, pairs, mask=(e < E) & (pairs > 0), sem="relaxed")
 
 
 @triton.jit
@@ -54,8 +62,9 @@ def place_pairs(
 ):  # fmt: skip
     """Write the sorted pairs and the table of tiles.
 
-    counts int32 [2, EP]: pairs per expert, then how many have been placed; zero beforehand. COUNT: one
-    program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs` clears them.
+    counts int32 [EP + EP * APART]: pairs per expert; then, in steps of APART, how many have been placed; zero
+    beforehand. COUNT: one program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs`
+    clears them.
     order int32 [P]: pair ids, expert by expert; pairs of other ranks and padding are left out.
     tiles int32 [4 + 4 * tiles]: see `write_tiles`.
     """
@@ -72,13 +81,13 @@ def place_pairs(
         pairs = tl.where(e < E, tl.histogram(expert, EP), 0)
     else:
         pairs = tl.load(counts_ptr + e)
-    place = tl.atomic_add(counts_ptr + EP + expert, 1, mask=held, sem="relaxed")
+    place = tl.atomic_add(counts_ptr + EP + expert * APART, 1, mask=held, sem="relaxed")
     start = tl.cumsum(pairs, 0) - pairs
     tl.store(order_ptr + tl.gather(start, expert, 0) + place, i, mask=held)
     write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs)
     if COUNT:
         tl.debug_barrier()
-        tl.store(counts_ptr + EP + e, tl.zeros([EP], tl.int32))
+        tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
 
 
 @triton.jit
@@ -105,7 +114,9 @@ def sum_pairs(
         gdc_wait()
     if CLEAR:
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(counts_ptr + tl.arange(0, 2 * EP), tl.zeros([2 * EP], tl.int32))
+            e = tl.arange(0, EP)
+            tl.store(counts_ptr + e, tl.zeros([EP], tl.int32))
+            tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j) - first

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
+from turnout.moe.bucketed import make_runner
 from turnout.moe.dispatch import Dispatcher, DispatchSetup
 from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
@@ -26,7 +27,7 @@ from turnout.moe.runners import Experts
 from turnout.moe.spec import MoESpec
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups
-from turnout.registry import DISPATCHERS, RUNNERS
+from turnout.registry import DISPATCHERS
 
 
 class MoELayer:
@@ -67,7 +68,7 @@ class MoELayer:
             device=device,
             correction_bias=correction_bias,
         )
-        self._runner: Experts = runner or RUNNERS.get(plan.prefill.runner)(spec, plan, device)
+        self._runner: Experts = runner or make_runner(spec, plan, device)
         self._runner.prepare(self._checked(experts))
         self._input_scale = _input_scale(experts, device)
         self._dispatchers: dict[str, Dispatcher] = {

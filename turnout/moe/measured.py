@@ -24,10 +24,11 @@ from typing import Any
 import msgspec
 
 from turnout.moe.spec import MoESpec
+from turnout.moe.tiling.tiles import REVISIONS
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
-PACKAGES = ("torch", "triton", "turnout")
+PACKAGES = ("torch", "triton", "flashinfer-python", "numba", "turnout")
 AGAIN = "run `turnout tune` again"
 
 log = logging.getLogger("turnout.moe")
@@ -41,26 +42,18 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     date: str
     microseconds: dict[str, dict[int, float]]  # runner -> tokens of a batch -> a call's time
 
-    def mean(self) -> dict[str, float]:
-        """By runner the geometric mean over batch sizes, in us.
 
-        A runner serves batches of all sizes, since weights are prepared once, in its form. With this mean
-        every size weighs the same, whatever its time.
-        """
-        return {
-            runner: math.exp(sum(map(math.log, times.values())) / len(times))
-            for runner, times in self.microseconds.items()
-        }
-
-
-def describe(spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str) -> dict[str, Any]:
-    """What times depend on, but for versions; plain values for JSON."""
+def describe(
+    spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str, activations: str = "auto"
+) -> dict[str, Any]:
+    """What times depend on, but for versions; plain values for JSON. activations: what was asked for."""
     sizes = {name: getattr(topology, name) for name in ("tp_size", "dp_size", "ep_size")}
     values = {
         "device": hardware.name,
         "host": platform.node() if hardware.device == "cpu" else "",  # a CPU's name tells too little
         "architecture": hardware.architecture,
         "compute_dtype": compute_dtype,
+        "activations": activations,
         "spec": dataclasses.asdict(spec),
         "topology": sizes,
     }
@@ -76,6 +69,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "none"
+    found["kernels"] = ", ".join(f"{kernel} {revision}" for kernel, revision in REVISIONS.items())
     return found
 
 
@@ -94,8 +88,8 @@ def write(folder: Path, measured: Measured) -> Path:
     return file
 
 
-def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, float]:
-    """By runner the mean time of `layer` in us; empty where nothing that counts was measured."""
+def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """By runner and tokens of a batch the times of `layer` in us; empty where none that count were taken."""
     file = path(folder, layer)
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Measured)
@@ -123,4 +117,4 @@ def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, float]:
                 AGAIN,
             )
             return {}
-    return found.mean()
+    return found.microseconds

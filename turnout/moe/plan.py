@@ -5,7 +5,9 @@ storage. A combination is joined by what its parts declare (capability.py), neve
 cannot run is a refusal; refusals are collected, all of them, and kept in the plan or raised together.
 `auto` takes the best of what is allowed; a wish is honoured or refused, never replaced.
 
-Both phases share one runner, because weights are prepared once, in its layout. Dispatchers may differ.
+Both phases share one runner, because weights are prepared once, in its layout. A second one beside it takes
+the batch sizes at which it was measured faster, where that is worth a second copy (buckets.py). Dispatchers
+may differ.
 
 Four choices of `auto` that are not a backend's preference:
 
@@ -26,13 +28,14 @@ Four choices of `auto` that are not a backend's preference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+from turnout.moe.buckets import Buckets, Times, means, second, why
 from turnout.moe.budget import Budget
 from turnout.moe.candidates import Candidate, search
 from turnout.moe.capability import (
@@ -99,12 +102,18 @@ class MoEPlan:
     shared_expert: str = "whole"
     shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
     two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
+    buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
     tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tiles.py)
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
     def phase(self, name: str) -> PhasePlan:
         return self.prefill if name == "prefill" else self.decode
+
+    @property
+    def runners(self) -> tuple[str, ...]:
+        """All that hold weights."""
+        return tuple(dict.fromkeys((self.prefill.runner, *(name for _, name in self.buckets))))
 
 
 def plan(
@@ -119,14 +128,14 @@ def plan(
     stored_itemsize: int = 2,
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
-    measured: Mapping[str, float] = MappingProxyType({}),
+    measured: Times = MappingProxyType({}),
     tiles: Callable[[ExpertShape], TileTable] | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
-    `dispatchers` default to those of this version. `measured`: us by runner (measured.py), which decide
-    between runners that are left to `auto`. `tiles`: the table of a layer, for runners that are
+    `dispatchers` default to those of this version. `measured`: us by runner and batch size (measured.py),
+    which decide between runners that are left to `auto`. `tiles`: the table of a layer, for runners that are
     tiled; None: what is shipped for it and this device (tuned.py). Raises PlanRefused with everything that
     stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
@@ -146,10 +155,14 @@ def plan(
     known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
     candidates, refused = _allowed(case, known_runners, known_dispatchers)
     if wishes.runner == "auto":  # sorting is stable: candidates of a runner keep their order
-        candidates.sort(key=lambda c: measured.get(c.runner.name, math.inf))
+        mean = means(measured)
+        candidates.sort(key=lambda c: mean.get(c.runner.name, math.inf))
     best = candidates[0]
+    beside = second(case, best, candidates, measured)
+    together = [best] if beside is None else [best, beside[0]]
     prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
-    table = _tiles(case, best, tiles or partial(tuned.find, hardware=hardware))
+    tiled = next((one for one in together if one.runner.tiled), best)
+    table = _tiles(case, tiled, tiles or partial(tuned.find, hardware=hardware))
     return MoEPlan(
         prefill=prefill,
         decode=decode,
@@ -158,19 +171,21 @@ def plan(
         compute_dtype=compute_dtype,
         first_expert=topology.expert_range(spec.num_experts).start,
         num_local_experts=case.num_local_experts,
-        weight_bytes=best.weight_bytes,
-        workspace_bytes=best.workspace_bytes,
+        weight_bytes=sum(one.weight_bytes for one in together),
+        workspace_bytes=sum(one.workspace_bytes for one in together),
         dispatch_bytes=best.dispatch_bytes,
         deterministic=wishes.deterministic,
         shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
         shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
         two_batches=wishes.two_batches,
+        buckets=() if beside is None else beside[1],
         tiles=table,
         refused=tuple(refused),
         reasons=(
-            *reasons(case, best, candidates, measured),
+            *reasons(case, best, candidates, means(measured)),
+            *(() if beside is None else why(best, *beside, measured, num_layers)),
             *why_sibling(best, known_dispatchers, refused),
-            *why_tiles(case, best, table),
+            *why_tiles(case, tiled, table),
         ),
     )
 

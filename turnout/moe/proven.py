@@ -26,5 +26,6 @@ RUNS: dict[str, dict[str, str]] = {
 def evidence(name: str, checked: str, runs: Mapping[str, Mapping[str, str]] = RUNS) -> str:
     """What speaks for a backend. `checked`: its declaration of what stands in for a run."""
     if runs.get(name):
-        return "ran on " + ", ".join(f"{device} ({day})" for device, day in runs[name].items())
+        ran = "ran on " + ", ".join(f"{device} ({day})" for device, day in runs[name].items())
+        return ran + (f"; elsewhere {checked}" if checked else "")
     return "has no recorded run on hardware" + (f"; {checked}" if checked else "")

@@ -38,7 +38,7 @@ def shape_of(
 def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
 
-    counts: int32 [2, power of two above E], zero between calls, hence first in every set.
+    counts: int32, nine for each of a power of two above E (kernels/sort.py), zero between calls, hence first.
     tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
     scale per group; place int32 [P], where sorted rows are, and h has GEMM1's output in e4m3. W4A8:
@@ -46,7 +46,7 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     """
     fp8, H, I = shape.format in ("fp8", W4A8), shape.hidden, shape.inner
     H8, I8 = (FP8_GROUP * -(-columns // FP8_GROUP) for columns in (H, I))
-    found = {"counts": 2 * 4 * (1 << shape.local_experts.bit_length())}
+    found = {"counts": 9 * 4 * (1 << shape.local_experts.bit_length())}
     if layout == "experts":
         held = shape.local_experts * rows
         found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))

@@ -38,9 +38,9 @@ Progress = Callable[[str, int, int], None]
 
 
 def wanted(plan: MoEPlan) -> bool:
-    """Whether the plan's runner has tactics to choose for batches of tokens."""
+    """Whether a runner of the plan has tactics to choose for batches of tokens."""
     layouts = {plan.phase(phase).layout for phase in PHASES}
-    return RUNNER_CAPABILITIES[plan.prefill.runner].autotuned and "tokens" in layouts
+    return any(RUNNER_CAPABILITIES[name].autotuned for name in plan.runners) and "tokens" in layouts
 
 
 def tune(
@@ -80,7 +80,7 @@ def path(folder: Path, spec: MoESpec, plan: MoEPlan, device_name: str, ranks: in
         "library": version(LIBRARY),
         "device": device_name,
         "spec": repr(spec),
-        "runner": plan.prefill.runner,
+        "runner": next(name for name in plan.runners if RUNNER_CAPABILITIES[name].autotuned),
         "activations": plan.activation_format,
         "experts": plan.num_local_experts,
         "ranks": ranks,
@@ -144,4 +144,7 @@ def _load(chosen: str) -> bool:
 
 
 def _most(plan: MoEPlan) -> int:
-    return max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == "tokens")
+    """Tokens of the largest batch that a runner with tactics gets."""
+    most = max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == "tokens")
+    tuned = [bound for bound, name in plan.buckets if RUNNER_CAPABILITIES[name].autotuned]
+    return min(most, tuned[-1]) if tuned else most

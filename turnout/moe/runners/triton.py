@@ -209,7 +209,16 @@ class TritonRunner:
         programs = -(-P // block)
         if not alone:
             count_pairs[(programs,)](
-                ids_TK, space.counts, P, self._first, self._count, block, True, num_warps=8, launch_pdl=True
+                ids_TK,
+                space.counts,
+                P,
+                self._first,
+                self._count,
+                block,
+                self._padded_count,
+                True,
+                num_warps=8,
+                launch_pdl=True,
             )
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
@@ -330,8 +339,9 @@ class TritonRunner:
         limit = math.inf if kind.limit is None else kind.limit
         counters, block = space.counts.numel(), 1024
         note_places[(-(-max(P, counters) // block),)](
-            space.order, space.tiles, space.place, space.counts, counters, block, True, launch_pdl=True
-        )
+            ids_TK, space.order, space.tiles, space.place, space.counts, P, *held, counters, block, True,
+            launch_pdl=True,
+        )  # fmt: skip
         x = self._quantize(space, x_TH, True)
         h_PI = space.h.view(torch.float8_e4m3fn)[: P * I].view(P, I)
         h_scale = space.h.view(torch.float32)[P * I // 4 : P * I // 4 + P * I // FP8_GROUP]
@@ -343,9 +353,7 @@ class TritonRunner:
                 first=first, top_k=k, experts=held, activation=(kind.kind, kind.alpha, kind.beta, limit),
                 stages=cut.stages, group=cut.group, programs=self._processors,
             )  # fmt: skip
-        sum_places[(T, -(-H // block))](
-            y_PH, space.place, ids_TK, out_TH, H, *held, k, block, True, launch_pdl=True
-        )
+        sum_places[(T, -(-H // block))](y_PH, space.place, out_TH, H, k, block, True, launch_pdl=True)
 
     def _gemm_w4a8(
         self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
