@@ -12,19 +12,20 @@ tensor cores work for the other.
   too few, and serialises every product (its warning C7512).
 * Results go to memory as bf16 through stmatrix, 16 bytes a thread.
 
-Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, beside expert_gemm.py in the same run (all
-in benchmarks/results/expert-gemm-specialised-nvidia-h200-2026-11-21.json). MXFP4: Qwen3-30B-A3B 252, 687, 2399
-beside 258, 756, 2663; GPT-OSS-20B 548, 1535, 5771 beside 603, 1613, 6481; DeepSeek-V3 on one of eight ranks
-378, 824, 2720 beside 366, 901, 2973. bf16: Qwen3-30B-A3B 361, 750, 2505 beside 379, 771, 2676. That is 500 to
-600 TFLOP/s in either format, of 790: what a multiprocessor loads is half as much for 4-bit weights, so it is
-not the L2 cache alone. Rejected:
+Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, beside expert_gemm.py in the same run
+(all in benchmarks/results/expert-gemm-specialised-nvidia-h200-2026-11-21.json). MXFP4: Qwen3-30B-A3B 252,
+687, 2399 beside 258, 756, 2663; GPT-OSS-20B 548, 1535, 5771 beside 603, 1613, 6481; DeepSeek-V3 on one of
+eight ranks 378, 824, 2720 beside 366, 901, 2973. bf16: Qwen3-30B-A3B 361, 750, 2505 beside 379, 771, 2676.
+That is 500 to 600 TFLOP/s in either format, of 790: what a multiprocessor loads is half as much for 4-bit
+weights, so it is not the L2 cache alone. Rejected:
 
 * One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. 64 tokens to a tile: 10 % (at
-  1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still. 128 x 256 with bf16:
-  5 to 20 % slower; with 4-bit weights 3 % faster at 2048 tokens per expert, slower below.
-* Rows gathered beforehand by a kernel of its own, so that the TMA loads them: GEMM1 gains less than that takes.
-* Decoding a step's first block while the last products of the step before run: no faster, for ptxas puts the
-  wait first.
+  1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still. 128 x 256 with
+  bf16: 5 to 20 % slower; with 4-bit weights 3 % faster at 2048 tokens per expert, slower below.
+* Rows gathered beforehand by a kernel of its own, so that the TMA loads them: GEMM1 gains less than that
+  takes.
+* Decoding a step's first block while the last products of the step before run: no faster, for ptxas puts
+  the wait first.
 
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
 """
