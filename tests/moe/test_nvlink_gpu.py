@@ -77,7 +77,7 @@ def exchange(dispatcher: NvlinkDispatch, span: range, counts: list[int], rank: i
 
 
 def soak(rank: Rank, replays: int) -> int:
-    """Graphs of three sizes, two in words and one by flags, taken in turn, with random tokens of random number in each replay."""
+    """Graphs of three sizes, two in words and one by flags, taken in turn; random tokens in each replay."""
     dispatcher, span, device = built(rank)
     torch.manual_seed(rank.number)
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
