@@ -53,6 +53,7 @@ def test_few_tokens_of_4_bit_weights_are_multiplied_by_warps_that_share_columns(
     small = shape("nvfp4")
     slices = [rule(small, tokens).first.slices for tokens in (1, 4, 64, 256)]
     assert slices == [2, 1, 1, 0]
+    assert [tiling.rows for tiling in rule(small, 64)[:2]] == [128, 64]
     dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
     assert [tiling.slices for tiling in rule(dsv3, 1)[:2]] == [4, 2]
     for other in (shape("bf16"), shape("fp8")):

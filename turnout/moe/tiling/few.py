@@ -18,6 +18,8 @@ WHOLE_BYTES = 64 * 1024  # of tokens in shared memory, up to which all of them a
 FOUR_SLICES, TWO_SLICES = 400, 2200
 FEW_STRIPS = 740  # up to which programs are of two strips, to be more
 LEAST_BLOCKS = 8  # of a slice
+# So many strips, of so many columns and in whole chunks, gain 2 % from warps that hold two.
+MANY_STRIPS, DEEP_COLUMNS = 7000, 2048
 MOST_STAGES = 16
 
 
@@ -28,7 +30,8 @@ def cut(strips: float, tokens: int, K: int) -> tuple[int, int, int, int]:
         slices //= 2
     fits = 2 * tokens * K <= WHOLE_BYTES
     if slices == 1:
-        return 64, STAGES, 4, 1
+        deep = K >= DEEP_COLUMNS and K % (64 * CHUNK) == 0
+        return 128 if deep and strips >= MANY_STRIPS else 64, STAGES, 4, 1
     whole = chunks(K, slices, CHUNK)
     if slices == 4:
         return (16, whole, 4, 4) if fits else (32, min(whole, MOST_STAGES), 8, 4)
