@@ -114,14 +114,18 @@ def test_a_failed_point_is_a_row(monkeypatch):
             Contender(runner="choosy", dtype=layer.dtype, forwards=(), peer=True, refusal="three experts"),
         ]
 
-    monkeypatch.setattr(moe, "PEERS", (peers,))
+    def unbuildable(layer: moe_peers.Layer) -> list[Contender]:
+        raise ImportError("of another version")
+
+    monkeypatch.setattr(moe, "PEERS", (peers, unbuildable))
     content = moe.run(shapes=["tiny"], formats=["bf16"], tokens=[1], device="cpu")
     failed = [row for row in content["rows"] if "error_message" in row]
     assert [row["error_message"] for row in failed] == [
         "RuntimeError: out of registers",
         "not run: three experts",
+        "not run: ImportError: of another version",
     ] * 2
-    assert len(content["rows"]) == 6
+    assert len(content["rows"]) == 8
 
 
 @pytest.mark.parametrize(

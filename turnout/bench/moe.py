@@ -266,7 +266,14 @@ class LayerBench:
     def _peers(self, dtype: str) -> list[Contender]:
         """Those that are installed, and take such a layer."""
         layer = Layer(spec=self._spec, sets=tuple(self._sets), ranks=self._shape.ep, dtype=dtype)
-        return [contender for peer in PEERS for contender in peer(layer)]
+        found = []
+        for peer in PEERS:
+            try:
+                found += peer(layer)
+            except Exception as failure:  # as of a point: a row, and the others go on
+                name, why = peer.__name__, f"{type(failure).__name__}: {failure}"
+                found.append(Contender(runner=name, dtype=dtype, forwards=(), peer=True, refusal=why))
+        return found
 
     def _floor_us(self, inputs: list[tuple[Tensor, Tensor, Tensor]], ceilings: dict[str, float]) -> float:
         """Averaged over the inputs, whose routes touch more experts or fewer."""
