@@ -3,7 +3,8 @@
 Any tiling gives right results for any batch; which is fast depends on tokens per expert and sizes. `rule`
 serves every layer. Where a layer was measured (tuned.py), its table decides instead: tilings by tokens of the
 batch, the nearest entry counts. Which tiling ran shows in no bit of a result: all of them add a row's
-products in the same order (tests/moe/test_deterministic.py), as --deterministic needs.
+products in the same order (tests/moe/test_deterministic.py), as --deterministic needs. Only tilings with
+`slices` do not, and are left out there.
 
 No torch here: plans hold these values.
 
