@@ -127,7 +127,7 @@ def test_server_info(http: httpx.Client):
     assert info["version"] == http.get("/version").json()["version"] == __version__
     assert info["state"] == "ready"
     assert info["config"]["max_total_tokens"] == 8192
-    assert info["plan"]["prefill"]["runner"] == "torch"
+    assert info["plan"]["prefill"]["runner"] == "numba"
     (rank,) = info["ranks"]
     assert (rank["rank"], rank["state"]) == (0, "idle")
     assert rank["pages_total"] * info["config"]["page_size"] == 8192
