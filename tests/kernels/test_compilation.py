@@ -1,4 +1,4 @@
-"""What is compiled ahead, in other processes, is what a call would compile. Needs no GPU: a driver is stood in."""
+"""What is compiled ahead, in other processes, is what a call compiles. No GPU: a driver is stood in."""
 
 from __future__ import annotations
 
