@@ -227,6 +227,7 @@ DISPATCHER_CAPABILITIES = {
             multi_host=False,
             peer_access=True,
             limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
+            checked="its kernels run between CPU ranks, in Triton's interpreter",
             buffers="symmetric",
             batch_invariant=True,
             in_turns=True,

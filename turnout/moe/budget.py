@@ -277,7 +277,7 @@ def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
     return (2 * (out + into + _aligned(4 * num_experts)) // 128 + 1) * 128
 
 
-FEW_TOKENS = 128  # of a rank, that travel through symmetric memory in words (kernels/nvlink.py)
+FEW_TOKENS = 128  # of a rank, that travel through symmetric memory in words (kernels/nvlink)
 
 
 def symmetric_parts(
