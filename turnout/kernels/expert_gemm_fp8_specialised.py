@@ -133,6 +133,55 @@ def multiply(x, w):
 
 
 @gluon.jit
+def keep_step(full, empty, used, groups, STAGES: gl.constexpr):
+    """Let a tile's stages pass."""
+    for step in range(used, used + groups):
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
+
+
+@gluon.jit
+def accumulate(
+    x, w, full, empty, x_at, left_at, right_at, used, groups,
+    HALF: gl.constexpr, FIRST: gl.constexpr, PAIRED: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """[64, 128] twice: half of a tile's tokens by the first 128 and the other weight rows.
+
+    x_at: where the tokens' scales begin; left_at, right_at: those of the two blocks of weight rows, or,
+    PAIRED, of gate and up.
+    """
+    is_gate = gl.arange(0, 128, gl.SliceLayout(0, ACC)) % 16 < 8
+    s_x = gl.load(x_at)
+    s_left = gl.load(left_at)
+    s_right = gl.load(right_at)
+    acc0 = gl.zeros([64, 128], gl.float32, ACC)
+    acc1 = gl.zeros([64, 128], gl.float32, ACC)
+    for step in range(used, used + groups):
+        if PAIRED:
+            scale0 = s_x[:, None] * gl.where(is_gate, s_left, s_right)[None, :]
+            scale1 = scale0
+        else:
+            scale0 = (s_x * s_left)[:, None]
+            scale1 = (s_x * s_right)[:, None]
+        after = gl.minimum(step + 1 - used, groups - 1)
+        s_x = gl.load(x_at + after)
+        s_left = gl.load(left_at + after)
+        s_right = gl.load(right_at + after)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if FIRST:
+            fence_async_shared()  # cp.async wrote what the products read
+        tokens = x.index(stage).slice(HALF * 64, 64)
+        acc0 += multiply(tokens, w.index(stage).slice(0, 128)) * scale0
+        products = multiply(tokens, w.index(stage).slice(128, 128))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc1 += products * scale1
+    return acc0, acc1
+
+
+@gluon.jit
 def activated(acc, alpha, beta, limit, ACTIVATION: gl.constexpr):
     """[64, 128], 8 columns of gate, 8 of up in turn -> [64, 64]."""
     gate, up = gl.split(acc.reshape([64, 8, 2, 8]).permute([0, 1, 3, 2]))
@@ -186,7 +235,6 @@ def multiply_tiles(
     PAIRED: gl.constexpr = FIRST and ACTIVATION != "relu2"
     n_tiles = n_rows // 256
     total = gl.load(tiles_ptr) * n_tiles
-    is_gate = gl.arange(0, 128, gl.SliceLayout(0, ACC)) % 16 < 8
     used = 0
     for program in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, n, row, end = locate(
@@ -194,10 +242,7 @@ def multiply_tiles(
         )
         first = row + HALF * 64
         if first >= end:
-            for step in range(used, used + groups):
-                mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(step % STAGES), count=1)
+            keep_step(full, empty, used, groups, STAGES)
         else:
             r = gl.minimum(first + gl.arange(0, 64, gl.SliceLayout(1, ACC)), end - 1)
             if FIRST:
@@ -209,32 +254,9 @@ def multiply_tiles(
             block = expert * (n_rows // 128)
             left_at = w_scale_ptr + (block + (n if PAIRED else 2 * n)) * groups
             right_at = w_scale_ptr + (block + (n + n_tiles if PAIRED else 2 * n + 1)) * groups
-            s_x = gl.load(x_at)
-            s_left = gl.load(left_at)
-            s_right = gl.load(right_at)
-            acc0 = gl.zeros([64, 128], gl.float32, ACC)
-            acc1 = gl.zeros([64, 128], gl.float32, ACC)
-            for step in range(used, used + groups):
-                if PAIRED:
-                    scale0 = s_x[:, None] * gl.where(is_gate, s_left, s_right)[None, :]
-                    scale1 = scale0
-                else:
-                    scale0 = (s_x * s_left)[:, None]
-                    scale1 = (s_x * s_right)[:, None]
-                after = gl.minimum(step + 1 - used, groups - 1)
-                s_x = gl.load(x_at + after)
-                s_left = gl.load(left_at + after)
-                s_right = gl.load(right_at + after)
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                if FIRST:
-                    fence_async_shared()  # cp.async wrote what the products read
-                tokens = x.index(stage).slice(HALF * 64, 64)
-                acc0 += multiply(tokens, w.index(stage).slice(0, 128)) * scale0
-                products = multiply(tokens, w.index(stage).slice(128, 128))
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc1 += products * scale1
+            acc0, acc1 = accumulate(
+                x, w, full, empty, x_at, left_at, right_at, used, groups, HALF, FIRST, PAIRED, STAGES, ACC
+            )
             if BIAS:
                 at = bias_ptr + expert * n_rows + n * 256 + gl.arange(0, 128, gl.SliceLayout(0, ACC))
                 acc0 += gl.load(at)[None, :]
