@@ -14,6 +14,7 @@ from tests.moe.build import make_plan, make_setup, make_spec
 from tests.ranks import Pools, Rank
 from turnout.errors import PlanRefused, UserError
 from turnout.moe.budget import Budget
+from turnout.moe.exchange.one_sided import Regions
 from turnout.moe.plan import Wishes, plan
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
@@ -95,6 +96,18 @@ def unequal(rank: Rank) -> str:
     with pytest.raises(ValueError, match="buffers hold 8") as told:
         dispatcher.dispatch(x_TH, ids_TK, torch.zeros(9, 2), [9, 9])
     return str(told.value)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_batch_that_never_came_back_is_an_error(batches: int):
+    """Before the next one is sent over what may still be in use."""
+    regions = Regions(each=(None,) * batches)
+    for _ in range(2 * batches):
+        regions.away.discard(regions.next())
+    under_way = [regions.next() for _ in range(batches)]
+    assert sorted(under_way) == list(range(batches))
+    with pytest.raises(RuntimeError, match="not followed by its combine"):
+        regions.next()
 
 
 def replace_tokens(made, tokens: int):

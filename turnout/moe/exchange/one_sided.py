@@ -14,7 +14,7 @@ Legend: T tokens of this rank's share, k top-k, H hidden, R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from weakref import WeakValueDictionary
 
@@ -62,15 +62,24 @@ class Region:
 
 @dataclass(eq=False)
 class Regions:
-    """One for each batch that may be under way. `begun` counts exchanges, which are the same on all ranks."""
+    """One for each batch that may be under way. `begun` counts exchanges, which are the same on all ranks;
+    `away`: places of those that did not come back yet."""
 
     each: tuple[Region, ...]
     begun: int = 0
+    away: set[int] = field(default_factory=set)
 
     def next(self) -> int:
-        """The place of the one whose turn it is."""
+        """The place of the one whose turn it is. RuntimeError if it is still in use."""
+        place = (self.begun + 1) % len(self.each)
+        if place in self.away:
+            raise RuntimeError(
+                f"a dispatch over NVLink was not followed by its combine, and {len(self.each)} may be under "
+                "way: what ranks know of each other no longer fits; restart all ranks"
+            )
         self.begun += 1
-        return self.begun % len(self.each)
+        self.away.add(place)
+        return place
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,7 @@ class OneSided:
         out_TH = torch.empty(
             len(state.own_ids_TK), self._spec.hidden_size, dtype=self._dtype, device=self._device
         )
+        self._regions.away.discard(state.place)
         self._links[state.place].combine(out, state.received_ids, state.own_ids_TK, out_TH, state.room)
         return self._groups.attention_tp.all_gather(out_TH, state.shares)
 
