@@ -25,19 +25,19 @@ from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.hopper import FP8_GROUP, Matrix
+from turnout.moe import gemms
 from turnout.moe.arena import Arena, shared
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.gemms import Gemm
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.few import chunks
 from turnout.moe.tiling.tiles import (
     SPECIALISED,
     W4A8,
     ExpertShape,
     Tiles,
     TileTable,
-    Tiling,
     choose,
     slab_rule,
 )
@@ -209,17 +209,9 @@ class TritonRunner:
         programs = -(-P // block)
         if not alone:
             count_pairs[(programs,)](
-                ids_TK,
-                space.counts,
-                P,
-                self._first,
-                self._count,
-                block,
-                self._padded_count,
-                True,
-                num_warps=8,
-                launch_pdl=True,
-            )
+                ids_TK, space.counts, P, self._first, self._count, block, self._padded_count, True,
+                num_warps=8, launch_pdl=True,
+            )  # fmt: skip
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
             ids_TK, space.counts, space.order, space.tiles, P, self._first, self._count, width, programs,
@@ -230,103 +222,27 @@ class TritonRunner:
         self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
         bound: int, k: int, tiles: Tiles, *, first: bool, direct: bool,
     ) -> None:  # fmt: skip
-        """weights None: slabs, whose rows are neither gathered nor scattered."""
         cut = tiles.first if first else tiles.second
-        if self._w4a8:
-            self._gemm_w4a8(space, w, x, out, table, weights, k, cut, first=first)
-            return
-        if w.format == "fp8":
-            self._gemm_fp8(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
-            return
-        if cut.warps == SPECIALISED:
-            self._gemm_specialised(space, w, x, out, table, weights, k, cut, first=first)
-            return
-        if cut.slices:
-            assert weights is not None, "slabs are cut by slab_rule"
-            self._gemm_few(space, w, x, out, table, weights, bound, k, cut, first=first, direct=direct)
-            return
-        from turnout.kernels.expert_gemm import expert_gemm
-
-        activation = self._spec.activation
-        pairs = weights is not None
-        n_blocks, k_blocks = w.blocks
-        grid = bound * -(-n_blocks // (cut.rows // 64))
-        expert_gemm[(grid,)](
-            x, w.codes, w.scales, w.alpha, w.any_bias, out, space.order,
-            table,
-            weights if weights is not None else w.alpha,
-            w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
-            out.stride(0), k, self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            w.format, activation.kind if first else "none", pairs and first, pairs and not first, direct,
-            w.bias is not None, cut.rows, cut.tokens, cut.k_blocks, cut.stages,
-            cut.group, pairs, num_warps=cut.warps, launch_pdl=pairs,
+        gemm = Gemm(
+            first=first, w=w, x=x, out=out, columns=self._w2.inner if first else w.rows, order=space.order,
+            table=table, weights=weights, top_k=k, cut=cut, bound=bound, direct=direct,
+            held=(self._first, self._count), activation=self._spec.activation, processors=self._processors,
         )  # fmt: skip
-
-    def _gemm_few(
-        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor,
-        bound: int, k: int, cut: Tiling, *, first: bool, direct: bool,
-    ) -> None:  # fmt: skip
-        from turnout.kernels.expert_gemm_few import expert_gemm_few
-
-        activation = self._spec.activation
-        n_blocks, k_blocks = w.blocks
-        expert_gemm_few[(bound * -(-n_blocks * 64 // cut.rows),)](
-            x, w.codes, w.scales, w.alpha, w.any_bias, out, space.order, table, weights,
-            w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
-            out.stride(0), k, self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            w.format, activation.kind if first else "none", first, not first, direct, w.bias is not None,
-            cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, cut.slices,
-            chunks(w.inner, cut.slices, cut.k_blocks) <= cut.stages, True,
-            num_warps=cut.warps, launch_pdl=True,
-        )  # fmt: skip
-
-    def _gemm_specialised(
-        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
-        k: int, cut: Tiling, *, first: bool,
-    ) -> None:  # fmt: skip
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from turnout.kernels.expert_gemm_specialised import expert_gemm_specialised
-
-        activation, pairs = self._spec.activation, weights is not None
-        gather, packed, codes = pairs and first, w.format != "bf16", w.codes
-        n_blocks, k_blocks = w.blocks
-        tile = NVMMASharedLayout(128, 16, 2)
-        expert_gemm_specialised[(self._processors,)](
-            x if gather else TensorDescriptor.from_tensor(x, [cut.tokens, 64], tile),
-            codes if packed else TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile),
-            w.scales, w.alpha, w.any_bias, out, space.order, table,
-            weights if weights is not None else w.alpha,
-            w.inner, w.padded_rows, self._w2.inner if first else w.rows, k_blocks, n_blocks, x.stride(0),
-            out.stride(0), k, self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            w.format, activation.kind if first else "none", gather, pairs and not first, w.bias is not None,
-            cut.rows, cut.tokens, 4, cut.k_blocks, cut.stages, cut.group, pairs, num_warps=4,
-            launch_pdl=pairs,
-        )  # fmt: skip
-
-    def _gemm_fp8(
-        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
-        bound: int, k: int, cut: Tiling, *, first: bool, direct: bool,
-    ) -> None:  # fmt: skip
-        from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
-
-        activation, pairs = self._spec.activation, weights is not None
-        codes, scales = self._quantize(space, x, pairs)
-        expert_gemm_fp8[(bound * -(-w.rows // cut.rows),)](
-            codes, scales, w.codes, w.scales, w.any_bias, out, space.order,
-            table,
-            weights if weights is not None else w.alpha,
-            w.inner, w.rows, self._w2.inner if first else w.rows, w.inner // FP8_GROUP, w.inner,
-            out.stride(0), k, self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            activation.kind if first else "none", pairs and first, pairs and not first, direct, w.paired,
-            w.bias is not None, cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, pairs,
-            num_warps=cut.warps, launch_pdl=pairs,
-        )  # fmt: skip
+        if self._w4a8 and gemm.pairs:
+            codes, scales = self._quantize_sorted(space, x, table, len(out), k, gather=first)
+            gemms.w4a8(gemm, codes, scales, 1, len(out))
+        elif self._w4a8:
+            groups = w.blocks[1]
+            flat, scales = self._quantize(space, x, False)
+            gemms.w4a8(gemm, flat[: len(out) * groups * FP8_GROUP].view(len(out), -1), scales, groups, 1)
+        elif w.format == "fp8":
+            gemms.fp8(gemm, *self._quantize(space, x, gemm.pairs))
+        elif cut.warps == SPECIALISED:
+            gemms.specialised(gemm)
+        elif cut.slices:
+            gemms.few(gemm)
+        else:
+            gemms.plain(gemm)
 
     def _fp8_by_expert(
         self, space: Workspace, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, tiles: Tiles
@@ -354,37 +270,6 @@ class TritonRunner:
                 stages=cut.stages, group=cut.group, programs=self._processors,
             )  # fmt: skip
         sum_places[(T, -(-H // block))](y_PH, space.place, out_TH, H, k, block, True, launch_pdl=True)
-
-    def _gemm_w4a8(
-        self, space: Workspace, w: Matrix, x: Tensor, out: Tensor, table: Tensor, weights: Tensor | None,
-        k: int, cut: Tiling, *, first: bool,
-    ) -> None:  # fmt: skip
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from turnout.kernels.expert_gemm_w4a8 import expert_gemm_w4a8
-
-        activation, pairs, rows = self._spec.activation, weights is not None, len(out)
-        n_blocks, groups = w.blocks
-        if pairs:
-            codes, scales = self._quantize_sorted(space, x, table, rows, k, gather=first)
-            scale_row, scale_group = 1, rows
-        else:
-            flat, scales = self._quantize(space, x, False)
-            codes = flat[: rows * groups * FP8_GROUP].view(rows, -1)
-            scale_row, scale_group = groups, 1
-        tile, weight_tile = NVMMASharedLayout(128, 8, 2), NVMMASharedLayout(128, 32, 2)
-        expert_gemm_w4a8[(self._processors,)](
-            TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
-            TensorDescriptor.from_tensor(w.codes.view(-1, 32), [128, 32], weight_tile),
-            w.scales, w.alpha, w.any_bias, out, space.order, table,
-            weights if weights is not None else w.alpha,
-            n_blocks, self._w2.inner if first else w.rows, groups, scale_row, scale_group, rows,
-            out.stride(0), self._first, self._count,
-            activation.alpha, activation.beta, math.inf if activation.limit is None else activation.limit,
-            activation.kind if first else "none", pairs and not first, w.bias is not None, cut.tokens,
-            cut.stages, cut.group, pairs, num_warps=cut.warps, launch_pdl=pairs,
-        )  # fmt: skip
 
     def _quantize_sorted(
         self, space: Workspace, x: Tensor, table: Tensor, P: int, k: int, *, gather: bool

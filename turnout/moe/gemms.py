@@ -1,0 +1,154 @@
+"""One GEMM of the Hopper runner's layer, launched on the kernel that its format and tiling take.
+
+Legend: R rows of x or out (tokens, pairs or rows of slabs), K inner size, N outputs, E local experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from turnout.formats.hopper import FP8_GROUP, Matrix
+from turnout.moe.spec import Activation
+from turnout.moe.tiling.few import chunks
+from turnout.moe.tiling.tiles import Tiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """GEMM1 (`first`: with the activation, of tokens' rows) or GEMM2 (times the routing weights) of a batch.
+
+    weights None: of slabs, whose rows are neither gathered nor scattered. direct: the table holds expert ids
+    of pairs that are not sorted; else tiles, at most `bound`, of rows in the order `order` (kernels/sort.py).
+    """
+
+    first: bool
+    w: Matrix
+    x: Tensor  # bf16 [R, K]
+    out: Tensor  # bf16 [R, N]
+    columns: int  # N
+    order: Tensor
+    table: Tensor
+    weights: Tensor | None
+    top_k: int
+    cut: Tiling
+    bound: int
+    direct: bool
+    held: tuple[int, int]  # the first local expert, and how many
+    activation: Activation
+    processors: int
+
+    @property
+    def pairs(self) -> bool:
+        return self.weights is not None
+
+    @property
+    def any_weights(self) -> Tensor:
+        """The routing weights, or something in their place for a kernel that is told to leave them."""
+        return self.w.alpha if self.weights is None else self.weights
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """alpha, beta and limit of the activation."""
+        limit = self.activation.limit
+        return self.activation.alpha, self.activation.beta, math.inf if limit is None else limit
+
+    @property
+    def kind(self) -> str:
+        return self.activation.kind if self.first else "none"
+
+
+def plain(g: Gemm) -> None:
+    """Weights of 4 bits or bf16, any number of tokens."""
+    from turnout.kernels.expert_gemm import expert_gemm
+
+    w, cut = g.w, g.cut
+    n_blocks, k_blocks = w.blocks
+    expert_gemm[(g.bound * -(-n_blocks // (cut.rows // 64)),)](
+        g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
+        *g.held, *g.numbers,
+        w.format, g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.bias is not None,
+        cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        num_warps=cut.warps, launch_pdl=g.pairs,
+    )  # fmt: skip
+
+
+def few(g: Gemm) -> None:
+    """The same for few tokens per expert."""
+    from turnout.kernels.expert_gemm_few import expert_gemm_few
+
+    assert g.pairs, "slabs are cut by slab_rule"
+    w, cut = g.w, g.cut
+    n_blocks, k_blocks = w.blocks
+    expert_gemm_few[(g.bound * -(-n_blocks * 64 // cut.rows),)](
+        g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
+        *g.held, *g.numbers,
+        w.format, g.kind, g.first, not g.first, g.direct, w.bias is not None,
+        cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, cut.slices,
+        chunks(w.inner, cut.slices, cut.k_blocks) <= cut.stages, True,
+        num_warps=cut.warps, launch_pdl=True,
+    )  # fmt: skip
+
+
+def specialised(g: Gemm) -> None:
+    """The same for many."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from turnout.kernels.expert_gemm_specialised import expert_gemm_specialised
+
+    w, cut = g.w, g.cut
+    gather, codes = g.pairs and g.first, w.codes
+    n_blocks, k_blocks = w.blocks
+    tile = NVMMASharedLayout(128, 16, 2)
+    if w.format == "bf16":
+        codes = TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile)
+    expert_gemm_specialised[(g.processors,)](
+        g.x if gather else TensorDescriptor.from_tensor(g.x, [cut.tokens, 64], tile),
+        codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
+        *g.held, *g.numbers,
+        w.format, g.kind, gather, g.pairs and not g.first, w.bias is not None,
+        cut.rows, cut.tokens, 4, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        num_warps=4, launch_pdl=g.pairs,
+    )  # fmt: skip
+
+
+def fp8(g: Gemm, codes: Tensor, scales: Tensor) -> None:
+    """W8A8. codes, scales: x as `quantize_rows` leaves it."""
+    from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
+
+    w, cut = g.w, g.cut
+    expert_gemm_fp8[(g.bound * -(-w.rows // cut.rows),)](
+        codes, scales, w.codes, w.scales, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.inner, w.rows, g.columns, w.inner // FP8_GROUP, w.inner, g.out.stride(0), g.top_k,
+        *g.held, *g.numbers,
+        g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.paired, w.bias is not None,
+        cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        num_warps=cut.warps, launch_pdl=g.pairs,
+    )  # fmt: skip
+
+
+def w4a8(g: Gemm, codes: Tensor, scales: Tensor, scale_row: int, scale_group: int) -> None:
+    """codes e4m3 [R, K'] in the order of experts or slabs; scales: so far apart are rows' and groups'."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from turnout.kernels.expert_gemm_w4a8 import expert_gemm_w4a8
+
+    w, cut = g.w, g.cut
+    n_blocks, groups = w.blocks
+    tile, weight_tile = NVMMASharedLayout(128, 8, 2), NVMMASharedLayout(128, 32, 2)
+    expert_gemm_w4a8[(g.processors,)](
+        TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
+        TensorDescriptor.from_tensor(w.codes.view(-1, 32), [128, 32], weight_tile),
+        w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        n_blocks, g.columns, groups, scale_row, scale_group, len(g.out), g.out.stride(0),
+        *g.held, *g.numbers,
+        g.kind, g.pairs and not g.first, w.bias is not None, cut.tokens, cut.stages, cut.group, g.pairs,
+        num_warps=cut.warps, launch_pdl=g.pairs,
+    )  # fmt: skip
