@@ -104,20 +104,20 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
 
 
 def beside_triton(content: dict[str, Any]) -> str:
-    """us of a library's runner and of triton, at the same points of one run."""
-    found: dict[tuple[str, str, int], dict[str, float]] = {}
-    for row in content["rows"]:
-        if "error_message" not in row:
-            point = found.setdefault((row["format"], row["shape"], row["tokens"]), {})
-            point[row["runner"]] = row["time_us"]
+    """us of a library's runner and of triton, at the same points."""
+    ours = {
+        (row["format"], row["shape"], row["tokens"]): row["time_us"]
+        for row in content["rows"]
+        if row["runner"] == "triton"
+    }
     lines = []
-    for (format, shape, tokens), times in found.items():
-        ((name, theirs),) = [(runner, time) for runner, time in times.items() if runner != "triton"]
-        ours = times["triton"]
-        lines.append(
-            [f"`{name}`", format, shape, str(tokens), f"{theirs:.0f}", f"{ours:.0f}", f"{theirs / ours:.2f}"]
-        )
-    return table(["runner", "format", "shape", "tokens", "us", "triton, us", "ratio"], lines)
+    for row in content["rows"]:
+        if row["runner"] != "triton":
+            format, shape, tokens = point = row["format"], row["shape"], row["tokens"]
+            times = row["time_us"], ours[point]
+            cells = [f"{time:.0f}" for time in times] + [f"{times[0] / times[1]:.2f}"]
+            lines.append([f"`{row['runner']}`", format, shape, str(tokens), row["tactics"], *cells])
+    return table(["runner", "format", "shape", "tokens", "tactics", "us", "triton, us", "ratio"], lines)
 
 
 def layer_on_cpu(content: dict[str, Any]) -> str:
