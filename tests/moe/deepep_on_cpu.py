@@ -162,16 +162,18 @@ class Buffer:
         assert topk_idx.is_contiguous()
         held = num_experts // self.ranks
         slabs = torch.full((held, most * self.ranks, x.shape[1]), torch.nan, dtype=torch.bfloat16)
-        origin = [[] for _ in range(held)]
         counts = torch.zeros(held, dtype=torch.int32)
+        origin = []  # of all rows: expert, row, source, token, slot
         for source, (letter, _) in enumerate(_exchange([(x, topk_idx)] * self.ranks)):
             rows, ids = letter
-            for token, slot in (ids // held == self.rank).logical_and(ids >= 0).nonzero().tolist():
-                expert = int(ids[token, slot]) - self.rank * held
-                slabs[expert, counts[expert]] = rows[token]
-                origin[expert].append((source, token, slot))
-                counts[expert] += 1
-        handle = (origin, most, x.shape[1], num_experts)
+            token, slot = (ids // held == self.rank).logical_and(ids >= 0).nonzero(as_tuple=True)
+            expert = ids[token, slot] - self.rank * held
+            same = expert[:, None] == torch.arange(held)
+            row = counts[expert] + same.cumsum(0)[torch.arange(len(token)), expert] - 1
+            slabs[expert, row] = rows[token]
+            counts += same.sum(0).int()
+            origin.append(torch.stack((expert, row, torch.full_like(token, source), token, slot)))
+        handle = (torch.cat(origin, dim=1), most, x.shape[1], num_experts)
         if use_nvfp4:
             assert (x_global_scale.dtype, x_global_scale.ndim) == (torch.float32, 0)
             return _nvfp4(slabs, counts, x_global_scale), counts, handle, object(), None
@@ -187,14 +189,14 @@ class Buffer:
         assert x.shape == (num_experts // self.ranks, most * self.ranks, hidden)
         assert topk_weights.dtype == torch.float32
         assert topk_weights.shape == topk_idx.shape
-        letters = [[] for _ in range(self.ranks)]
-        for expert, rows in enumerate(origin):
-            for row, (source, token, slot) in enumerate(rows):
-                letters[source].append((token, slot, x[expert, row]))
+        expert, row, source, token, slot = origin
+        letters = [
+            (token[source == rank], slot[source == rank], x[expert[source == rank], row[source == rank]])
+            for rank in range(self.ranks)
+        ]
         total = torch.zeros(len(topk_idx), hidden)
-        for letter, _ in _exchange(letters):
-            for token, slot, row in letter:
-                total[token] += topk_weights[token, slot] * row.float()
+        for (token, slot, rows), _ in _exchange(letters):
+            total.index_add_(0, token, topk_weights[token, slot, None] * rows.float())
         return total.to(torch.bfloat16), object(), None
 
 
