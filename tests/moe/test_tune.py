@@ -123,4 +123,5 @@ def test_the_slower_of_two_runners_is_measured_as_such(monkeypatch: pytest.Monke
     )
     assert list(found["torch"]) == list(found["Dawdles"]) == [1, 4, 16]
     for tokens, slow in found["Dawdles"].items():
-        assert slow > 10_000 > found["torch"][tokens] > 0
+        assert slow > 10_000  # it sleeps so long
+        assert slow > found["torch"][tokens] > 0
