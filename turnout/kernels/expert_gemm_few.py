@@ -8,13 +8,17 @@ columns, if they fit, or the next few chunks. Where programs are few, SLICES of 
 columns of its rows, and their sums are added last: so one token keeps a GPU busy without partial sums in
 memory.
 
-Measured on an H200 (whole layers in MXFP4, us; beside them expert_gemm.py in the same run):
+Measured on an H200, whole layers in MXFP4, us; beside them expert_gemm.py in the same run, each with the best
+tiling found (the rule's: docs/performance.md):
 
     tokens                               1           4          16           64
     Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4
-    GPT-OSS-20B                    23.4  30.2  66.0  74.5   110   118
+    GPT-OSS-20B                    23.4  30.2  61.2  74.5   110   118
     DeepSeek-V3, one rank of 8     21.3  28.6  45.2  61.5  80.8  91.2    173    182
     Qwen3.5-397B, one rank of 4    15.6  26.3  28.7  37.3  71.4  83.2    166    180
+
+One token of Qwen3-30B-A3B, whose weights of that run were few enough to stay in the L2 cache in part, took 16
+us in another run, where they were loaded to leave it first, as they are now.
 
 Rejected:
 
@@ -24,7 +28,9 @@ Rejected:
   256 tokens of Qwen3-30B-A3B.
 * Eight slices: 35 us for one token of GPT-OSS-20B instead of 24. Two blocks of columns at once instead of
   four: too few loads in flight, 32 instead of 29. Two slices where strips are many: 98 instead of 95.
-* Weights that stay in the L1 cache after use: 3 % slower in GEMM2.
+* Weights that stay in the caches after use: 3 % slower in GEMM2 at 64 tokens.
+* That programs of one token find the nth pair of this rank's experts, so that those without work come last:
+  finding it costs more than it saves, 52 us and, in another run, 46 for 4 tokens of DeepSeek-V3 on one of 8.
 
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, S slices.
 """
