@@ -15,17 +15,19 @@ other. A program goes from tile to tile, so that loads run ahead while results a
   shares a scale, and one group of warps holds it whole. The bfloat16 between is only a rounding.
 * GEMM2 stores sorted rows by the TMA, which works on while the next tile begins; `sum_places` finds them.
 
-Measured on an H200 (us at 16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks; the GPU's
-clock follows its power, so only numbers of one run compare):
+Measured on an H200 (us at 16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks;
+benchmarks/results/expert-gemm-fp8-specialised-nvidia-h200-2026-11-21.json). The GPU's clock follows its
+power, so numbers compare within a run, and roughly there:
 
-* GEMM1 856 and 924 where weights as the first operand took 963 and 1123, and gathering before them 119 and
-  63, quantising after them 87 and 29; GEMM2 557 and 511, before 769 and 712. GEMM2 with rows stored by the
-  TMA 506 instead of 617 (another run).
-* Of GEMM1's 856, 793 are left without loads and 695 without adding: neither alone is what it waits for.
+* GEMM1 856 and 924 on gathered rows where weights as the first operand took 963 and 1123; gathering them
+  first 119 and 63, quantising after GEMM1 87 and 29, both gone now. GEMM2 557 and 511, before 769 and 712;
+  with rows stored by the TMA 506 instead of 617 (another run).
+* Of GEMM1's 856 and 924, 793 and 781 are left without loads, 695 and 790 without adding: neither alone is
+  what it waits for.
 * Rejected: the two groups taking strict turns with the tensor cores (873 and 928); scales loaded to shared
   memory by the loading warps (970 for 922, 1276 for 1079); the first operand from registers, and products of
-  64 x 64, two in flight: as fast, with no register left; the second group two steps behind the first, so
-  that results are stored while the other multiplies: slower by a tenth.
+  64 x 64, two in flight: no faster over a layer, with no register left; the second group two steps behind the
+  first, so that one stores while the other multiplies: slower.
 
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, T tokens, H hidden.
 """
