@@ -96,7 +96,11 @@ def odd() -> bool:
 
 
 results["norm"] = norms(3, 48) and norms(1, 64)
-results["rotate"] = rotates(3, 4, 2, 16, normed=True) and rotates(2, 3, 1, 24, normed=True) and rotates(70, 5, 2, 8, normed=True)
+results["rotate"] = (
+    rotates(3, 4, 2, 16, normed=True)
+    and rotates(2, 3, 1, 24, normed=True)
+    and rotates(70, 5, 2, 8, normed=True)
+)
 results["rotate-only"] = rotates(2, 2, 2, 8, normed=False)
 results["softmax-topk"] = chooses(9, 16, 4) and chooses(1, 6, 2, renormalize=False)
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.pages import PagePool
 from turnout.engine.request import Request
 from turnout.engine.sampler import Sampled, Sampler, token_logprobs
-from turnout.engine.scheduler import Chunk, Scheduler
+from turnout.engine.scheduler import Chunk, Scheduler, with_rows
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.threads import default_threads
 from turnout.engine.ties import accompany, settled_logits
@@ -266,7 +266,7 @@ class EngineCore:
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
         """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""
-        for chunk, first_row in _with_rows(chunks):
+        for chunk, first_row in with_rows(chunks):
             request = chunk.request
             if not request.scores_missing:
                 continue
@@ -288,7 +288,7 @@ class EngineCore:
         outputs: list[RequestOutput] = []
         rows: list[int] = []
         sampling: list[Chunk] = []
-        for chunk, first_row in _with_rows(chunks):
+        for chunk, first_row in with_rows(chunks):
             if not chunk.samples:
                 continue
             if chunk.request.sampling.max_tokens == 0:
@@ -387,14 +387,6 @@ class EngineCore:
         del self._requests[request.id]
         output.finish_reason = reason
         return output
-
-
-def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
-    """Each chunk with the row of its first token."""
-    row = 0
-    for chunk in chunks:
-        yield chunk, row
-        row += chunk.length
 
 
 def _use_threads(wanted: int, ranks: int, device: torch.device) -> int:

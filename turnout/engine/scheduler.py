@@ -16,7 +16,7 @@ Torch-free: the tests drive it with thousands of random schedules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from turnout.engine.pages import PagePool
@@ -56,6 +56,14 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         """Whether this chunk predicts tokens that are not known yet: by its last row and those of drafts."""
         return self.end - len(self.drafts) == len(self.request.tokens)
+
+
+def with_rows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Each chunk of a step with the row of its first token."""
+    row = 0
+    for chunk in chunks:
+        yield chunk, row
+        row += chunk.length
 
 
 class Scheduler:
