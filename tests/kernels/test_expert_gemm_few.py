@@ -21,13 +21,13 @@ POINTERS = {
     "out_ptr": "*bf16",
     "order_ptr": "*i32",
     "tiles_ptr": "*i32",
+    "w_ptr": "*i32",
     "scales_ptr": "*i32",
 }
 CASES = [
     ("mxfp4", Tiling(64, 8, 4, 4, 4, 1, 1), False),
     ("nvfp4", Tiling(64, 8, 4, 4, 8, 1, 2), True),
     ("nvfp4", Tiling(32, 8, 4, 7, 8, 1, 4), True),
-    ("bf16", Tiling(32, 8, 2, 4, 4, 1, 2), False),
 ]
 
 
@@ -43,8 +43,7 @@ def ptx(format: str, tiles: Tiling, *, whole: bool) -> str:
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
         elif name.endswith("_ptr"):
-            weights = "*bf16" if format == "bf16" else "*i32"
-            signature[name] = weights if name == "w_ptr" else POINTERS.get(name, "*fp32")
+            signature[name] = POINTERS.get(name, "*fp32")
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name.startswith("act_") else "i32"
@@ -70,7 +69,7 @@ def test_compiles_as_designed(format: str, tiles: Tiling, whole: bool):
     assert "st.shared" not in body
     assert "shfl" not in body
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", body))
-    assert wide == (2 * held * tiles.k_blocks if format != "bf16" else 2 * 4 * held * tiles.k_blocks)
+    assert wide == 2 * held * tiles.k_blocks
     if whole:
         loop = body[body.index("mma.sync") :]
         assert "bar.sync" not in loop

@@ -1,12 +1,11 @@
-"""Grouped GEMM of the experts on Hopper for few tokens per expert (Gluon): bf16, MXFP4 or NVFP4 weights.
+"""Grouped GEMM of the experts on Hopper for few tokens per expert (Gluon): weights in MXFP4 or NVFP4.
 
 What a decode step waits for is weights. So this kernel is made of warps that need nothing of each other: each
-loads the fragments of 16 weight rows (fragments.py; bf16 as it lies) into its own registers, a chunk of
-columns ahead of the chunk it decodes, and multiplies them with `mma`, not `wgmma`, which four warps would
-have to enter together. Weights see no shared memory and no barrier; tokens do, of which a program keeps all
-columns, if they fit, or the next few chunks. Where programs are few, SLICES of a program's warps share the
-columns of its rows, and their sums are added last: so one token keeps a GPU busy without partial sums in
-memory.
+loads the fragments of 16 weight rows (fragments.py) into its own registers, a chunk of columns ahead of the
+chunk it decodes, and multiplies them with `mma`, not `wgmma`, which four warps would have to enter together.
+Weights see no shared memory and no barrier; tokens do, of which a program keeps all columns, if they fit, or
+the next few chunks. Where programs are few, SLICES of a program's warps share the columns of its rows, and
+their sums are added last: so one token keeps a GPU busy without partial sums in memory.
 
 Measured on an H200, whole layers in MXFP4, us; beside them expert_gemm.py in the same run, each with the best
 tiling found (the rule's: docs/performance.md):
@@ -68,27 +67,6 @@ def strips_layout(
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [slices, strips, chunk, words])
 
 
-@gluon.constexpr_function
-def rows_layout(
-    slices: int, rows: int, columns: int, vector: int, across: int, shared_out: bool
-) -> gl.DistributedLinearLayout:
-    """Who holds [slices, rows, columns] of bf16 (vector 8) or pairs of them (vector 4), 16 bytes in a row.
-
-    shared_out: strips of 16 rows go to the `across` warps in turn; else all of these hold all rows.
-    """
-    registers = bits(vector, 2, 3) + bits(columns // vector // 4, 2, 3, 4 * vector)
-    lanes = bits(4, 2, 3, vector) + bits(8, 1, 3)
-    if shared_out:
-        registers += bits(2, 1, 3, 8) + bits(rows // 16 // across, 1, 3, 16 * across)
-        warps = bits(across, 1, 3, 16)
-    else:
-        registers += bits(rows // 8, 1, 3, 8)
-        warps = [[0, 0, 0]] * (across.bit_length() - 1)
-    return gl.DistributedLinearLayout(
-        registers, lanes, warps + bits(slices, 0, 3), [], [slices, rows, columns]
-    )
-
-
 @gluon.jit
 def decode(codes, scales, NVFP4: gl.constexpr, OPERAND: gl.constexpr, ACROSS: gl.constexpr):
     """codes int32 [S, STRIPS, CHUNK, 128], scales int32 [S, STRIPS, CHUNK, 8 or 16] -> [S, rows, columns]."""
@@ -141,74 +119,16 @@ def axes4(LAYOUT: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def axes3(LAYOUT: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
-    """0, 1, 2, ... along each of three axes of LAYOUT."""
-    a = gl.arange(0, A, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    b = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    return a, b, c
-
-
-@gluon.jit
-def load_rows(
-    w_ptr, slice_blocks, rows_left, K, chunk,
-    LAYOUT: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
-):  # fmt: skip
-    """Chunk `chunk` of bf16 weights, two a word: int32 [S, ROWS, CHUNK * 32]."""
-    s, r, c = axes3(LAYOUT, S, ROWS, CHUNK * 32)
-    c += chunk * CHUNK * 32
-    k = s * slice_blocks * 32 + c
-    held = (c < slice_blocks * 32) & (k < K // 2) & (r < rows_left)
-    return gl.load(w_ptr + (r * (K // 2) + k), mask=held, other=0, eviction_policy="evict_first")
-
-
-@gluon.jit
-def unpack(word):
-    """int32 -> the two bf16 in it."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], dtype=(gl.bfloat16,) * 2, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def copy_tokens(x_ptr, x, slot, offset, exists, chunk, slice_blocks, K,
                 S: gl.constexpr, CHUNK: gl.constexpr, COPY: gl.constexpr):  # fmt: skip
     """Start copying chunk `chunk` of every slice of rows that begin at `offset`."""
     s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
-    c = (
-        chunk * CHUNK * 64
-        + gl.arange(0, CHUNK * 64, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
-    )
+    column = gl.arange(0, CHUNK * 64, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    c = chunk * CHUNK * 64 + column
     k = s * slice_blocks * 64 + c
     at = x_ptr + offset[None, :, None] + k
     held = exists[None, :, None] & (c < slice_blocks * 64) & (k < K)
     async_copy.async_copy_global_to_shared(x.index(slot), at, mask=held)
-
-
-@gluon.jit
-def operands_of_rows(words, x, OPERAND: gl.constexpr, TOKENS_AT: gl.constexpr, TOKENS_OPERAND: gl.constexpr):
-    """bf16 weights int32 [S, rows, C / 2] and, in shared memory, x [S, tokens, C] -> both operands.
-
-    Sixteen columns of a product are not those of 16 columns in a row, but both operands agree on which.
-    """
-    S: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = words.shape[1]
-    C: gl.constexpr = words.shape[2] * 2
-    TOKENS: gl.constexpr = x.shape[1]
-    even, odd = unpack(words)
-    # slice 0, row 1, column / 32 2, lane % 4 3, step 4, right 5, odd 6
-    a = (
-        gl.join(even, odd)
-        .reshape([S, ROWS, C // 32, 4, 2, 2, 2])
-        .permute([0, 1, 2, 4, 5, 3, 6])
-        .reshape([S, ROWS, C])
-    )
-    b = x.load(TOKENS_AT).reshape([S, TOKENS, C // 32, 4, 2, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1])
-    b = b.reshape([S, C, TOKENS])
-    return (
-        gl.convert_layout(a, OPERAND, assert_trivial=True),
-        gl.convert_layout(b, TOKENS_OPERAND, assert_trivial=True),
-    )
 
 
 @gluon.jit(
@@ -234,10 +154,9 @@ def expert_gemm_few(
     """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]); arguments as of `expert_gemm`.
 
     SLICES: the inner dimension is shared out among so many warps, whose sums are added last. K_BLOCKS: blocks
-    of 64 columns that a warp takes at once. WHOLE: STAGES
-    hold all chunks of a slice, and all of x is copied first.
+    of 64 columns that a warp takes at once. WHOLE: STAGES hold all chunks of a slice, and all of x is copied
+    first.
     """
-    PACKED: gl.constexpr = FORMAT != "bf16"
     NVFP4: gl.constexpr = FORMAT == "nvfp4"
     S: gl.constexpr = SLICES
     C: gl.constexpr = K_BLOCKS
@@ -246,19 +165,13 @@ def expert_gemm_few(
     WORDS: gl.constexpr = 64 if NVFP4 else 32
     CODES: gl.constexpr = strips_layout(S, STRIPS, C, 128, WM)
     SCALES: gl.constexpr = strips_layout(S, STRIPS, C, WORDS // 4, WM)
-    ROWS_AT: gl.constexpr = rows_layout(S, BLOCK_N, C * 32, 4, WM, True)
-    TOKENS_AT: gl.constexpr = rows_layout(S, TOKENS, C * 64, 8, WM, False)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, WM, 1], [1, 16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SUM: gl.constexpr = gl.SliceLayout(0, ACC)
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, num_warps, 1], [2, 1, 0])
     COPY_ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
-    TILE: gl.constexpr = (
-        gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-        if PACKED
-        else gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
-    )
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
 
     n_tiles = gl.cdiv(n_blocks * 64, BLOCK_N)
@@ -276,19 +189,13 @@ def expert_gemm_few(
     slice_blocks = gl.cdiv(k_blocks, S)
     chunks = gl.cdiv(slice_blocks, C)
     strip = n * STRIPS
-    if PACKED:
-        block = (expert * n_blocks).to(gl.int64) * k_blocks
-        w_tile = w_ptr + block * 512
-        scales_tile = scales_ptr + block * WORDS
-        codes_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, 512, CODES, S, STRIPS, C)
-        scales_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, WORDS, SCALES, S, STRIPS, C)
-        codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
-        scales = gl.load(scales_tile + scales_at)
-    else:
-        words_ptr = w_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        w_tile = words_ptr + (expert * n_rows + n * BLOCK_N).to(gl.int64) * (K // 2)
-        left = n_rows - n * BLOCK_N
-        rows = load_rows(w_tile, slice_blocks, left, K, 0, ROWS_AT, S, BLOCK_N, C)
+    block = (expert * n_blocks).to(gl.int64) * k_blocks
+    w_tile = w_ptr + block * 512
+    scales_tile = scales_ptr + block * WORDS
+    codes_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, 512, CODES, S, STRIPS, C)
+    scales_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, WORDS, SCALES, S, STRIPS, C)
+    codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
+    scales = gl.load(scales_tile + scales_at)
     if WEIGHTS_FIRST:
         gdc_wait()
     r = row + gl.arange(0, TOKENS, COPY_ROWS)
@@ -318,47 +225,30 @@ def expert_gemm_few(
             async_copy.wait_group(STAGES - 2)
             gl.thread_barrier()
         slot = chunk if WHOLE else chunk % STAGES
-        if PACKED:
-            w_tile += C * 512
-            scales_tile += C * WORDS
-            next_codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
-            next_scales = gl.load(scales_tile + scales_at)
-            w = decode(codes, scales, NVFP4, OPERAND, WM)
-            tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
-            codes, scales = next_codes, next_scales
-        else:
-            next_rows = load_rows(w_tile, slice_blocks, left, K, chunk + 1, ROWS_AT, S, BLOCK_N, C)
-            w, tokens = operands_of_rows(rows, x.index(slot), OPERAND, TOKENS_AT, TOKENS_OPERAND)
-            rows = next_rows
+        w_tile += C * 512
+        scales_tile += C * WORDS
+        next_codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
+        next_scales = gl.load(scales_tile + scales_at)
+        w = decode(codes, scales, NVFP4, OPERAND, WM)
+        tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
+        codes, scales = next_codes, next_scales
         acc = mma_v2(w, tokens, acc)
         if not WHOLE:
             copy_tokens(
-                x_ptr,
-                x,
-                (chunk + STAGES - 1) % STAGES,
-                offset,
-                exists,
-                chunk + STAGES - 1,
-                slice_blocks,
-                K,
-                S,
-                C,
-                COPY,
-            )
+                x_ptr, x, (chunk + STAGES - 1) % STAGES, offset, exists, chunk + STAGES - 1, slice_blocks, K,
+                S, C, COPY,
+            )  # fmt: skip
             async_copy.commit_group()
     if not WHOLE:
         async_copy.wait_group(0)
         gl.thread_barrier()
     slot = chunks - 1 if WHOLE else (chunks - 1) % STAGES
-    if PACKED:
-        w = decode(codes, scales, NVFP4, OPERAND, WM)
-        tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
-    else:
-        w, tokens = operands_of_rows(rows, x.index(slot), OPERAND, TOKENS_AT, TOKENS_OPERAND)
+    w = decode(codes, scales, NVFP4, OPERAND, WM)
+    tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
     acc = mma_v2(w, tokens, acc)
 
     finish(
         gl.sum(acc, 0), alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, n, n_rows, row, end,
-        out_columns, out_stride, act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, DIRECT, BIAS, PACKED,
+        out_columns, out_stride, act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, DIRECT, BIAS, True,
         BLOCK_N, TOKENS, SUM, num_warps,
     )  # fmt: skip

@@ -89,14 +89,12 @@ def _few_choices(shape: ExpertShape, tokens: int, said: Tiles) -> Choices:
     """For few tokens per expert: what may be best at any number of programs is few enough to time it all."""
 
     def one(K: int, own: Tiling) -> tuple[Tiling, ...]:
-        held = 4 if shape.kernel == "packed" else 2
         cuts = ((64, 4, 1), (128, 4, 1), (64, 8, 2), (32, 4, 2), (16, 4, 4), (32, 8, 4))
         found = [own] if own.slices else []
         for rows, warps, slices in cuts if shape.direct(tokens) else cuts[:3]:
-            blocks = held if rows * slices == 16 * warps else held * 16 * warps // (rows * slices)
-            whole = few.chunks(K, slices, blocks)
+            whole = few.chunks(K, slices, few.CHUNK)
             stages = whole if 2 * MIN_TOKENS * K <= few.WHOLE_BYTES and slices > 1 else few.STAGES
-            found.append(Tiling(rows, MIN_TOKENS, blocks, max(2, stages), warps, 1, slices))
+            found.append(Tiling(rows, MIN_TOKENS, few.CHUNK, max(2, stages), warps, 1, slices))
         return tuple(t for t in dict.fromkeys(found) if not refuse(shape, Tiles(t, t)))
 
     return Choices(first=one(shape.hidden, said.first), second=one(shape.inner, said.second))

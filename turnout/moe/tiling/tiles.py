@@ -278,7 +278,7 @@ def _runs_w4a8(tiling: Tiling) -> bool:
 
 
 def _refuse_few(kernel: str, tiling: Tiling) -> str:
-    if kernel not in ("packed", "bf16"):
+    if kernel != "packed":
         return f"{kernel} weights with columns in slices"
     rows, tokens, k_blocks, stages, warps, group, slices = tiling
     reason = few.refuse(rows, tokens, k_blocks, stages, warps, slices)
