@@ -7,12 +7,12 @@ Weights see no shared memory and no barrier; tokens do, of which a program keeps
 the next few chunks. Where programs are few, SLICES of a program's warps share the columns of its rows, and
 their sums are added last: so one token keeps a GPU busy without partial sums in memory.
 
-Measured on an H200, whole layers in MXFP4, us; beside them expert_gemm.py in the same run, each with the best
-tiling found (the rule's: docs/performance.md):
+Measured on an H200, whole layers in MXFP4, us; beside them expert_gemm.py in the same run, with the best tiling
+found (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
 
     tokens                               1           4          16           64
     Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4
-    GPT-OSS-20B                    23.4  30.2  61.2  74.5   110   118
+    GPT-OSS-20B                    23.4  30.2  66.0  74.5   110   125
     DeepSeek-V3, one rank of 8     21.3  28.6  45.2  61.5  80.8  91.2    173    182
     Qwen3.5-397B, one rank of 4    15.6  26.3  28.7  37.3  71.4  83.2    166    180
 
