@@ -7,8 +7,8 @@ Weights see no shared memory and no barrier; tokens do, of which a program keeps
 the next few chunks. Where programs are few, SLICES of a program's warps share the columns of its rows, and
 their sums are added last: so one token keeps a GPU busy without partial sums in memory.
 
-Measured on an H200, whole layers in MXFP4, us; beside them expert_gemm.py in the same run, with the best tiling
-found (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
+Measured on an H200, whole layers in MXFP4, us, with the best tilings found; beside it, expert_gemm.py in the
+same run (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
 
     tokens                               1           4          16           64
     Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4
