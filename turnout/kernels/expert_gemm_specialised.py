@@ -16,14 +16,14 @@ Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, beside expert
 (all in benchmarks/results/expert-gemm-specialised-nvidia-h200-2026-11-21.json). MXFP4: Qwen3-30B-A3B 252,
 687, 2399 beside 258, 756, 2663; GPT-OSS-20B 548, 1535, 5771 beside 603, 1613, 6481; DeepSeek-V3 on one of
 eight ranks 378, 824, 2720 beside 366, 901, 2973. bf16: Qwen3-30B-A3B 361, 750, 2505 beside 379, 771, 2676.
-That is 500 to 600 TFLOP/s in either format, of 790: what a multiprocessor loads is half as much for 4-bit
-weights, so it is not the L2 cache alone. Rejected:
+That is 500 to 600 TFLOP/s of 790. bf16 tiles load 6 TB/s for it, and more than 7 was never seen; loading into
+two multiprocessors at once (multicast) is nothing that Gluon of Triton 3.6 can say. 4-bit tiles load half as
+much: what holds them up was not found. Rejected:
 
 * One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. 64 tokens to a tile: 10 % (at
   1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still. 128 x 256 with
   bf16: 5 to 20 % slower; with 4-bit weights 3 % faster at 2048 tokens per expert, slower below.
-* Rows gathered beforehand by a kernel of its own, so that the TMA loads them: GEMM1 gains less than that
-  takes.
+* Rows gathered beforehand, so that the TMA loads them: GEMM1 gains less than that takes.
 * Decoding a step's first block while the last products of the step before run: no faster, for ptxas puts
   the wait first.
 
@@ -137,12 +137,6 @@ def fragments(w, scales, slot, BLOCK: gl.constexpr, NVFP4: gl.constexpr, OPERAND
 
 
 @gluon.jit
-def halves(y):
-    """The first and the second half of the columns."""
-    return gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
-
-
-@gluon.jit
 def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
     """y [rows, tokens], after scale and bias, in the terms of `expert_gemm.finish`."""
     if ACTIVATION == "relu2":
@@ -163,35 +157,33 @@ def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def store_part(y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
-               FIRST: gl.constexpr):  # fmt: skip
-    """bf16 y [columns, tokens] from sorted row `row` + FIRST on; `pair`: where each row of the tile goes."""
+def store_parts(
+    y, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """bf16 y [columns, tokens] of the sorted rows from `row` + FIRST on, SCATTER: to the rows of their pairs.
+
+    64 tokens at a time, for lack of shared memory.
+    """
     COLUMNS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
-    y = gl.convert_layout(y, STORE)
-    r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
-    c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
-    exists = r < end
-    if SCATTER:
-        r = gl.load(pair + r, mask=exists, other=0)
-    at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
-    gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
-
-
-@gluon.jit
-def store_parts(
-    y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr, FIRST: gl.constexpr
-):
-    """64 tokens at a time, for lack of shared memory."""
-    if y.shape[1] > 64:
-        left, right = halves(y)
-        store_parts(left, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST)
+    if TOKENS > 64:
+        left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
+        HALF: gl.constexpr = TOKENS // 2
+        store_parts(left, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST)
         store_parts(
-            right, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST + y.shape[1] // 2
+            right, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST + HALF
         )
     else:
-        store_part(y, out_ptr, pair, column, row, end, out_columns, out_stride, SCATTER, FIRST)
+        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
+        y = gl.convert_layout(y, STORE)
+        r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
+        exists = r < end
+        if SCATTER:
+            r = gl.load(order_ptr + r, mask=exists, other=0)
+        at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
+        gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
 
 
 @gluon.jit
@@ -355,7 +347,12 @@ def expert_gemm_specialised(
     BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WIDTHS: gl.constexpr,
     K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]), rows sorted by expert."""
+    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]), rows sorted by expert.
+
+    As `expert_gemm`, but: x_from where rows are not gathered, and bf16 weights [E * n_rows, K] as w_from, are
+    descriptors of tiles of 64 columns. WIDTHS: 4, or 1 for tiles of TOKENS alone. As many programs as
+    multiprocessors.
+    """
     PACKED: gl.constexpr = FORMAT != "bf16"
     WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
     BLOCKS: gl.constexpr = ROWS // 64
