@@ -1,7 +1,7 @@
 # Everything runs from .venv in this checkout; the targets make it when it is missing.
 PYTHON ?= python3
 VENV := .venv
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 # pip compiles on one core, and Python at each start if it may not write what it compiled. Some packages ship
