@@ -42,6 +42,7 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=16,  # outputs come in panels
             intermediate_multiple=16,
             fast_packed=frozenset({"bf16"}),
+            decoded_as_bf16=frozenset({"nvfp4", "mxfp4"}),
             workspace=cpu_workspace_bytes,
             preference=10,
             grounds="ahead of torch at every point measured on an AMD EPYC",

@@ -262,7 +262,7 @@ def _join(
         activation=activation,
         storage=storage,
         wire=wire,
-        weight_bytes=case.weight_bytes(storage) * copies,
+        weight_bytes=case.weight_bytes(storage, runner) * copies,
         workspace_bytes=max(
             case.workspace(runner, feeds[phase], phase, storage, activation) for phase in PHASES
         ),

@@ -60,6 +60,7 @@ class RunnerCapability:
     ungated_multiple: int = 1  # the same where W1 has no gate rows
     weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
     fast_packed: frozenset[str] = frozenset()  # formats that it reads packed as fast as decoded
+    decoded_as_bf16: frozenset[str] = frozenset()  # formats that it decodes to no wider type
     weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores

@@ -58,14 +58,16 @@ class Case:
         """Whether W4A4 is what the checkpoint was made for and the device multiplies."""
         return self.spec.quantized_activations and self.hardware.has_fp4_units
 
-    def weight_bytes(self, storage: str) -> int:
-        """One layer's experts on this rank."""
+    def weight_bytes(self, storage: str, runner: RunnerCapability | None = None) -> int:
+        """One layer's experts on this rank, as most runners or `runner` keeps them."""
+        in_bf16 = runner is not None and self.spec.format in runner.decoded_as_bf16
+        decoded = sizes.ITEMSIZE["bfloat16"] if in_bf16 else self.itemsize
         return sizes.expert_bytes(
             self.spec,
             num_local_experts=self.num_local_experts,
             expert_tp=self.topology.expert_tp,
             decoded=storage == "decoded",
-            itemsize=self.itemsize if storage == "decoded" else self.stored_itemsize,
+            itemsize=decoded if storage == "decoded" else self.stored_itemsize,
         )
 
     def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:

@@ -1,5 +1,7 @@
 """Experts by compiled kernels against the layer in plain float32 torch, in every form of weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,30 @@ def test_as_the_reference_computes_them(kind, activation, biased):
         torch.testing.assert_close(
             got, experts_reference(x, ids, factors, experts, activation), rtol=1e-5, atol=1e-5
         )
+
+
+def test_a_factor_kept_apart_from_decoded_weights():
+    torch.manual_seed(4)
+    packed = encode(torch.randn(E, 16, H), "nvfp4")
+    unscaled = replace(packed, global_scale=torch.ones(E))
+    inner = encode(torch.randn(E, H, 16), "nvfp4")
+    kept = Panels((E, 16, H), torch.bfloat16), Panels((E, H, 16), torch.bfloat16)
+    for store, weight in zip(kept, (unscaled, replace(inner, global_scale=torch.ones(E))), strict=True):
+        for e in range(E):
+            decoded = weight[e].decode()
+            assert torch.equal(decoded.bfloat16().float(), decoded)
+            store.write(e, decoded, (packed if store is kept[0] else inner).global_scale[e])
+    relu2 = Activation(kind="relu2")
+    x, ids, factors = torch.randn(5, H), torch.rand(5, E).topk(K).indices.int(), torch.rand(5, K)
+    got = kernels.run(
+        kernels.Layer(w13=kept[0], w2=kept[1], activation="relu2"),
+        x,
+        kernels.sort_pairs(ids, factors, 0, E),
+        5,
+    )
+    experts = ExpertWeights(w13=packed, w2=inner, num_experts=E)
+    expected = experts_reference(x, ids, factors, experts, relu2)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 def test_threads_and_company_change_no_bit(monkeypatch):

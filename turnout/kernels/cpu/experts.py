@@ -25,7 +25,7 @@ from torch import Tensor
 from turnout.kernels.cpu.jit import inline, kernel
 from turnout.kernels.cpu.panels import Panels, panels_at_once, readable
 from turnout.kernels.cpu.threads import parallel, threads_for
-from turnout.kernels.cpu.tiles import ROWS, groups, products
+from turnout.kernels.cpu.tiles import BF16_PANEL, ROWS, groups, products
 from turnout.kernels.cpu.vectors import (
     LANES,
     exp,
@@ -121,6 +121,7 @@ def _up(
             continue
         tiles, at_once = groups(end - start), panels_at_once(kind, end - start)
         factor = get_f32(factors + 4 * e) if factors else ONE
+        after = splat(factor if kind <= BF16_PANEL else ONE)  # others were unpacked with it
         b, until = block * COLUMNS, min(block * COLUMNS + COLUMNS, B)
         while b < until:
             count = min(at_once, until - b)
@@ -140,7 +141,7 @@ def _up(
                 for p in range(first, last):
                     for c in range(count):
                         at = (p - first) * PITCH + c * 64
-                        gate, up = load(gates + at), load(ups + at)
+                        gate, up = load(gates + at) * after, load(ups + at) * after
                         if bias:
                             gate = gate + load(bias + (e * halves * B + b + c) * 64)
                             up = up + load(bias + (e * halves * B + (halves - 1) * B + b + c) * 64)
@@ -175,6 +176,7 @@ def _down(
                 continue
             tiles, at_once = groups(end - start), panels_at_once(kind, end - start)
             factor = get_f32(factors + 4 * e) if factors else ONE
+            after = splat(factor if kind <= BF16_PANEL else ONE)  # others were unpacked with it
             b = begin
             while b < until:
                 count = min(at_once, until - b)
@@ -190,7 +192,7 @@ def _down(
                         factor_p = splat(get_f32(weight + 4 * p))
                         to = out + (get_i64(token + 8 * p) * B + b) * 64
                         for c in range(count):
-                            y = load(sums + (p - first) * PITCH + c * 64)
+                            y = load(sums + (p - first) * PITCH + c * 64) * after
                             if bias:
                                 y = y + load(bias + (i + c) * 64)
                             store(to + c * 64, fma(factor_p, y, load(to + c * 64)))

@@ -78,14 +78,14 @@ class Panels:
 
     data: [E, B, K, 16] of float32, bfloat16 or float16, or of e2m1 uint8 [E, B, K, 8]: column c in the low
     and c + 8 in the high nibble. scales: uint8 [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4,
-    e8m0). factors: float32 [E], NVFP4's global scales.
+    e8m0). factors: float32 [E], such as NVFP4's global scales.
     """
 
     def __init__(self, shape: Sequence[int], kind: torch.dtype | str) -> None:
         """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "nvfp4" or "mxfp4"."""
         self.experts, self.outputs, self.inputs = experts, outputs, inputs = shape
         blocks = experts, outputs // LANES
-        self.scales = self.factors = torch.empty(0)
+        self.scales, self.factors = torch.empty(0), torch.ones(experts)
         if isinstance(kind, torch.dtype):
             self.kind = KINDS[kind]
             self.data = torch.empty(*blocks, inputs, LANES, dtype=kind)
@@ -93,7 +93,6 @@ class Panels:
             self.kind, group = (NVFP4, 16) if kind == "nvfp4" else (MXFP4, 32)
             self.data = torch.empty(*blocks, inputs, LANES // 2, dtype=torch.uint8)
             self.scales = torch.empty(*blocks, inputs // group, LANES, dtype=torch.uint8)
-            self.factors = torch.ones(experts)
 
     @property
     def packed(self) -> bool:
@@ -104,9 +103,10 @@ class Panels:
         """Whether products need them unpacked."""
         return self.kind > BF16_PANEL
 
-    def write(self, expert: int, weight_NK: Tensor) -> None:
-        """Store one matrix, of any float dtype."""
+    def write(self, expert: int, weight_NK: Tensor, factor: Tensor | float = 1.0) -> None:
+        """Store one matrix, of any float dtype, that is meant to be multiplied by `factor`."""
         self.data[expert].copy_(_across(weight_NK))
+        self.factors[expert] = factor
 
     def write_packed(
         self, expert: int, codes: Tensor, scale: Tensor, factor: Tensor | float | None = None
