@@ -17,6 +17,7 @@ from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes
 from turnout.moe.packages import FLASHINFER
 from turnout.moe.reference import experts_reference
+from turnout.moe.share import Share
 from turnout.moe.spec import Activation, MoESpec
 from turnout.registry import RUNNERS
 
@@ -157,8 +158,8 @@ def test_a_graph_replays_what_runs_eagerly(name: str):
 def test_the_planned_workspace_covers_what_the_library_asks(name: str):
     spec = SPECS[name]
     runner = runner_of(spec, weights_of(spec))
-    planned = workspace_bytes(
-        spec,
+    share = Share(
+        spec=spec,
         rows=TOKENS[-1],
         layout="tokens",
         num_local_experts=spec.num_experts,
@@ -166,6 +167,7 @@ def test_the_planned_workspace_covers_what_the_library_asks(name: str):
         decoded=False,
         itemsize=2,
     )
+    planned = workspace_bytes(share)
     outside = 2 * TOKENS[-1] * spec.hidden_size  # the output, which is not of the workspace
     assert 0.5 * planned < runner._moe._size <= planned - outside
 

@@ -11,6 +11,7 @@ from turnout.moe.flashinfer.blackwell_sizes import (
     slots,
     trtllm_workspace_bytes,
 )
+from turnout.moe.share import Share
 
 RANK = {"num_local_experts": 4, "expert_tp": 2, "decoded": False, "itemsize": 2}
 
@@ -31,11 +32,11 @@ def test_tokens_by_hand():
     spec = make_spec(format="nvfp4", hidden_size=256, intermediate_size=128)
     quantized, out, maps = 3 * (128 + 16), 2 * 3 * 256, 4 * (6 + 1024 + 8)
     expected = quantized + maps + 2 * 1024 * (256 + 64) + out
-    assert cutedsl_workspace_bytes(spec, rows=3, layout="tokens", **RANK) == expected
+    assert cutedsl_workspace_bytes(Share(spec=spec, rows=3, layout="tokens", **RANK)) == expected
     # TensorRT-LLM counts all 8 experts: 6 pairs may be in 6 tiles.
     maps = 4 * (6 + 2 * 1536 + 12 + 16)
     expected = quantized + maps + 1536 * (32 + 4) + 2 * 1536 * 256 + out
-    assert trtllm_workspace_bytes(spec, rows=3, layout="tokens", **RANK) == expected
+    assert trtllm_workspace_bytes(Share(spec=spec, rows=3, layout="tokens", **RANK)) == expected
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
@@ -46,4 +47,4 @@ def test_slabs_by_hand(activation):
     held, tiled = 4 * 130, 4 * 256
     expected = tiled * (128 + 16) + 2 * held * N + tiled * (32 + 4) + 2 * held * 256
     expected += 0 if activation == "silu" else held * (4 * 64 + 14 * 64)
-    assert cutedsl_workspace_bytes(spec, rows=130, layout="experts", **RANK) == expected
+    assert cutedsl_workspace_bytes(Share(spec=spec, rows=130, layout="experts", **RANK)) == expected

@@ -15,6 +15,7 @@ from turnout.moe.arena import Arena, shared
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
+from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
 from turnout.moe.workspace import ALIGN, aligned, regions, shape_of, workspace_bytes
 from turnout.registry import RUNNERS
@@ -25,8 +26,8 @@ FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
 
 def planned(spec: MoESpec, layout: str, rows: int) -> int:
     assert RUNNER_CAPABILITIES["triton"].workspace is workspace_bytes
-    return workspace_bytes(
-        spec,
+    share = Share(
+        spec=spec,
         rows=rows,
         layout=layout,
         num_local_experts=spec.num_experts,
@@ -34,6 +35,7 @@ def planned(spec: MoESpec, layout: str, rows: int) -> int:
         decoded=False,
         itemsize=2,
     )
+    return workspace_bytes(share)
 
 
 def test_regions_lie_apart_and_fill_the_arena():

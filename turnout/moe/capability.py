@@ -16,6 +16,7 @@ from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, moves, rows_seen, workspace_bytes
 from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
+from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of
@@ -64,7 +65,7 @@ class RunnerCapability:
     weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
-    workspace: Callable[..., int] = workspace_bytes  # bytes beside the weights; signature of that
+    workspace: Callable[[Share], int] = workspace_bytes  # bytes beside the weights
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     grounds: str = ""  # what that rests on
     graph_safe: bool = True

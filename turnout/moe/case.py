@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -96,8 +97,8 @@ class Case:
         activations: str,
     ) -> int:
         """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
-        return runner.workspace(
-            self.spec,
+        share = Share(
+            spec=self.spec,
             rows=self.rows(dispatcher, phase),
             layout=dispatcher.layout,
             num_local_experts=self.num_local_experts,
@@ -107,6 +108,7 @@ class Case:
             itemsize=4 if self.hardware.device == "cpu" else self.itemsize,
             activations=activations,
         )
+        return runner.workspace(share)
 
     def decode_once(self) -> bool:
         """The rule of weight_storage "auto" (its reasons: plan.py)."""

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from turnout.moe.spec import MoESpec
+from turnout.moe.share import Share
 
 
-def workspace_bytes(
-    spec: MoESpec,
-    *,
-    rows: int,
-    layout: str,
-    num_local_experts: int,
-    expert_tp: int,
-    decoded: bool,
-    itemsize: int,
-    activations: str = "bf16",
-) -> int:
+def workspace_bytes(share: Share) -> int:
     """For a batch of `rows` tokens, or slabs of as many rows: input and output in float32, and for each pair
     the activation's output, its token and its weight. What threads unpack a panel into is not counted."""
-    inner, held = spec.intermediate_size // expert_tp, rows
-    pairs = rows * min(spec.top_k, num_local_experts)
-    if layout == "experts":
-        pairs = held = rows * num_local_experts
-    return pairs * (4 * inner + 8 + 4) + 2 * held * spec.hidden_size * 4
+    held = share.rows
+    pairs = held * min(share.spec.top_k, share.num_local_experts)
+    if share.layout == "experts":
+        pairs = held = share.rows * share.num_local_experts
+    return pairs * (4 * share.inner + 8 + 4) + 2 * held * share.spec.hidden_size * 4

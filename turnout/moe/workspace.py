@@ -8,6 +8,7 @@ a slab.
 
 from __future__ import annotations
 
+from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling.tiles import MIN_TOKENS, W4A8, ExpertShape
 
@@ -62,22 +63,15 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     return found
 
 
-def workspace_bytes(
-    spec: MoESpec,
-    *,
-    rows: int,
-    layout: str,
-    num_local_experts: int,
-    expert_tp: int,
-    decoded: bool,
-    itemsize: int,
-    activations: str = "bf16",
-) -> int:
-    """The arena for batches of `rows` in one layout, and the output that a call hands out."""
-    shape = shape_of(spec, num_local_experts=num_local_experts, expert_tp=expert_tp, activations=activations)
-    slabs = num_local_experts if layout == "experts" else 1
-    arena = sum(map(aligned, regions(shape, layout, rows).values()))
-    return arena + itemsize * slabs * rows * spec.hidden_size
+def workspace_bytes(share: Share) -> int:
+    """The arena for batches in one layout, and the output that a call hands out."""
+    experts = share.num_local_experts
+    shape = shape_of(
+        share.spec, num_local_experts=experts, expert_tp=share.expert_tp, activations=share.activations
+    )
+    rows_out = share.rows * (experts if share.layout == "experts" else 1)
+    arena = sum(map(aligned, regions(shape, share.layout, share.rows).values()))
+    return arena + share.itemsize * rows_out * share.spec.hidden_size
 
 
 def _quantized(name: str, values: int) -> dict[str, int]:

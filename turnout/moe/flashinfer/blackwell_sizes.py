@@ -9,7 +9,7 @@ H hidden, I a rank's shard of the intermediate size, N rows of W1, E local exper
 
 from __future__ import annotations
 
-from turnout.moe.spec import MoESpec
+from turnout.moe.share import Share
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
 SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
@@ -28,45 +28,27 @@ def nvfp4(rows: int, columns: int) -> int:
     return rows * (columns // 2 + columns // GROUP)
 
 
-def cutedsl_workspace_bytes(
-    spec: MoESpec,
-    *,
-    rows: int,
-    layout: str,
-    num_local_experts: int,
-    expert_tp: int,
-    decoded: bool,
-    itemsize: int,
-    activations: str = "bf16",
-) -> int:
+def cutedsl_workspace_bytes(share: Share) -> int:
     """Tokens: the input quantised, maps of the pairs, the output, and of W4A4 or W4A16 what is more: GEMM1's
     output in NVFP4, or both GEMMs' inputs in bf16. Slabs: the input quantised, GEMM1's output, the same
     activated and quantised, the output; other activations than silu pass through float32."""
-    H, I = spec.hidden_size, spec.intermediate_size // expert_tp
-    if layout == "tokens":
+    spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
+    H, I, itemsize = spec.hidden_size, share.inner, share.itemsize
+    if share.layout == "tokens":
         pairs = rows * spec.top_k
         S = slots(pairs, num_local_experts)
         maps = 4 * (pairs + S + 2 * S // TILE)
         return nvfp4(rows, H) + maps + max(nvfp4(S, I), 2 * S * (H + I)) + itemsize * rows * H
-    held, N = num_local_experts * rows, spec.w13_rows // expert_tp
+    held, N = num_local_experts * rows, share.gemm1
     tiled = num_local_experts * (-(-rows // SCALE_ROWS) * SCALE_ROWS)  # rows that have scales
     plain = 0 if spec.activation.kind == "silu" else held * (4 * N + (4 * 3 + itemsize) * I)
     return nvfp4(tiled, H) + itemsize * held * N + plain + nvfp4(tiled, I) + itemsize * held * H
 
 
-def trtllm_workspace_bytes(
-    spec: MoESpec,
-    *,
-    rows: int,
-    layout: str,
-    num_local_experts: int,
-    expert_tp: int,
-    decoded: bool,
-    itemsize: int,
-    activations: str = "bf16",
-) -> int:
+def trtllm_workspace_bytes(share: Share) -> int:
     """The input quantised, maps of the pairs, GEMM1's output in NVFP4, GEMM2's in bf16, the output."""
-    H, I, pairs = spec.hidden_size, spec.intermediate_size // expert_tp, rows * spec.top_k
+    spec, rows, itemsize = share.spec, share.rows, share.itemsize
+    H, I, pairs = spec.hidden_size, share.inner, rows * spec.top_k
     S = slots(pairs, spec.num_experts)
     maps = 4 * (pairs + 2 * S + 2 * S // TILE + 2 * spec.num_experts)
     return nvfp4(rows, H) + maps + nvfp4(S, I) + 2 * S * H + itemsize * rows * H

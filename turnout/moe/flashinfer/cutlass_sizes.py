@@ -8,7 +8,7 @@ size, both padded where the format asks for it; E local experts.
 
 from __future__ import annotations
 
-from turnout.moe.spec import MoESpec
+from turnout.moe.share import Share
 
 PADDED = {"mxfp4": 128}  # to multiples of what H and I are brought
 FP8_GROUP = 128
@@ -21,22 +21,13 @@ def padded(size: int, weight_format: str) -> int:
     return -(-size // multiple) * multiple
 
 
-def workspace_bytes(
-    spec: MoESpec,
-    *,
-    rows: int,
-    layout: str,
-    num_local_experts: int,
-    expert_tp: int,
-    decoded: bool,
-    itemsize: int,
-    activations: str = "bf16",
-) -> int:
+def workspace_bytes(share: Share) -> int:
     """Two buffers that inputs and outputs of both GEMMs take in turn, maps of the pairs, what the GEMMs
     themselves ask for; then the output that a call hands out, and the input where it is padded."""
+    spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
     pairs = rows * spec.top_k
     hidden = padded(spec.hidden_size, spec.format)
-    inner = padded(spec.intermediate_size // expert_tp, spec.format)
+    inner = padded(share.inner, spec.format)
     gemm1 = inner * (2 if spec.activation.gated else 1)
     buffers = 2 * pairs * (max(hidden, inner) + max(hidden, gemm1))
     maps = 4 * (4 * pairs + rows * num_local_experts)
