@@ -4,9 +4,8 @@ VENV := .venv
 WORKERS ?= 3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
-# pip compiles on one core, and Python at each start if it may not write what it compiled. Some packages ship
-# files that do not compile; nobody imports them.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+# Python compiles what it imports, once, and keeps it: pip need not compile everything, but Python must be let.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-gpu lint bench clean
 
@@ -14,19 +13,16 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) -e .
-	$(COMPILE)
 	$(BIN)/python -m turnout.kernels.cpu
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base tests/flashinfer-requirements.txt
 	$(INSTALL) -e '.[test]'
 	$(INSTALL) --no-deps -r tests/flashinfer-requirements.txt
-	$(COMPILE)
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
 	$(INSTALL) -e '.[lint]'
-	$(COMPILE)
 	touch $@
 
 demo: $(VENV)/.base

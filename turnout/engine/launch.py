@@ -1,7 +1,7 @@
 """Several ranks from one offline command: this process starts them all again as torchrun would, and waits.
 
 Rank 0 has the terminal. What the others write is kept, and shown if one of them fails, which ends all. They
-ignore Ctrl-C, which a terminal sends to the whole group: it ends this process, and they follow, however it
+block Ctrl-C, which a terminal sends to the whole group: it ends this process, and they follow, however it
 ended, by a pipe that nobody writes to.
 """
 
@@ -71,15 +71,16 @@ def blameless(launched: Launched | None) -> Iterator[None]:
 def _started(size: int, arguments: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The ranks' processes, none of which is left in the end."""
     lifeline, ours = os.pipe()
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
+    # Blocked rather than ignored: ranks inherit either, and here one that comes now is held until they are there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):
             ranks.append(_start(rank, size, arguments, folder, lifeline))
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield ranks
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for process in ranks:
             process.kill()
         for process in ranks:
