@@ -33,7 +33,15 @@ import torch
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology
 
-PRELOAD = ["torch", "torch.distributed", "turnout.moe", "turnout.engine.core", "turnout.parallel.groups"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "turnout.moe",
+    "turnout.engine.core",
+    "turnout.kernels.cpu.attention",
+    "turnout.kernels.cpu.experts",
+    "turnout.parallel.groups",
+]
 GRACE = 0.5  # seconds for the others to answer once a rank has failed
 
 context = multiprocessing.get_context("forkserver")
