@@ -17,8 +17,9 @@ RUNS: dict[str, dict[str, str]] = {
     "flashinfer_cutlass": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_mxfp4": {"NVIDIA H200": "2026-11-21"},
     "none": {"NVIDIA H200": "2026-11-21"},
+    "numba": {"AMD EPYC x2": "2026-11-21"},
     "nvlink": {"NVIDIA H200": "2026-11-21"},
-    "torch": {"AMD EPYC x2": "2026-11-21", "NVIDIA H200": "2026-11-21"},
+    "torch": {"NVIDIA H200": "2026-11-21"},
     "triton": {"NVIDIA H200": "2026-11-21"},
 }
 
