@@ -178,6 +178,8 @@ class Command:
             text=True,
             env=os.environ | {"TMPDIR": str(folder)},
             start_new_session=True,
+            # A shell that starts tests in the background has them ignore Ctrl-C, and so would the command.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def ranks(self) -> list[int]:
