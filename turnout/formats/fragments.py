@@ -146,8 +146,8 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
         alpha = torch.exp2((top - 127).float())
     group = GROUP[weights.format]
     code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
-    code_NK = _padded(code_NK, BLOCK, paired)
-    byte_NG = _padded(byte_NG, BLOCK // group, paired)
+    code_NK = padded(code_NK, BLOCK, paired)
+    byte_NG = padded(byte_NG, BLOCK // group, paired)
     rows = max(BLOCK, FOLD_CODES // code_NK.shape[1] // BLOCK * BLOCK)
     return (
         torch.cat([_fold_codes(part) for part in code_NK.split(rows)]).view(torch.int32),
@@ -156,17 +156,17 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def _padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
+def padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
     """Rows to a multiple of 64, columns to `multiple`, with zeros; gate and up apart, then paired."""
     halves = t.chunk(2) if paired else (t,)
     height = BLOCK // len(halves)
-    padded = []
+    halves_padded = []
     for half in halves:
         rows, columns = -(-half.shape[0] // height) * height, -(-half.shape[1] // multiple) * multiple
         out = half.new_zeros(rows, columns)
         out[: half.shape[0], : half.shape[1]] = half
-        padded.append(out)
-    return pair_rows(torch.cat(padded)) if paired else padded[0]
+        halves_padded.append(out)
+    return pair_rows(torch.cat(halves_padded)) if paired else halves_padded[0]
 
 
 # Axes of a 64 x 64 block. Rows: warp 4, lower 2, lane / 4 8. Columns: step 4, right 2, lane % 4 4, odd 2.

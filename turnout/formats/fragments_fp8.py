@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from turnout.formats import e2m1
-from turnout.formats.fragments import pair_rows, unpair_rows
+from turnout.formats.fragments import padded, unpair_rows
 from turnout.formats.packed import PackedTensor
 
 ROWS, COLUMNS, GROUP = 64, 128, 32
@@ -108,23 +108,10 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
         rounded_NK = e2m1.encode(e2m1.decode(code_NK) * shrink_NK)
         code_NK = torch.where(low_NG.repeat_interleave(GROUP, 1), rounded_NK, code_NK)
     alpha_N1 = torch.exp2((top_N1 - 127 - _TOP).float())
-    code_NK = _padded(code_NK, COLUMNS, paired)
-    byte_NG = _padded(byte_NG.clamp(min=0).to(torch.uint8), COLUMNS // GROUP, paired)
-    alpha_N = _padded(alpha_N1, 1, paired)[:, 0]
+    code_NK = padded(code_NK, COLUMNS, paired)
+    byte_NG = padded(byte_NG.clamp(min=0).to(torch.uint8), COLUMNS // GROUP, paired)
+    alpha_N = padded(alpha_N1, 1, paired)[:, 0]
     return _fold_codes(code_NK), _fold_scales(byte_NG), alpha_N
-
-
-def _padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
-    """Rows to a multiple of 64, columns to `multiple`, with zeros; gate and up apart, then paired."""
-    halves = t.chunk(2) if paired else (t,)
-    height = ROWS // len(halves)
-    padded = []
-    for half in halves:
-        rows, columns = -(-half.shape[0] // height) * height, -(-half.shape[1] // multiple) * multiple
-        out = half.new_zeros(rows, columns)
-        out[: half.shape[0], : half.shape[1]] = half
-        padded.append(out)
-    return pair_rows(torch.cat(padded)) if paired else padded[0]
 
 
 # Axes of a block. Rows: warp 4, lower 2, lane / 4 8. Columns: pair of tiles 2, tile 2, right 2, lane % 4 4,
