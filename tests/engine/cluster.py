@@ -8,6 +8,7 @@ with Cluster(ranks(4), folder, model, dp_size=4, ep_size=4) as cluster:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -137,10 +138,11 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.send(range(self.config.tp_size), Shutdown())
-            self._thread.join(20)
-        self._context.destroy(linger=0)
+        try:
+            if kind is None:
+                self._shut_down()
+        finally:
+            self._context.destroy(linger=0)  # an open one would block whoever collects it
         self._check()
 
     def add(self, id: str, prompt: list[int], *, dp_rank: int = 0, lag: float = 0, **sampling: Any) -> None:
@@ -166,6 +168,13 @@ class Cluster:
                 self._thread.join(20)
                 self._check()
                 raise
+
+    def _shut_down(self) -> None:
+        """Tell every rank; all leave once the first has heard, hence some before they are told."""
+        with contextlib.suppress(zmq.ZMQError):
+            for rank in range(self.config.tp_size):
+                self._commands.send_multipart([_name(rank), encoder.encode(Shutdown())])
+        self._thread.join(20)
 
     def wait(self, ids: Iterable[str], seconds: float = 30) -> None:
         """Until all of these have ended. Fails if a rank did, or if it takes too long."""
