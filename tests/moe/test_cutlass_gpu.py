@@ -14,11 +14,11 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes
 from turnout.moe.packages import FLASHINFER
 from turnout.moe.reference import experts_reference
-from turnout.moe.share import Share
 from turnout.moe.spec import Activation, MoESpec
+from turnout.moe.workspace.flashinfer_cutlass import workspace_bytes
+from turnout.moe.workspace.share import Share
 from turnout.registry import RUNNERS
 
 pytestmark = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.moe.build import make_spec
-from turnout.moe.flashinfer.blackwell_sizes import (
+from turnout.moe.workspace.flashinfer_blackwell import (
     TILE,
     cutedsl_workspace_bytes,
     slots,
     trtllm_workspace_bytes,
 )
-from turnout.moe.share import Share
+from turnout.moe.workspace.share import Share
 
 RANK = {"num_local_experts": 4, "expert_tp": 2, "decoded": False, "itemsize": 2}
 

@@ -15,9 +15,10 @@ from turnout.moe.arena import Arena, shared
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
-from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
-from turnout.moe.workspace import ALIGN, aligned, regions, shape_of, workspace_bytes
+from turnout.moe.tiling.tiles import ExpertShape
+from turnout.moe.workspace.hopper import ALIGN, arena_bytes, regions, workspace_bytes
+from turnout.moe.workspace.share import Share
 from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def planned(spec: MoESpec, layout: str, rows: int) -> int:
 
 def test_regions_lie_apart_and_fill_the_arena():
     spec = make_spec(format="fp8", hidden_size=256, intermediate_size=256)
-    shape = shape_of(spec, num_local_experts=8, expert_tp=1)
+    shape = ExpertShape.of(spec, num_local_experts=8, expert_tp=1)
     sets = {"tokens": regions(shape, "tokens", 100), "experts": regions(shape, "experts", 9)}
     arena = Arena(CPU, sets)
     for layout, sizes in sets.items():
@@ -49,7 +50,7 @@ def test_regions_lie_apart_and_fill_the_arena():
             part.fill_(value)
         assert [part.unique().tolist() for part in parts.values()] == [[v + 1] for v in range(len(parts))]
         assert all((part.data_ptr() - arena._bytes.data_ptr()) % ALIGN == 0 for part in parts.values())
-    assert arena.nbytes == max(sum(map(aligned, sizes.values())) for sizes in sets.values())
+    assert arena.nbytes == max(arena_bytes(sizes) for sizes in sets.values())
     # What must stay zero between calls is the same memory in both layouts.
     assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
     assert sets["tokens"]["counts"] == sets["experts"]["counts"] == 9 * 4 * 16

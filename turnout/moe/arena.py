@@ -2,7 +2,7 @@
 
 Layers run one after another, so they use the same bytes. Two models, or a model and a self-check beside it,
 do not: an arena belongs to those who ask for the same regions on the same device, and goes with the last.
-The bytes are a plan's `workspace_bytes`, but for the output, which a call hands out (workspace.py).
+The bytes are a plan's `workspace_bytes`, but for the output, which a call hands out (workspace/hopper.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from turnout.moe.workspace import aligned
+from turnout.moe.budget import aligned
+from turnout.moe.workspace.hopper import ALIGN, arena_bytes
 
 
 class Arena:
@@ -25,7 +26,7 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, sets: Mapping[str, Mapping[str, int]]) -> None:
-        size = max(sum(map(aligned, regions.values())) for regions in sets.values())
+        size = max(arena_bytes(regions) for regions in sets.values())
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self._sets = {layout: dict(regions) for layout, regions in sets.items()}
 
@@ -46,7 +47,7 @@ class Arena:
         for other, size in regions.items():
             if other == name:
                 break
-            begin += aligned(size)
+            begin += aligned(size, ALIGN)
         return self._bytes[begin : begin + wanted].view(dtype).view(shape)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability, WireNeed
-from turnout.moe.cpu_workspace import workspace_bytes as cpu_workspace_bytes
-from turnout.moe.flashinfer.blackwell_sizes import cutedsl_workspace_bytes, trtllm_workspace_bytes
-from turnout.moe.flashinfer.cutlass_sizes import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.limits import Limits
 from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
-from turnout.moe.workspace import workspace_bytes as hopper_workspace_bytes
+from turnout.moe.workspace.flashinfer_blackwell import cutedsl_workspace_bytes, trtllm_workspace_bytes
+from turnout.moe.workspace.flashinfer_cutlass import workspace_bytes as cutlass_workspace_bytes
+from turnout.moe.workspace.hopper import workspace_bytes as hopper_workspace_bytes
+from turnout.moe.workspace.numba import workspace_bytes as cpu_workspace_bytes
 
 HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
 DEEPEP_RANKS = frozenset({2, 4, 8})  # between which it has kernels over NVLink

@@ -2,7 +2,7 @@
 
 Weights are prepared once for each, so that a second runner costs a second copy of the experts. `auto` takes
 one where `turnout tune` found it WORTH times as fast at some batch sizes, it differs in nothing that the rest
-of a plan rests on, and its copy takes no more than a SHARE-th of the device's memory. Which of the two gets a
+of a plan rests on, and its copy takes no more than COPY_PART of the device's memory. Which of the two gets a
 batch follows from the number of its tokens alone. Runners hold no collectives, so ranks with batches of
 different sizes may differ.
 
@@ -20,7 +20,7 @@ from turnout.moe.candidates import Candidate
 from turnout.moe.case import Case
 
 WORTH = 1.1
-SHARE = 8
+COPY_PART = 1 / 8
 ALL = 2**31 - 1  # a bound for any batch
 
 Times = Mapping[str, Mapping[int, float]]  # us by runner and tokens of a batch
@@ -67,7 +67,7 @@ def _fits(case: Case, best: Candidate, other: Candidate) -> bool:
         and best.prefill.layout == best.decode.layout == "tokens"
         and (other.runner.graph_safe or not best.runner.graph_safe)
     )
-    return alike and other.weight_bytes * case.num_layers * SHARE <= case.hardware.memory_bytes
+    return alike and other.weight_bytes * case.num_layers <= COPY_PART * case.hardware.memory_bytes
 
 
 def _bounds(names: Mapping[int, str]) -> Buckets:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
-from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,19 +82,27 @@ class Budget:
         """The most tokens one rank brings to a step of `phase`."""
         return self.local if phase == "prefill" else self.decode
 
-    def refusals(self) -> list[Refusal]:
-        if self.capacity >= self.local:
+    def refusals(self, *, in_chunks: bool = False) -> list[Refusal]:
+        """in_chunks: prefill may pass buffers in several goes, decoding may not."""
+        needed = self.decode if in_chunks else self.local
+        if self.capacity >= needed:
             return []
+        step = "step of decoding" if in_chunks else "step"
         return [
             Refusal(
                 who="budget",
                 asked=f"--max-dispatch-tokens-per-rank {self.capacity}",
-                limit=f"a rank may have {self.local} tokens to send in one step",
-                remedy=f"use --max-dispatch-tokens-per-rank {self.local} or more, or lower "
+                limit=f"a rank may have {needed} tokens to send in one {step}",
+                remedy=f"use --max-dispatch-tokens-per-rank {needed} or more, or lower "
                 "--max-prefill-tokens, --chunked-prefill-size, --max-running-requests or "
                 "--cuda-graph-max-bs",
             )
         ]
+
+
+def aligned(size: int, multiple: int = 128) -> int:
+    """Up to the next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def moves(exchange: str, *, dp_size: int) -> bool:
@@ -125,8 +132,9 @@ def rows_seen(exchange: str, phase: str, budget: Budget, *, senders: int = 1) ->
     return budget.dp_size * senders * -(-tokens // senders)
 
 
-def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool]) -> list[str]:
-    """The flags that bound a prefill step, with the largest value that `fits`; [] if there is none."""
+def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool], *, in_chunks: bool = False) -> list[str]:
+    """The flags that bound a prefill step, with the largest value that `fits`; [] if there is none.
+    in_chunks: it may pass buffers that hold less."""
 
     def bounded(tokens: int) -> Budget:
         return replace(budget, local=min(budget.local, tokens), capacity=tokens)
@@ -134,7 +142,7 @@ def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool]) -> list[str]:
     most = bisect_left(range(budget.capacity + 1), True, key=lambda tokens: not fits(bounded(tokens))) - 1
     if most < budget.decode:
         return []
-    if most >= budget.local:
+    if in_chunks or most >= budget.local:
         return [f"use --max-dispatch-tokens-per-rank {most} or less"]
     flags = "--max-prefill-tokens and --chunked-prefill-size"
     if budget.capacity > budget.local:
@@ -195,6 +203,7 @@ def dispatch_bytes(
     buffers: str = "rows",
     ranks: int = 1,
     batches: int = 1,
+    combine_format: str = "bf16",
 ) -> int:
     """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`) of `ranks`, if it `moves` any.
 
@@ -210,7 +219,12 @@ def dispatch_bytes(
     result = itemsize * spec.hidden_size
     if buffers == "symmetric":
         parts = symmetric_parts(
-            spec, ranks=ranks, capacity=rows // ranks, wire_formats=(wire_format,), itemsize=itemsize
+            spec,
+            ranks=ranks,
+            capacity=rows // ranks,
+            wire_formats=(wire_format,),
+            combine_format=combine_format,
+            itemsize=itemsize,
         )
         slabs = rows * num_local_experts * (token + result) if layout == "experts" else 0
         return batches * (sum(parts.values()) + rows * 8 * spec.top_k + slabs)
@@ -243,17 +257,17 @@ class OneSided:
     def bookkeeping(self) -> int:
         """An epoch and a counter; counters by rank, sent and received; two flags by rank; then, for each of
         a rank's own tokens and up to 22 experts, the rank it went to and its row there."""
-        routes = _aligned(4 * 22 * self.capacity)
-        return _aligned(8 + 8 * self.ranks) + 2 * _aligned(4 * self.ranks) + 2 * routes
+        routes = aligned(4 * 22 * self.capacity)
+        return aligned(8 + 8 * self.ranks) + 2 * aligned(4 * self.ranks) + 2 * routes
 
     @property
     def results_at(self) -> int:
         """Where results begin: behind the rows received, if all senders send all they may."""
-        return self.bookkeeping + _aligned(self.ranks * self.capacity * self.sent)
+        return self.bookkeeping + aligned(self.ranks * self.capacity * self.sent)
 
     @property
     def total_bytes(self) -> int:
-        return self.results_at + _aligned(self.ranks * self.capacity * self.returned)
+        return self.results_at + aligned(self.ranks * self.capacity * self.returned)
 
 
 def chunked_bytes(row: int, ranks: int) -> int:
@@ -262,7 +276,7 @@ def chunked_bytes(row: int, ranks: int) -> int:
     Ten channels to every rank of 256 slots, with room for 128 ids (8 bytes), weights and scales (4 each).
     """
     slots = 10 * ranks * 256
-    return _aligned(10 * ranks * 5 * 4 + slots * (row + 8 + 128 * (8 + 4 + 4)))
+    return aligned(10 * ranks * 5 * 4 + slots * (row + 8 + 128 * (8 + 4 + 4)))
 
 
 def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
@@ -275,14 +289,20 @@ def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
     there, back = 16 + max(2 * hidden_size, hidden_size + 4 * scales), 4 * scales + 2 * hidden_size
     out = max(tokens * there, num_experts * tokens * back)
     into = num_experts * tokens * max(there, back)
-    return (2 * (out + into + _aligned(4 * num_experts)) // 128 + 1) * 128
+    return (2 * (out + into + aligned(4 * num_experts)) // 128 + 1) * 128
 
 
 FEW_TOKENS = 128  # of a rank, that travel through symmetric memory in words (kernels/nvlink)
 
 
 def symmetric_parts(
-    spec: MoESpec, *, ranks: int, capacity: int, wire_formats: Iterable[str], itemsize: int
+    spec: MoESpec,
+    *,
+    ranks: int,
+    capacity: int,
+    wire_formats: Iterable[str],
+    combine_format: str = "bf16",
+    itemsize: int,
 ) -> dict[str, int]:
     """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.
 
@@ -291,7 +311,7 @@ def symmetric_parts(
     """
     rows, few = ranks * capacity, ranks * min(capacity, FEW_TOKENS)
     sent = [token_parts(f, spec.hidden_size, itemsize=itemsize) for f in wire_formats]
-    result = itemsize * spec.hidden_size
+    result = aligned(token_bytes(combine_format, spec.hidden_size, itemsize=itemsize), 16)
     sizes = {
         "counts": 2 * 8 * ranks,
         "meta": 2 * 8 * rows * spec.top_k,
@@ -300,29 +320,10 @@ def symmetric_parts(
         "scales": rows * max(scales for _, scales in sent),
         "hidden": rows * max(data for data, _ in sent),
         "results": rows * result,
-        "landing": few * max(-(-(data + scales) // 16) * 16 for data, scales in sent),
+        "landing": few * max(aligned(data + scales, 16) for data, scales in sent),
         "landed": few * result,
     }
-    return {name: _aligned(size) for name, size in sizes.items()}
-
-
-def _aligned(size: int) -> int:
-    """Up to the next multiple of 128."""
-    return -(-size // 128) * 128
-
-
-def workspace_bytes(share: Share) -> int:
-    """What a runner needs beside its weights.
-
-    Every (token, local expert) pair holds its input and output in the compute dtype, GEMM1's output and
-    the activated value in float32; packed weights add one expert decoded at a time, in float32 and in the
-    compute dtype. Measured peaks of runner "torch" on a CPU, 2048 tokens, lie within 5 % of this.
-    """
-    H, itemsize, columns = share.spec.hidden_size, share.itemsize, share.gemm1 + share.inner
-    experts = share.num_local_experts
-    pairs = share.rows * (experts if share.layout == "experts" else min(share.spec.top_k, experts))
-    total = pairs * (2 * H * itemsize + 4 * columns)
-    return total if share.decoded else total + columns * H * (itemsize + 4)
+    return {name: aligned(size) for name, size in sizes.items()}
 
 
 def kv_bytes_per_token(

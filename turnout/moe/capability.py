@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, moves, rows_seen, workspace_bytes
+from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, aligned, moves, rows_seen
 from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
-from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
+from turnout.moe.workspace.share import Share
+from turnout.moe.workspace.torch import workspace_bytes as torch_workspace_bytes
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of
 
@@ -65,7 +66,7 @@ class RunnerCapability:
     weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
-    workspace: Callable[[Share], int] = workspace_bytes  # bytes beside the weights
+    workspace: Callable[[Share], int] = torch_workspace_bytes  # bytes beside the weights
     preference: int = 0  # `auto` takes the highest that is allowed; raise it on measured grounds
     grounds: str = ""  # what that rests on
     graph_safe: bool = True
@@ -199,7 +200,7 @@ class DispatcherCapability:
         """The most tokens a runner sees behind it in a step of `phase`."""
         senders = topology.attention_tp if self.buffers == "symmetric" else 1
         rows = rows_seen(self.exchange, phase, budget, senders=senders)
-        return -(-rows // self.row_multiple) * self.row_multiple
+        return aligned(rows, self.row_multiple)
 
     def on(self, hardware: Hardware) -> DispatcherCapability:
         """With the wire formats alone that are sent between GPUs of this kind."""

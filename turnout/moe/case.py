@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.share import Share
 from turnout.moe.spec import MoESpec
+from turnout.moe.workspace.share import Share
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
 PHASES = ("prefill", "decode")
 DECODE_ONCE_BYTES = 2 * 2**30
-DECODE_ONCE_SHARE = 8
+DECODE_ONCE_PART = 1 / 8
 SPARSE = 0.25
 
 
@@ -115,5 +115,5 @@ class Case:
         decoded = self.weight_bytes("decoded")
         if decoded <= self.weight_bytes("packed"):
             return True
-        room = min(DECODE_ONCE_BYTES, self.hardware.memory_bytes // DECODE_ONCE_SHARE)
+        room = min(DECODE_ONCE_BYTES, DECODE_ONCE_PART * self.hardware.memory_bytes)
         return self.hardware.device == "cpu" and decoded * self.num_layers <= room

@@ -19,7 +19,7 @@ Four choices of `auto` that are not a backend's preference:
 * Activations: the checkpoint's own format if the device multiplies it natively, else bf16 (weight-only).
   Emulated W4A4 costs accuracy and gains no speed, so it runs only when asked for.
 * Weight storage: decoded once when that takes no more bytes than packed, or on a CPU when it is small
-  (DECODE_ONCE_BYTES, and a DECODE_ONCE_SHARE-th of memory). On one AVX2 core, unpacking a 1024 x 1024
+  (DECODE_ONCE_BYTES, and DECODE_ONCE_PART of memory). On one AVX2 core, unpacking a 1024 x 1024
   NVFP4 matrix takes 1.0 ms, its float32 product with one token 0.085 ms, with 16 tokens 0.65 ms: decoding
   at each use would dominate. GPU kernels unpack on the fly, and reading fewer bytes is what makes them
   fast, so there packed weights are kept.
@@ -50,7 +50,6 @@ from turnout.moe.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import tuned
 from turnout.moe.tiling.tiles import ExpertShape, TileTable
-from turnout.moe.workspace import shape_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
@@ -80,6 +79,7 @@ class PhasePlan:
     wire_format: str  # "bf16", "fp8", "nvfp4"
     reduce: str  # who owes the sum over ranks: "none", "layer"
     max_tokens: int  # the largest batch the runner sees on this rank
+    chunk: int = 0  # tokens of each data-parallel rank that pass at a time (chunks.py); 0: all of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ def _tiles(case: Case, best: Candidate, find: Callable[[ExpertShape], TileTable]
     if not best.runner.tiled or case.wishes.deterministic:
         return ()
     return find(
-        shape_of(
+        ExpertShape.of(
             case.spec,
             num_local_experts=case.num_local_experts,
             expert_tp=case.topology.expert_tp,

@@ -41,7 +41,7 @@ from turnout.moe.tiling.tiles import (
     choose,
     slab_rule,
 )
-from turnout.moe.workspace import regions
+from turnout.moe.workspace.hopper import regions
 
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
 

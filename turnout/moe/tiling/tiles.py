@@ -18,6 +18,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import few
 
 MIN_TOKENS = 8  # the smallest tile
@@ -135,6 +136,21 @@ class ExpertShape:
     num_experts: int  # of all ranks
     local_experts: int
     top_k: int
+
+    @classmethod
+    def of(
+        cls, spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
+    ) -> ExpertShape:
+        """One rank's share of `spec`. activations: what the GEMMs multiply with."""
+        return cls(
+            format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size // expert_tp,
+            w13_rows=spec.w13_rows // expert_tp,
+            num_experts=spec.num_experts,
+            local_experts=num_local_experts,
+            top_k=spec.top_k,
+        )
 
     @property
     def kernel(self) -> str:

@@ -8,7 +8,8 @@ size, both padded where the format asks for it; E local experts.
 
 from __future__ import annotations
 
-from turnout.moe.share import Share
+from turnout.moe.budget import aligned
+from turnout.moe.workspace.share import Share
 
 PADDED = {"mxfp4": 128}  # to multiples of what H and I are brought
 FP8_GROUP = 128
@@ -18,7 +19,7 @@ GEMM_BYTES = 32 * 2**20
 
 def padded(size: int, weight_format: str) -> int:
     multiple = PADDED.get(weight_format, 1)
-    return -(-size // multiple) * multiple
+    return aligned(size, multiple)
 
 
 def workspace_bytes(share: Share) -> int:

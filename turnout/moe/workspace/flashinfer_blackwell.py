@@ -9,7 +9,8 @@ H hidden, I a rank's shard of the intermediate size, N rows of W1, E local exper
 
 from __future__ import annotations
 
-from turnout.moe.share import Share
+from turnout.moe.budget import aligned
+from turnout.moe.workspace.share import Share
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
 SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
@@ -40,7 +41,7 @@ def cutedsl_workspace_bytes(share: Share) -> int:
         maps = 4 * (pairs + S + 2 * S // TILE)
         return nvfp4(rows, H) + maps + max(nvfp4(S, I), 2 * S * (H + I)) + itemsize * rows * H
     held, N = num_local_experts * rows, share.gemm1
-    tiled = num_local_experts * (-(-rows // SCALE_ROWS) * SCALE_ROWS)  # rows that have scales
+    tiled = num_local_experts * (aligned(rows, SCALE_ROWS))  # rows that have scales
     plain = 0 if spec.activation.kind == "silu" else held * (4 * N + (4 * 3 + itemsize) * I)
     return nvfp4(tiled, H) + itemsize * held * N + plain + nvfp4(tiled, I) + itemsize * held * H
 

@@ -1,8 +1,8 @@
-"""What the kernels for CPUs need beside weights, for plans. No torch here."""
+"""What the kernels for CPUs need beside weights."""
 
 from __future__ import annotations
 
-from turnout.moe.share import Share
+from turnout.moe.workspace.share import Share
 
 
 def workspace_bytes(share: Share) -> int:

@@ -8,32 +8,19 @@ a slab.
 
 from __future__ import annotations
 
-from turnout.moe.share import Share
-from turnout.moe.spec import MoESpec
+from collections.abc import Mapping
+
+from turnout.moe.budget import aligned
 from turnout.moe.tiling.tiles import MIN_TOKENS, W4A8, ExpertShape
+from turnout.moe.workspace.share import Share
 
 ALIGN = 256
 FP8_GROUP = 128  # columns that share a float32 scale
 
 
-def aligned(size: int) -> int:
-    """Up to the next multiple of ALIGN."""
-    return -(-size // ALIGN) * ALIGN
-
-
-def shape_of(
-    spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
-) -> ExpertShape:
-    """One rank's share of `spec`. activations: what the GEMMs multiply with."""
-    return ExpertShape(
-        format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
-        hidden=spec.hidden_size,
-        inner=spec.intermediate_size // expert_tp,
-        w13_rows=spec.w13_rows // expert_tp,
-        num_experts=spec.num_experts,
-        local_experts=num_local_experts,
-        top_k=spec.top_k,
-    )
+def arena_bytes(regions: Mapping[str, int]) -> int:
+    """Of regions one after the other."""
+    return sum(aligned(size, ALIGN) for size in regions.values())
 
 
 def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
@@ -66,12 +53,12 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
 def workspace_bytes(share: Share) -> int:
     """The arena for batches in one layout, and the output that a call hands out."""
     experts = share.num_local_experts
-    shape = shape_of(
+    shape = ExpertShape.of(
         share.spec, num_local_experts=experts, expert_tp=share.expert_tp, activations=share.activations
     )
     rows_out = share.rows * (experts if share.layout == "experts" else 1)
-    arena = sum(map(aligned, regions(shape, share.layout, share.rows).values()))
-    return arena + share.itemsize * rows_out * share.spec.hidden_size
+    output = share.itemsize * rows_out * share.spec.hidden_size
+    return arena_bytes(regions(shape, share.layout, share.rows)) + output
 
 
 def _quantized(name: str, values: int) -> dict[str, int]:
