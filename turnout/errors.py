@@ -5,7 +5,7 @@ without a traceback and exits with code 2; the server answers it as a 4xx. Every
 and keeps its traceback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,3 +33,8 @@ class PlanRefused(UserError):
         self.headline = headline
         self.refusals = tuple(refusals)
         super().__init__("\n".join([headline, *(f"  - {r}" for r in self.refusals)]))
+
+
+def listed(names: Iterable[str]) -> str:
+    """In the order of the alphabet, for messages."""
+    return ", ".join(sorted(names))

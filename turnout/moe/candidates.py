@@ -10,18 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from turnout.errors import Refusal, listed
 from turnout.moe import budget as sizes
 from turnout.moe.budget import WIRE_GROUP, Budget, gigabytes
-from turnout.moe.capability import (
-    OTHER_DISPATCHER,
-    OTHER_RUNNER,
-    DispatcherCapability,
-    Refusal,
-    RunnerCapability,
-    pair_refusals,
-    wire_format,
-)
+from turnout.moe.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
 from turnout.moe.case import PHASES, Case
+from turnout.moe.limits import OTHER_DISPATCHER
+from turnout.moe.pairing import pair_refusals, wire_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +160,7 @@ def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Re
         limit = f"W8A8 needs FP8 weights, W4A8 MXFP4; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format fp8`"
     elif choice == "fp8" and spec.format not in runner.fp8_weight_formats:
-        limit = f"multiplies {', '.join(sorted(runner.fp8_weight_formats))} weights with FP8 activations"
+        limit = f"multiplies {listed(runner.fp8_weight_formats)} weights with FP8 activations"
         remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"
     elif (
         choice == "fp8"
@@ -181,7 +176,7 @@ def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Re
         limit = f"multiplies {spec.format} weights with {spec.format} activations only"
         remedy = f"use --moe-activation-dtype auto or {spec.format}, or {OTHER_RUNNER}"
     elif choice not in runner.activation_formats:
-        limit = f"its GEMMs multiply with {', '.join(sorted(runner.activation_formats))}"
+        limit = f"its GEMMs multiply with {listed(runner.activation_formats)}"
         remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"
     else:
         return None
@@ -206,7 +201,7 @@ def _storages(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Ref
         Refusal(
             who=f"runner {runner.name}",
             asked=f"--moe-weight-storage {wish}",
-            limit=f"keeps weights {', '.join(sorted(runner.weight_storages))}",
+            limit=f"keeps weights {listed(runner.weight_storages)}",
             remedy=f"use --moe-weight-storage auto, or {OTHER_RUNNER}",
         )
     ]
@@ -327,7 +322,7 @@ def _layout_refusals(candidate: Candidate) -> list[Refusal]:
         Refusal(
             who=f"runner {candidate.runner.name} with dispatcher {candidate.prefill.name}",
             asked=f"weights multiplied with bf16 in layout {candidate.prefill.layout!r}",
-            limit=f"does so in layout {', '.join(sorted(allowed))}",
+            limit=f"does so in layout {listed(allowed)}",
             remedy=f"use a calibrated checkpoint and --moe-activation-dtype auto, or {OTHER_DISPATCHER}",
         )
     ]

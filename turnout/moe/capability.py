@@ -1,9 +1,9 @@
 """What a backend declares, and refusals: why it cannot serve a layer, and what would mend that.
 
 A refusal is data. The planner collects every one of them and prints them together before any weight is
-loaded. Each constraint has one owner: what a layer's sizes allow is `layer_refusals`, what one backend
-allows is its `refusals`, what two backends must agree on is `pair_refusals`. All compare declared
-values; none knows a backend's name.
+loaded. Each constraint has one owner: what one backend allows is its `refusals`, what a layer's sizes allow
+is division.py's, what two backends must agree on pairing.py's. All compare declared values; none knows a
+backend's name.
 """
 
 from __future__ import annotations
@@ -11,29 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from turnout.errors import PlanRefused, Refusal
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP, Budget, aligned, moves, rows_seen
+from turnout.errors import Refusal, listed
+from turnout.moe.budget import WEIGHT_GROUP, Budget, aligned, rows_seen
+from turnout.moe.division import arrangement, shards
 from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
 from turnout.moe.spec import MoESpec
 from turnout.moe.workspace.share import Share
 from turnout.moe.workspace.torch import workspace_bytes as torch_workspace_bytes
 from turnout.parallel.hardware import Hardware
-from turnout.parallel.topology import Topology, divisors, one_of
+from turnout.parallel.topology import Topology
 
-__all__ = [
-    "DispatcherCapability",
-    "PlanRefused",
-    "Refusal",
-    "RunnerCapability",
-    "WireNeed",
-    "layer_refusals",
-    "pair_refusals",
-    "wire_format",
-]
-
-CONVERT = "convert the bf16 checkpoint to another format with `turnout quantize`"
 OTHER_RUNNER = "choose another --moe-runner-backend"
 
 
@@ -83,62 +73,44 @@ class RunnerCapability:
     ) -> list[Refusal]:
         """Why this runner cannot run `spec` here, whatever the dispatcher."""
         who = f"runner {self.name}"
+        refuse = partial(Refusal, who=who)
         found = _place_refusals(who, self, hardware, OTHER_RUNNER)
         if compute_dtype not in self.compute_dtypes:
-            found.append(
-                Refusal(
-                    who=who,
-                    asked=f"hidden states in {compute_dtype}",
-                    limit=f"computes in {_listed(self.compute_dtypes)}",
-                    remedy=f"use --dtype {min(self.compute_dtypes)}, or {OTHER_RUNNER}",
-                )
-            )
+            limit = f"computes in {listed(self.compute_dtypes)}"
+            remedy = f"use --dtype {min(self.compute_dtypes)}, or {OTHER_RUNNER}"
+            found.append(refuse(asked=f"hidden states in {compute_dtype}", limit=limit, remedy=remedy))
         if spec.format not in self.weight_formats:
-            takes = _listed(self.weight_formats)
+            takes = listed(self.weight_formats)
+            remedy = f"{OTHER_RUNNER}, or convert the checkpoint to {takes} with `turnout quantize`"
             found.append(
-                Refusal(
-                    who=who,
-                    asked=f"{spec.format} expert weights",
-                    limit=f"accepts {takes}",
-                    remedy=f"{OTHER_RUNNER}, or convert the checkpoint to {takes} with `turnout quantize`",
-                )
+                refuse(asked=f"{spec.format} expert weights", limit=f"accepts {takes}", remedy=remedy)
             )
         for weight_format, architectures in self.format_architectures:
             on_cuda = hardware.device == "cuda"
             if weight_format == spec.format and on_cuda and hardware.architecture not in architectures:
-                found.append(
-                    Refusal(
-                        who=who,
-                        asked=f"{spec.format} expert weights on {hardware.name} "
-                        f"(compute capability {hardware.architecture / 10})",
-                        limit=f"has kernels for them for {_listed(str(a / 10) for a in architectures)}",
-                        remedy=OTHER_RUNNER,
-                    )
-                )
+                asked = f"{spec.format} expert weights on {_generation(hardware)}"
+                limit = f"has kernels for them for {_generations(architectures)}"
+                found.append(refuse(asked=asked, limit=limit, remedy=OTHER_RUNNER))
+        return found + self._layer_refusals(spec, topology)
+
+    def _layer_refusals(self, spec: MoESpec, topology: Topology) -> list[Refusal]:
+        """Activation, biases and sizes."""
+        refuse, found = partial(Refusal, who=f"runner {self.name}", remedy=OTHER_RUNNER), []
         if spec.activation.kind not in self.activations:
-            limit = f"computes {_listed(self.activations)}"
-            found.append(
-                Refusal(who=who, asked=f"activation {spec.activation.kind}", limit=limit, remedy=OTHER_RUNNER)
-            )
+            limit = f"computes {listed(self.activations)}"
+            found.append(refuse(asked=f"activation {spec.activation.kind}", limit=limit))
         if spec.expert_bias and not self.expert_bias:
-            limit = "its GEMMs add no bias"
-            found.append(Refusal(who=who, asked="experts with biases", limit=limit, remedy=OTHER_RUNNER))
+            found.append(refuse(asked="experts with biases", limit="its GEMMs add no bias"))
         if spec.hidden_size % self.hidden_multiple:
             limit = f"must be a multiple of {self.hidden_multiple}"
-            asked = f"hidden size {spec.hidden_size}"
-            found.append(Refusal(who=who, asked=asked, limit=limit, remedy=OTHER_RUNNER))
+            found.append(refuse(asked=f"hidden size {spec.hidden_size}", limit=limit))
         shard, rest = divmod(spec.intermediate_size, topology.expert_tp)
         gated = spec.activation.gated
         multiple = math.lcm(self.intermediate_multiple, 1 if gated else self.ungated_multiple)
         if not rest and shard % multiple:  # a rest is refused by layer_refusals
-            found.append(
-                Refusal(
-                    who=who,
-                    asked=_shards(spec, topology),
-                    limit=f"a rank's shard must be a multiple of {multiple}",
-                    remedy=f"{_arrangement(spec, topology, multiple)}, or {OTHER_RUNNER}",
-                )
-            )
+            limit = f"a rank's shard must be a multiple of {multiple}"
+            remedy = f"{arrangement(spec, topology, multiple)}, or {OTHER_RUNNER}"
+            found.append(refuse(asked=shards(spec, topology), limit=limit, remedy=remedy))
         return found
 
 
@@ -153,7 +125,7 @@ class WireNeed:
     def lacking(self, hardware: Hardware) -> str:
         """On what tokens travel so, where they do not between GPUs of this kind; "" where they do."""
         if hardware.device == "cuda" and hardware.architecture not in self.architectures:
-            return f"on compute capability {_listed(str(a / 10) for a in self.architectures)}"
+            return f"on compute capability {_generations(self.architectures)}"
         missing = hardware.present and self.package.lacking()
         return f"with {self.package} ({self.package.install})" if missing else ""
 
@@ -236,199 +208,31 @@ class DispatcherCapability:
         return found + self.limits.refusals(who, spec, topology, compute_dtype)
 
 
-def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
-    """Why no backend at all can run `spec` on ranks so arranged."""
-    found = []
-    if not 1 <= spec.top_k <= spec.num_experts:
-        found.append(
-            Refusal(
-                who="layer",
-                asked=f"top-{spec.top_k} of {spec.num_experts} experts",
-                limit="a token goes to at least one expert and to none twice",
-                remedy="mend num_experts_per_tok or num_experts in config.json",
-            )
-        )
-    needed = _shard_multiple(spec, topology.expert_tp)
-    if spec.num_experts % topology.ep_size:
-        found.append(
-            Refusal(
-                who="layer",
-                asked=f"{spec.num_experts} experts over --ep-size {topology.ep_size}",
-                limit="every rank holds the same number of experts",
-                remedy=_arrangement(spec, topology),
-            )
-        )
-    if spec.intermediate_size % (topology.expert_tp * needed):
-        found.append(
-            Refusal(
-                who="layer",
-                asked=_shards(spec, topology),
-                limit=f"shards must be equal, and multiples of {needed} for {spec.format} weights",
-                remedy=_arrangement(spec, topology),
-            )
-        )
-    if spec.hidden_size % _shard_multiple(spec, 1):
-        found.append(
-            Refusal(
-                who="layer",
-                asked=f"hidden size {spec.hidden_size}",
-                limit=f"{spec.format} weights come in groups of {WEIGHT_GROUP[spec.format]}",
-                remedy=CONVERT,
-            )
-        )
-    return found
-
-
-def pair_refusals(
-    runner: RunnerCapability,
-    dispatcher: DispatcherCapability,
-    spec: MoESpec,
-    wish: str = "auto",
-    *,
-    dp_size: int = 1,
-) -> list[Refusal]:
-    """Why this runner cannot be fed by this dispatcher. `wish`: a wire format, or "auto"."""
-    who = f"runner {runner.name} with dispatcher {dispatcher.name}"
-    found = []
-    if dispatcher.layout not in runner.layouts:
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"layout {dispatcher.layout!r}, which the dispatcher emits",
-                limit=f"the runner takes {_listed(runner.layouts)}",
-                remedy=f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
-            )
-        )
-    asked = f"--moe-dispatch-dtype {wish}"
-    if wish not in ("auto", "bf16") and not moves(dispatcher.exchange, dp_size=dp_size):
-        found.append(
-            Refusal(
-                who=f"dispatcher {dispatcher.name}",
-                asked=f"{asked} with --dp-size {dp_size}",
-                limit="no token travels, for every rank holds them all",
-                remedy=f"use --moe-dispatch-dtype auto, or {OTHER_DISPATCHER}",
-            )
-        )
-    elif wish == "nvfp4" and not spec.quantized_activations:
-        found.append(
-            Refusal(
-                who="wire",
-                asked=asked,
-                limit="tokens are quantised with the checkpoint's calibrated input scales, and it holds none",
-                remedy="use --moe-dispatch-dtype auto, or quantise from bf16 with "
-                "`turnout quantize MODEL OUT --format nvfp4 --calibrate`",
-            )
-        )
-    elif not _wire_formats(runner, dispatcher, spec, wish, dp_size):
-        sends = _listed((*dispatcher.wire_formats, *dispatcher.withheld))
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"{asked} at hidden size {spec.hidden_size}",
-                limit=f"the dispatcher sends {sends}; the runner takes "
-                f"{_listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
-                f"{WIRE_GROUP['fp8']} and {WIRE_GROUP['nvfp4']}",
-                remedy="use --moe-dispatch-dtype auto"
-                if wish != "auto"
-                else f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
-            )
-        )
-    return found
-
-
-def wire_format(
-    runner: RunnerCapability,
-    dispatcher: DispatcherCapability,
-    spec: MoESpec,
-    wish: str,
-    activation_format: str,
-    *,
-    dp_size: int = 1,
-) -> str:
-    """The format on the wire for a pair that has no refusals.
-
-    The GEMMs' own format when both sides speak it: quantised before the wire instead of after it, the
-    values are the same and the bytes fewer. Otherwise unquantised, which costs no accuracy.
-    """
-    shared = _wire_formats(runner, dispatcher, spec, wish, dp_size)
-    for choice in (activation_format, "bf16"):
-        if choice in shared:
-            return choice
-    return min(shared)
-
-
-def _wire_formats(
-    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str, dp_size: int
-) -> set[str]:
-    """Tokens that do not travel stay as they are; NVFP4 needs scales that calibration left."""
-    possible = {"bf16", "fp8", "nvfp4"} if moves(dispatcher.exchange, dp_size=dp_size) else {"bf16"}
-    if not spec.quantized_activations:
-        possible -= {"nvfp4"}
-    shared = runner.wire_formats & dispatcher.wire_formats & possible
-    return {f for f in shared if spec.hidden_size % WIRE_GROUP[f] == 0 and wish in ("auto", f)}
-
-
 def _place_refusals(
     who: str, backend: RunnerCapability | DispatcherCapability, hardware: Hardware, other: str
 ) -> list[Refusal]:
     """Device, architecture and, on this machine, packages."""
-    found = []
+    refuse, found = partial(Refusal, who=who), []
     if hardware.device not in backend.devices:
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"device {hardware.device}",
-                limit=f"runs on {_listed(backend.devices)}",
-                remedy=f"use --device {' or '.join(sorted(backend.devices))}, or {other}",
-            )
-        )
-    architectures = getattr(backend, "architectures", None)
+        limit = f"runs on {listed(backend.devices)}"
+        remedy = f"use --device {' or '.join(sorted(backend.devices))}, or {other}"
+        found.append(refuse(asked=f"device {hardware.device}", limit=limit, remedy=remedy))
+    architectures = backend.architectures
     if hardware.device == "cuda" and architectures and hardware.architecture not in architectures:
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"{hardware.name} (compute capability {hardware.architecture / 10})",
-                limit=f"has kernels for {_listed(str(a / 10) for a in architectures)}",
-                remedy=other,
-            )
-        )
+        limit = f"has kernels for {_generations(architectures)}"
+        found.append(refuse(asked=_generation(hardware), limit=limit, remedy=other))
     if hardware.present:
         found += [
-            Refusal(who=who, asked="this Python environment", limit=lacking, remedy=package.install)
+            refuse(asked="this Python environment", limit=lacking, remedy=package.install)
             for package in backend.requires
             if (lacking := package.lacking())
         ]
     return found
 
 
-def _shard_multiple(spec: MoESpec, expert_tp: int) -> int:
-    """What a rank's shard of the intermediate size must be a multiple of, so that no scale is shared.
-
-    FP8 blocks may be cut short at the end of a whole matrix, hence do not bind experts that are whole.
-    """
-    return 1 if spec.format == "fp8" and expert_tp == 1 else WEIGHT_GROUP[spec.format]
+def _generation(hardware: Hardware) -> str:
+    return f"{hardware.name} (compute capability {hardware.architecture / 10})"
 
 
-def _shards(spec: MoESpec, topology: Topology) -> str:
-    return f"expert intermediate size {spec.intermediate_size} over {topology.expert_tp} expert-TP rank(s)"
-
-
-def _arrangement(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
-    """The --ep-size, else --tp-size too, under which experts and shards divide, the latter by `multiple`."""
-    step = math.lcm(topology.dp_size, topology.nnodes)
-    for tp_size in range(topology.tp_size, 0, -step):
-        fitting = [
-            ep
-            for ep in divisors(tp_size)
-            if spec.num_experts % ep == 0
-            and spec.intermediate_size % (multiple * tp_size // ep) == 0
-            and spec.intermediate_size % (_shard_multiple(spec, tp_size // ep) * tp_size // ep) == 0
-        ]
-        if fitting:
-            smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
-            return f"use {smaller}--ep-size {one_of(fitting)}"
-    return CONVERT
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+def _generations(architectures: Iterable[int]) -> str:
+    return listed(str(a / 10) for a in architectures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from turnout.errors import Refusal
+from turnout.errors import Refusal, listed
 from turnout.moe.budget import Budget, fewer_tokens
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology, divisors, one_of
@@ -52,7 +52,7 @@ class Limits:
             limit = f"connects {_spans(self.ep_sizes)} expert-parallel ranks"
             refuse(f"--ep-size {topology.ep_size}", limit, other + OTHER_DISPATCHER)
         if self.compute_dtypes is not None and compute_dtype not in self.compute_dtypes:
-            names = ", ".join(sorted(self.compute_dtypes))
+            names = listed(self.compute_dtypes)
             remedy = f"use --dtype {min(self.compute_dtypes)}, or {OTHER_DISPATCHER}"
             refuse(f"hidden states in {compute_dtype}", f"moves {names}", remedy)
         if self.top_ks is not None and k not in self.top_ks:
@@ -93,7 +93,7 @@ class Limits:
             f"hidden size a multiple of {self.hidden_multiple}" * (self.hidden_multiple > 1),
             "" if self.max_hidden is None else f"hidden size at most {self.max_hidden}",
             "" if self.max_tokens is None else f"{self.max_tokens} tokens a step",
-            "" if self.compute_dtypes is None else ", ".join(sorted(self.compute_dtypes)),
+            "" if self.compute_dtypes is None else listed(self.compute_dtypes),
         ]
         return "; ".join(part for part in parts if part) or "-"
 

@@ -34,18 +34,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+from turnout.errors import PlanRefused, Refusal
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.buckets import Buckets, Times, means, second, why
 from turnout.moe.budget import Budget
 from turnout.moe.candidates import Candidate, search
-from turnout.moe.capability import (
-    DispatcherCapability,
-    PlanRefused,
-    Refusal,
-    RunnerCapability,
-    layer_refusals,
-)
+from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.case import PHASES, Case, Wishes
+from turnout.moe.division import layer_refusals
 from turnout.moe.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import tuned

@@ -1,0 +1,95 @@
+"""How a layer divides among ranks: what no arrangement allows, and which one would do.
+
+Experts divide by --ep-size, and the intermediate size of each by the expert-TP ranks that share it, in whole
+groups of the format's scales.
+"""
+
+from __future__ import annotations
+
+import math
+
+from turnout.errors import Refusal
+from turnout.moe.budget import WEIGHT_GROUP
+from turnout.moe.spec import MoESpec
+from turnout.parallel.topology import Topology, divisors, one_of
+
+CONVERT = "convert the bf16 checkpoint to another format with `turnout quantize`"
+
+
+def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
+    """Why no backend at all can run `spec` on ranks so arranged."""
+    found = []
+    if not 1 <= spec.top_k <= spec.num_experts:
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"top-{spec.top_k} of {spec.num_experts} experts",
+                limit="a token goes to at least one expert and to none twice",
+                remedy="mend num_experts_per_tok or num_experts in config.json",
+            )
+        )
+    needed = _shard_multiple(spec, topology.expert_tp)
+    if spec.num_experts % topology.ep_size:
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"{spec.num_experts} experts over --ep-size {topology.ep_size}",
+                limit="every rank holds the same number of experts",
+                remedy=arrangement(spec, topology),
+            )
+        )
+    if spec.intermediate_size % (topology.expert_tp * needed):
+        found.append(
+            Refusal(
+                who="layer",
+                asked=shards(spec, topology),
+                limit=f"shards must be equal, and multiples of {needed} for {spec.format} weights",
+                remedy=arrangement(spec, topology),
+            )
+        )
+    if spec.hidden_size % _shard_multiple(spec, 1):
+        found.append(
+            Refusal(
+                who="layer",
+                asked=f"hidden size {spec.hidden_size}",
+                limit=f"{spec.format} weights come in groups of {WEIGHT_GROUP[spec.format]}",
+                remedy=CONVERT,
+            )
+        )
+    return found
+
+
+def shards(spec: MoESpec, topology: Topology) -> str:
+    """What is asked of the intermediate size, for refusals."""
+    return f"expert intermediate size {spec.intermediate_size} over {topology.expert_tp} expert-TP rank(s)"
+
+
+def arrangement(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
+    """The remedy: the --ep-size, else --tp-size and perhaps --dp-size too, under which experts and shards
+    divide, the latter by `multiple`."""
+    nnodes = topology.nnodes
+    for step, dp_too in ((math.lcm(topology.dp_size, nnodes), False), (nnodes, True)):
+        for tp_size in range(topology.tp_size, 0, -step):
+            fitting = [ep for ep in divisors(tp_size) if _divides(spec, tp_size, ep, multiple)]
+            if fitting:
+                smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
+                smaller += f"--dp-size {one_of(divisors(tp_size))} " if dp_too else ""
+                return f"use {smaller}--ep-size {one_of(fitting)}"
+    return CONVERT
+
+
+def _divides(spec: MoESpec, tp_size: int, ep_size: int, multiple: int) -> bool:
+    """Whether experts divide by `ep_size`, and shards into whole groups and by `multiple`."""
+    expert_tp = tp_size // ep_size
+    return spec.num_experts % ep_size == 0 and all(
+        spec.intermediate_size % (expert_tp * unit) == 0
+        for unit in (multiple, _shard_multiple(spec, expert_tp))
+    )
+
+
+def _shard_multiple(spec: MoESpec, expert_tp: int) -> int:
+    """What a rank's shard of the intermediate size must be a multiple of, so that no scale is shared.
+
+    FP8 blocks may be cut short at the end of a whole matrix, hence do not bind experts that are whole.
+    """
+    return 1 if spec.format == "fp8" and expert_tp == 1 else WEIGHT_GROUP[spec.format]
