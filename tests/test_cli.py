@@ -56,6 +56,12 @@ def test_every_command_explains_itself(command):
             assert option in done.output
 
 
+def test_help_shows_what_a_flag_takes():
+    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
+    assert "[auto|cpu|cuda]" in done.output
+    assert "--moe-activation-dtype <str>" in done.output
+
+
 def test_without_a_command_there_is_help():
     done = invoke()
     assert done.exit_code == 2
@@ -145,6 +151,7 @@ def only_line(text: str) -> str:
         (["generate", "/nowhere", "hello"], "no model '/nowhere'"),
         (["plan", "demo", "--device", "tpu"], "--device 'tpu': must be one of auto, cpu, cuda"),
         (["plan", "demo", "--page-size", "0"], "--page-size 0: must be between"),
+        (["plan", "demos"], "no model 'demos'"),
         (["plan", "demo", "--hardware", "abacus"], "--hardware 'abacus': unknown; known: cpu"),
         (["plan", "demo", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read"),
         (["generate", "demo", "x", "--temperature", "-1"], "temperature"),
@@ -162,6 +169,8 @@ def only_line(text: str) -> str:
         (["bench", "moe", "--shape", "huge"], "unknown shape 'huge'; known: "),
         (["bench", "moe", "--format", "int4"], "unknown format 'int4'"),
         (["bench", "moe", "--routing", "random"], "unknown routing 'random'; known: uniform, zipf"),
+        (["bench", "moe", "--device", "tpu"], "--device 'tpu': must be one of auto, cpu, cuda"),
+        (["bench", "a2a", "--topk", "9", "--experts", "8"], "--topk 9: a layer of --experts 8"),
         (["bench", "moe", "--output", "/proc/x/y"], "--output /proc/x/y: cannot be written"),
     ],
 )

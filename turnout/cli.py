@@ -25,9 +25,10 @@ app = typer.Typer(
     help="Serve, plan, evaluate and quantise mixture-of-experts models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # else [auto|cpu] is taken for markup, and flags are cut to fit a column
     add_completion=False,
 )
-bench_app = typer.Typer(help="Layer and serving benchmarks.", no_args_is_help=True)
+bench_app = typer.Typer(help="Layer and serving benchmarks.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 ModelArg = Annotated[str, typer.Argument(help="a local folder, a cached hub id, or `demo`")]
@@ -346,6 +347,8 @@ def bench_a2a(
     """Time of tokens to their experts and back, beside the collectives alone."""
     from turnout.bench.a2a import run
 
+    if topk > experts:
+        raise UserError(f"--topk {topk}: a layer of --experts {experts} has no more to choose")
     run(
         world_size=world_size,
         hidden=hidden,

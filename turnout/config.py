@@ -68,7 +68,7 @@ class Config:
     )
     moe_weight_storage: str = flag(
         "auto",
-        "torch runner: decode weights once at load or at every use",
+        "packed: experts as in the checkpoint, decoded at every use; decoded: once, at load",
         choices=("auto", "packed", "decoded"),
     )
     deterministic: bool = flag(

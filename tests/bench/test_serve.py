@@ -163,7 +163,7 @@ def test_refusals_of_the_server_are_shown(base_url):
         ([], "either MODEL or --base-url"),
         (["demo", "--base-url", "http://x"], "either MODEL or --base-url"),
         (["demo", "--dataset-name", "sharegpt"], "only `random` is known"),
-        (["demo", "--num-prompts", "0"], "num_prompts 0 must be at least 1"),
+        (["demo", "--num-prompts", "0"], "--num-prompts 0: must be at least 1"),
         (["demo", "--request-rate", "0"], "--request-rate 0.0: must be positive"),
         (["demo", "--request-rate", "nan"], "--request-rate nan: must be positive"),
         (["demo", "--output", "/proc/x/serve.json"], "--output /proc/x/serve.json: cannot be written"),

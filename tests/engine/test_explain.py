@@ -66,13 +66,15 @@ def test_reasons_and_sizes_are_shown(model):
     assert "40,960" in text
 
 
-def test_candidates_refused_are_shown_with_remedies(model):
+def test_candidates_refused_take_a_line_each(model):
     weight_only = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
     _, text = run(model(SMALL | weight_only), hardware="b200")
     refused = text.partition("Considered and refused")[2]
-    assert "runner torch" in refused
-    assert "--moe-activation-dtype nvfp4" in refused
-    assert "turnout quantize" in refused
+    lines = [line for line in refused.splitlines() if line.startswith("  - runner torch:")]
+    assert len(lines) == 1
+    assert "--moe-activation-dtype nvfp4: W4A4 needs calibrated input scales" in lines[0]
+    _, text = run(model(SMALL | weight_only), hardware="b200", as_json=True)
+    assert any("turnout quantize" in r["remedy"] for r in json.loads(text)["plan"]["refused"])
 
 
 def test_several_ranks_are_explained(model):

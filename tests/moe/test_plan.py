@@ -287,15 +287,28 @@ def test_a_package_may_be_too_old():
 @pytest.mark.parametrize("name", ["triton", "flashinfer_cutedsl", "flashinfer_trtllm"])
 def test_a_backend_of_other_releases_is_not_called_unknown(name):
     error = refused(wishes=Wishes(runner=name))
-    assert error.refusals[0].limit == "not part of this version, which has: oak"
+    assert error.refusals[0].limit == "not part of this version; there are: oak"
     error = refused(wishes=Wishes(dispatcher="deepep"))
-    assert error.refusals[0].limit == "not part of this version, which has: ash"
+    assert error.refusals[0].limit == "not part of this version; there are: ash"
     assert "left to auto" in error.headline
 
 
 def test_a_typing_error_is_called_unknown():
     error = refused(wishes=Wishes(runner="tritom", dispatcher="none!"))
-    assert [r.limit for r in error.refusals] == ["unknown, which has: oak", "unknown, which has: ash"]
+    assert [r.limit for r in error.refusals] == ["unknown; there are: oak", "unknown; there are: ash"]
+    assert [r.remedy for r in error.refusals] == [
+        "use --moe-runner-backend auto",
+        "use --moe-a2a-backend auto",
+    ]
+
+
+def test_beside_a_typing_error_stands_only_what_else_would_be_in_the_way():
+    gpu = dispatcher("elm", devices=frozenset({"cuda"}))
+    both = [dispatcher("ash"), gpu]
+    [meant] = refused(wishes=Wishes(runner="oaks"), dispatchers=both).refusals
+    assert meant.remedy == "use --moe-runner-backend oak"
+    error = refused(wishes=Wishes(runner="oaks", dispatcher="elm"), dispatchers=both)
+    assert [r.who for r in error.refusals] == ["plan", "dispatcher elm"]
 
 
 def test_an_explicit_choice_is_never_replaced():

@@ -47,9 +47,15 @@ class ServeBench:
     high_id: int = 250
 
     def __post_init__(self) -> None:
-        for name in ("input_len", "output_len", "num_prompts", "max_concurrency"):
-            if getattr(self, name) < 1:
-                raise UserError(f"bench serve: {name} {getattr(self, name)} must be at least 1")
+        least_one = {
+            "--random-input-len": self.input_len,
+            "--random-output-len": self.output_len,
+            "--num-prompts": self.num_prompts,
+            "--max-concurrency": self.max_concurrency,
+        }
+        for flag, value in least_one.items():
+            if value < 1:
+                raise UserError(f"{flag} {value}: must be at least 1")
         if not self.request_rate > 0:
             raise UserError(f"--request-rate {self.request_rate}: must be positive")
 

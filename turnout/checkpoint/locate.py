@@ -32,9 +32,10 @@ def locate(model: str) -> Path:
         cached = _cached(model)
         if cached is not None:
             return cached
+        bundled = f", or one of {', '.join(BUNDLED)}" if "/" not in model else ""
         raise UserError(
             f"no model {model!r}: neither a local folder nor in the local Hugging Face cache. "
-            f"Fetch it with `hf download {model}`, or give the path of a checkpoint folder"
+            f"Fetch it with `hf download {model}`, or give the path of a checkpoint folder{bundled}"
         )
     raise UserError(
         f"no model {model!r}: there is no such folder. Give the path of a checkpoint folder, a hub id "

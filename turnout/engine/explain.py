@@ -78,8 +78,8 @@ def _print(console: Console, answer: Blueprint | PlanRefused) -> None:
     if answer.topology.tp_size > 1:
         console.print(_buffers(answer))
     if plan.refused:
-        console.print("Considered and refused", style="bold")
-        _print_refusals(console, plan.refused)
+        console.print("Considered and refused (what would mend it: --json)", style="bold")
+        _print_limits(console, plan.refused)
 
 
 def _headlines(blueprint: Blueprint) -> list[str]:
@@ -249,6 +249,15 @@ def _print_refusals(console: Console, refusals: Sequence[Refusal]) -> None:
         for what in ("asked", "limit", "remedy"):
             rows.add_row(f"    {what:>6}", Text(getattr(refusal, what)))
         console.print(rows)
+
+
+def _print_limits(console: Console, refusals: Sequence[Refusal]) -> None:
+    """A line for each backend: of a plan that can run, nobody has to mend anything."""
+    limits: dict[str, list[str]] = {}
+    for refusal in refusals:
+        limits.setdefault(refusal.who, []).append(f"{refusal.asked}: {refusal.limit}")
+    for who, found in limits.items():
+        console.print(Text(f"  - {who}: {'; '.join(found)}"))
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -71,7 +71,7 @@ def blameless(launched: Launched | None) -> Iterator[None]:
 def _started(size: int, arguments: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The ranks' processes, none of which is left in the end."""
     lifeline, ours = os.pipe()
-    # Blocked rather than ignored: ranks inherit either, and here one that comes now is held until they are there.
+    # Blocked rather than ignored: ranks inherit either, and one that comes now is held until they are there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -199,7 +200,8 @@ def _allowed(
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
         raise PlanRefused("the ranks cannot be arranged as asked", found)
-    candidates, refused = search(case, wished_runners, wished_dispatchers)
+    # In the place of a name that nothing has, all: what else stands in the way is told too.
+    candidates, refused = search(case, wished_runners or runners, wished_dispatchers or dispatchers)
     if found or not candidates:
         hint = "" if impossible else _hint(case, runners, dispatchers)
         blocking = [] if candidates else refused  # while others can run, a candidate's refusal is no obstacle
@@ -226,13 +228,14 @@ def _wished(flag: str, wish: str, here: Sequence[C], known: tuple[str, ...]) -> 
     asked = [backend for backend in here if backend.name == wish]
     if asked:
         return asked, []
-    names = ", ".join(backend.name for backend in here)
+    names = [backend.name for backend in here]
     limit = "not part of this version" if wish in known else "unknown"
+    close = get_close_matches(wish, names, n=1)
     refusal = Refusal(
         who="plan",
         asked=f"{flag} {wish}",
-        limit=f"{limit}, which has: {names}",
-        remedy=f"use {flag} auto, or one of: {names}",
+        limit=f"{limit}; there are: {', '.join(names)}",
+        remedy=f"use {flag} {close[0] if close else 'auto'}",
     )
     return [], [refusal]
 

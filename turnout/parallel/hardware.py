@@ -18,6 +18,7 @@ from turnout.errors import UserError
 
 GB = 10**9
 # Where a control group, of version 2 or 1, says how much memory its processes may use.
+DEVICES = ("auto", "cpu", "cuda")
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -74,8 +75,11 @@ def named(name: str) -> Hardware:
 def detect(device: str = "auto") -> Hardware:
     """This machine's device: "cpu", "cuda" (its current GPU), or "auto", a GPU where there is one.
 
-    Creates a CUDA context only when a GPU is what it returns. Raises UserError if "cuda" finds none.
+    Creates a CUDA context only when a GPU is what it returns. Raises UserError if "cuda" finds none, and for
+    other names.
     """
+    if device not in DEVICES:
+        raise UserError(f"--device {device!r}: must be one of {', '.join(DEVICES)}")
     if device == "cpu":
         return Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True)
     if device == "auto" and not _may_have_gpu():
