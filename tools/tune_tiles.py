@@ -1,7 +1,8 @@
 """Measure the tables of tilings that ship with the package: python -m tools.tune_tiles OUT.json
 
 For this machine's GPU, the benchmark's shapes and every format of weights that they hold, or some of them.
-What was measured in parts, on another day or GPU of the same name, is put together by
+Each layer is written as it ends, and what OUT.json holds of these kernels already is not measured again. What
+was measured in parts, on another day or GPU of the same name, is put together by
 
     python -m tools.tune_tiles --merge turnout/assets/tuning/DEVICE.json OLD.json NEW.json ...
 
@@ -15,7 +16,7 @@ import datetime
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +32,7 @@ from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.runners.triton import TritonRunner
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISIONS
+from turnout.moe.tiling.tiles import REVISIONS, ExpertShape
 from turnout.moe.tiling.times import TOKENS, copies, tile_times, to_compile
 from turnout.moe.tiling.tuned import Table, TileFile
 from turnout.parallel import hardware
@@ -99,6 +100,27 @@ def measure(layer: Layer, most: int) -> Table:
     )
 
 
+def begun(output: Path, device: str) -> list[Table]:
+    """What an earlier call measured, as far as it counts with these kernels on `device`."""
+    if not output.exists():
+        return []
+    content = msgspec.json.decode(output.read_bytes(), type=TileFile)
+    return list(tuned.merged([content]).tables) if content.device == device else []
+
+
+def left_of(formats: Sequence[str], names: Sequence[str], tables: Sequence[Table]) -> list[tuple[str, str]]:
+    """The layers, by name and format, that no table is of."""
+    done = {table.shape for table in tables}
+    every = [(name, format) for format in formats for name in names if _holds(name, format)]
+    return [layer for layer in every if expert_shape(*layer) not in done]
+
+
+def expert_shape(name: str, format: str) -> ExpertShape:
+    """As the runner of the layer has it."""
+    shape = SHAPES[name]
+    return ExpertShape.of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
@@ -113,8 +135,8 @@ def main() -> None:
         return
     machine = hardware.detect("cuda")
     names = args.shape or [name for name in SHAPES if name != "cpu-small"]
-    todo = [(name, format) for format in args.format or FORMATS for name in names if _holds(name, format)]
-    tables: list[Table] = []
+    tables = begun(args.output, machine.name)
+    todo = left_of(args.format or FORMATS, names, tables)
     with compilers() as pool, torch.inference_mode():
         ahead: deque[Layer] = deque()
         while todo or ahead:

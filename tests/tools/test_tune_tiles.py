@@ -1,0 +1,32 @@
+"""Tables measured in several calls: a later call goes on where an earlier one was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tools.tune_tiles import begun, expert_shape, left_of
+from turnout.moe.tiling import tuned
+from turnout.moe.tiling.tiles import REVISIONS, rule
+from turnout.moe.tiling.tuned import Entry, Table, TileFile
+
+NAMES = ["qwen3-30b", "gptoss-20b"]
+
+
+def table(name: str, format: str) -> Table:
+    shape = expert_shape(name, format)
+    first, second, by_expert, *_ = rule(shape, 16)
+    entry = Entry(tokens=16, first=first, second=second, sorted=by_expert, us=1.0, rule_us=1.0)
+    return Table(shape=shape, revision=REVISIONS[shape.kernel], date="2026-01-01", entries=(entry,))
+
+
+def test_goes_on(tmp_path: Path):
+    file = tmp_path / "tables.json"
+    assert begun(file, "GPU") == []
+    every = left_of(["mxfp4", "fp8"], NAMES, [])
+    assert every == [("qwen3-30b", "mxfp4"), ("gptoss-20b", "mxfp4"), ("qwen3-30b", "fp8")]
+    tables = (table("qwen3-30b", "mxfp4"), msgspec.structs.replace(table("qwen3-30b", "fp8"), revision=0))
+    tuned.write(file, TileFile(device="GPU", versions=tuned.versions(), tables=tables))
+    assert left_of(["mxfp4", "fp8"], NAMES, begun(file, "GPU")) == every[1:]
+    assert begun(file, "another GPU") == []
