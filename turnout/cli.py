@@ -339,7 +339,12 @@ def bench_a2a(
     format: Annotated[
         list[str] | None, typer.Option(help="on the wire: bf16, fp8, nvfp4; may be repeated")
     ] = None,
-    routing: Annotated[str, typer.Option(help="how tokens choose experts [uniform|zipf]")] = "uniform",
+    combine_format: Annotated[
+        list[str] | None, typer.Option(help="on the way back: bf16, fp8; may be repeated")
+    ] = None,
+    routing: Annotated[
+        list[str] | None, typer.Option(help="how tokens choose experts: uniform, zipf; may be repeated")
+    ] = None,
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
     plot: Annotated[str, typer.Option(help="draw the share of the wire as SVG here")] = "",
@@ -357,7 +362,8 @@ def bench_a2a(
         tokens=tokens or [16, 256],
         dispatchers=dispatcher or [],
         formats=format or ["bf16"],
-        routing=routing,
+        combine_formats=combine_format or ["bf16"],
+        routings=routing or ["uniform"],
         device=device,
         output=Path(output) if output else None,
         plot=Path(plot) if plot else None,

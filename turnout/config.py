@@ -60,6 +60,12 @@ class Config:
     moe_dispatch_dtype: str = flag(
         "auto", "wire format of dispatched tokens", choices=("auto", "bf16", "fp8", "nvfp4")
     )
+    moe_combine_dtype: str = flag(
+        "auto",
+        "format of results on their way back; auto: the compute type; fp8: half the bytes, results off by 2 "
+        "to 3 % (docs/parallelism.md)",
+        choices=("auto", "bf16", "fp8"),
+    )
     moe_activation_dtype: str = flag(
         "auto",
         "what the expert GEMMs multiply with; nvfp4: W4A4, fp8: W8A8 or W4A8 numerics; auto: the runner's "

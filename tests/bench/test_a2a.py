@@ -27,7 +27,7 @@ def test_rows_of_every_dispatcher_on_ranks_that_it_starts(tmp_path):
         top_k=2,
         tokens=[4],
         formats=["bf16", "nvfp4"],
-        routing="zipf",
+        routings=["zipf"],
         device="cpu",
         output=path,
         plot=tmp_path / "a2a.svg",
@@ -85,7 +85,9 @@ def test_what_is_recorded_is_what_goes_to_others(ranks: Pools):
     assert second == (8 * (2 + 2 + 1 + 6), [4, 0])
 
 
-@pytest.mark.parametrize("wrong", [{"dispatchers": ["post"]}, {"formats": ["mxfp4"]}, {"routing": "round"}])
+@pytest.mark.parametrize(
+    "wrong", [{"dispatchers": ["post"]}, {"formats": ["mxfp4"]}, {"routings": ["round"]}]
+)
 def test_unknown_names_list_the_known_ones(wrong):
     with pytest.raises(UserError, match=r"unknown \w+ '\w+'; known: "):
         a2a.run(device="cpu", **wrong)

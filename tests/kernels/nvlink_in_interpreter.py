@@ -59,6 +59,7 @@ class Case:
     name: str
     ranks: int
     format: str = "bf16"
+    back: str = "bf16"
     dtype: str = "bfloat16"
     hidden: int = 1152  # two flags a row, the second for a part
     top_k: int = 3
@@ -77,11 +78,14 @@ CASES = (
     Case("bf16", 2, steps=(0, 1, 2, 3, 4)),
     Case("fp8", 2, format="fp8"),
     Case("nvfp4", 2, format="nvfp4"),
+    Case("back in fp8", 2, back="fp8"),
     Case("three ranks", 3, dtype="float32", hidden=64, experts=9, top_k=1, steps=(2, 3)),
+    Case("three ranks, back in fp8", 3, dtype="float32", hidden=128, experts=9, back="fp8", steps=(1, 3)),
     Case("shared", 4, hidden=64, dp=2, ep=2, steps=(3,)),
     Case("in turns", 2, hidden=64, steps=(0, 3, 2)),
     Case("slabs", 2, hidden=64),
     Case("deserted", 2, hidden=64),
+    Case("overfull", 2, hidden=64),
 )
 
 
@@ -94,7 +98,7 @@ def make_plan(case: Case, topology: Topology, dispatcher: str = "nvlink") -> tup
     phases = {
         name: PhasePlan(
             phase=name, runner="torch", dispatcher=dispatcher, layout="tokens", wire_format=case.format,
-            reduce="none", max_tokens=case.ranks * CAPACITY,
+            reduce="none", max_tokens=case.ranks * CAPACITY, combine_format=case.back,
         )
         for name in ("prefill", "decode")
     }  # fmt: skip
@@ -175,7 +179,8 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
             for r in range(case.ranks):
                 span = replace(topology, rank=r).expert_range(case.experts)
                 part_TH = experts(hidden_TH, ids_TK, weights_TK, span, r % topology.expert_tp)
-                total_TH += part_TH.to(dtype).nan_to_num().float()
+                part_TH = part_TH.to(dtype).nan_to_num().float()
+                total_TH += fp8.fake_quantize(part_TH) if case.back == "fp8" and r != rank else part_TH
             good &= torch.equal(got_TH, total_TH.to(dtype))
         if not good:
             print(case, "rank", rank, "step", step, file=sys.stderr)
@@ -232,6 +237,28 @@ def deserted(case: Case, rank: int, folder: str) -> bool:
     return good
 
 
+def overfull(case: Case, rank: int, folder: str) -> bool:
+    """Rank 1 believes that rank 0 brings less than it does, and says so at its next call."""
+    topology = replace(case.topology, rank=rank)
+    groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
+    spec, plan = make_plan(case, topology)
+    dispatcher = nvlink.NvlinkDispatch(
+        DispatchSetup(spec=spec, plan=plan, phase="decode", groups=groups, device=torch.device("cpu"))
+    )
+    links.POLLS = 100
+    counts = [1, 1] if rank == 1 else [3, 1]
+    dispatcher.dispatch(*tokens_of(case, 0, rank, counts[rank]), counts)
+    said = ""
+    try:
+        dispatcher.exchange.check()
+    except PeerError as error:
+        said = str(error)
+    good = "rank 1: rank 0 brought 3 tokens" in said if rank == 1 else said == ""
+    groups.world.all_gather(torch.zeros(1), [1, 1])
+    disconnect()
+    return good
+
+
 def same_batch(case, batch: TokensBatch, everyone, held: range, wire: Wire, atp: int) -> bool:
     """Every row: token t of rank s in row t R + s, if it chose an expert of `held`, else padding."""
     R = case.ranks
@@ -265,7 +292,7 @@ def at(hidden: Hidden, row: int) -> Hidden:
 
 
 def rank_main(case: Case, rank: int, folder: str, pipe: Connection) -> None:
-    run = {"deserted": deserted, "slabs": slabs}.get(case.name, run_case)
+    run = {"deserted": deserted, "overfull": overfull, "slabs": slabs}.get(case.name, run_case)
     pipe.send(run(case, rank, folder))
 
 

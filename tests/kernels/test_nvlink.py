@@ -19,7 +19,10 @@ from tests.kernels import interpreted
 from turnout.kernels.nvlink import combine, links
 from turnout.kernels.nvlink import dispatch as sending
 
-CASES = ("bf16", "fp8", "nvfp4", "three ranks", "shared", "in turns", "slabs", "deserted")
+CASES = (
+    "bf16", "fp8", "nvfp4", "back in fp8", "three ranks", "three ranks, back in fp8", "shared", "in turns",
+    "slabs", "deserted", "overfull",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ TYPES |= dict.fromkeys(("out_weights_ptr", "scale_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("addresses_ptr", "epochs_ptr", "failed_ptr", "told_ptr"), "*i64")
 SIZES = {
     "RANK": 1, "RANKS": 4, "RP": 4, "TP": 1, "K": 8, "KP": 8, "H": 7168, "PARTS": 1, "BLOCK": 16, "LAG": 1,
-    "KIND": tl.bfloat16, "INTERPRETED": False,
+    "KIND": tl.bfloat16, "BACK": "bf16", "STRIDE": 14336, "INTERPRETED": False,
 }  # fmt: skip
 PACKED = {"bf16": 2, "nvfp4": 8}  # columns of a word
 
@@ -53,6 +56,8 @@ def ptx(kernel, **constants) -> str:
             continue
         signature[name] = TYPES.get(name, "i32")
         if name == "x_ptr" and constants["FORMAT"] != "bf16":
+            signature[name] = "*bf16"
+        if name in ("y_ptr", "out_ptr") and constants["BACK"] != "bf16":
             signature[name] = "*bf16"
         if name not in ("tokens", "room", "few", "limit"):
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -95,5 +100,18 @@ def test_combine_for_hopper(words: bool):
     assert "st.global.v4.b32" in code
     assert "bar.red.popc" in code
     assert ("ld.volatile.global.v4.b32" in code) is words
+    assert ("atom.global.sys.release.exch.b64" in code) is not words
+    assert f".maxnreg {links.REGISTERS}" in code
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_combine_in_fp8_for_hopper(words: bool):
+    """Results leave and come at least 8 bytes at a time."""
+    code = ptx(
+        combine.combine_rows, ROW=1792, W=256 if words else 1024, STRIDE=7392, BACK="fp8", WORDS=words,
+        ALL_WORDS=words,
+    )  # fmt: skip
+    assert ("st.global.v2.b32" if words else "st.global.v4.b32") in code
+    assert ("ld.volatile.global.v2.b32" in code) is words
     assert ("atom.global.sys.release.exch.b64" in code) is not words
     assert f".maxnreg {links.REGISTERS}" in code

@@ -39,7 +39,8 @@ COUNTS = (0, MAX_TOKENS, 3, 17, 1)  # by data-parallel rank, in turn
 class Case:
     """`dp`, `ep` and the number of ranks arrange the layer; `wire` is how tokens are asked to travel.
 
-    skewed: every token chooses experts of the last EP rank.
+    skewed: every token chooses experts of the last EP rank. back: how results are asked to travel. capacity:
+    tokens for which a rank's buffers are asked to be made, for prefill alone; 0: all of a step.
     """
 
     dispatcher: str
@@ -50,6 +51,8 @@ class Case:
     wire: str = "bf16"
     activation_format: str = "bf16"
     skewed: bool = False
+    back: str = "auto"
+    capacity: int = 0
     device: str = "cpu"
     shared_memory: bool = True  # else gloo, between CPUs
 
@@ -60,6 +63,12 @@ class Case:
     def declared(self) -> Sequence[DispatcherCapability] | None:
         """What there is to plan with; None: what this version declares."""
         return None
+
+    @property
+    def bound(self) -> float:
+        if self.back == "fp8":
+            return BOUNDS["fp8", "bfloat16"]
+        return BOUNDS[self.activation_format, self.compute_dtype]
 
     @property
     def moves(self) -> bool:
@@ -162,7 +171,7 @@ def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[F
     found = []
     all_TH = inputs(MAX_TOKENS, topology.dp_rank, spec.hidden_size).to(dtype)
     all_ref_TH = reference(case, chosen, topology, all_TH)
-    for phase in ("prefill", "decode"):
+    for phase in ("prefill",) if case.capacity else ("prefill", "decode"):
         for tokens in batches:
             own = slice(tokens[topology.dp_rank])
             x_TH, ref_TH = all_TH[own].to(device), all_ref_TH[own]
@@ -175,7 +184,7 @@ def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[F
                     phase=phase,
                     tokens=tokens,
                     error=relative_error(y_TH, ref_TH),
-                    bound=BOUNDS[case.activation_format, case.compute_dtype],
+                    bound=case.bound,
                     repeats=torch.equal(y_TH, again_TH),
                     rows=runner.rows,
                     planned=chosen.phase(phase).max_tokens,
@@ -189,8 +198,9 @@ def planned(case: Case, topology: Topology) -> MoEPlan:
     budget = Budget.from_limits(
         chunked_prefill_size=MAX_TOKENS,
         max_prefill_tokens=MAX_TOKENS,
-        max_running_requests=MAX_TOKENS,
+        max_running_requests=case.capacity or MAX_TOKENS,
         dp_size=case.dp,
+        max_dispatch_tokens_per_rank=case.capacity,
     )
     return plan(
         case.spec,
@@ -201,6 +211,7 @@ def planned(case: Case, topology: Topology) -> MoEPlan:
             runner="torch",
             dispatcher=case.dispatcher,
             dispatch_format=case.wire if case.moves else "auto",
+            combine_format=case.back,
             activation_format=case.activation_format,
         ),
         compute_dtype=case.compute_dtype,

@@ -1,13 +1,13 @@
 """`bench a2a`: how long tokens take to their experts and back, beside the collectives alone.
 
-Every rank brings as many tokens (data-parallel attention, one slice of the experts each). For every
-dispatcher, format and number of tokens, `dispatch` and its `combine` are timed, and then the very collectives
-that they made, with the same sizes and nothing in between: `raw_dispatch_us`, `raw_combine_us`. What a
-dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a dispatcher that makes no
-collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there and back, replayed as a
-graph, for dispatchers that can be captured. `wire_bytes` is what a rank sends to others in both, on average
-over the ranks; `wire_share` is its rate, in the graph if there is one, over that of a large all-to-all of
-equal parts.
+Every rank brings as many tokens (data-parallel attention, one slice of the experts each). For every routing,
+format there and back, number of tokens and dispatcher, `dispatch` and its `combine` are timed, and then the
+very collectives that they made, with the same sizes and nothing in between: `raw_dispatch_us`,
+`raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a
+dispatcher that makes no collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there
+and back, replayed as a graph, for dispatchers that can be captured. `wire_bytes` is what a rank sends to
+others in both, on average over the ranks; `wire_share` is its rate, in the graph if there is one, over that
+of a large all-to-all of equal parts.
 
 Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
 as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Layers, Settings, decoded
+from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, Settings, decoded
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
@@ -57,6 +57,7 @@ from turnout.registry import DISPATCHERS
 
 INPUTS = 4  # sets of tokens and routes, taken in turn
 GRAPH_EXCHANGES = 20  # dispatch and combine, in the graph that is replayed
+COMBINE_FORMATS = ("bf16", "fp8")
 LARGE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the exchange that tells the rate between ranks
 
 
@@ -69,7 +70,8 @@ def run(
     tokens: Sequence[int] = (16, 256),
     dispatchers: Sequence[str] = (),
     formats: Sequence[str] = ("bf16",),
-    routing: str = "uniform",
+    combine_formats: Sequence[str] = ("bf16",),
+    routings: Sequence[str] = ("uniform",),
     device: str = "auto",
     output: Path | None = None,
     plot: Path | None = None,
@@ -91,7 +93,8 @@ def run(
         tokens=tuple(tokens),
         dispatchers=tuple(dispatchers) or _dispatchers(machine.device),
         formats=tuple(formats),
-        routing=routing,
+        combine_formats=tuple(combine_formats),
+        routings=tuple(routings),
         device=machine.device,
     )
     _check(settings, machine.devices, ranks.ranks_per_node if ranks else world_size)
@@ -134,11 +137,17 @@ def rank_rows(settings: Settings, rank: int, *, local_rank: int, init_method: st
         with torch.inference_mode():
             bench = RankBench(settings, groups, device)
             rows = []
-            for format, tokens in product(settings.formats, settings.tokens):
-                for dispatcher in settings.dispatchers:
-                    rows.append(bench.point(dispatcher, format, tokens))
-                    if rank == 0:
-                        progress(rows[-1])
+            points = product(
+                settings.routings,
+                settings.combine_formats,
+                settings.formats,
+                settings.tokens,
+                settings.dispatchers,
+            )
+            for routing, back, format, tokens, dispatcher in points:
+                rows.append(bench.point(dispatcher, Formats(format, back), tokens, routing))
+                if rank == 0:
+                    progress(rows[-1])
     finally:
         disconnect()
     return rows if rank == 0 else []
@@ -160,10 +169,10 @@ class RankBench:
         if device.type == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.world_size))
         self._clock = Clock(groups.world, device)
-        self._errors: dict[tuple[str, str], float] = {}
+        self._errors: dict[tuple[str, Formats], float] = {}
         self.exchange_GBps = self._exchange_GBps()
 
-    def point(self, dispatcher: str, format: str, tokens: int) -> dict[str, Any]:
+    def point(self, dispatcher: str, formats: Formats, tokens: int, routing: str) -> dict[str, Any]:
         row: dict[str, Any] = {
             "dispatcher": dispatcher,
             "devices": self._settings.world_size,
@@ -171,29 +180,30 @@ class RankBench:
             "hidden": self._settings.hidden,
             "topk": self._settings.top_k,
             "experts": self._settings.experts,
-            "format": format,
-            "routing": self._settings.routing,
+            "format": formats.there,
+            "combine_format": formats.back,
+            "routing": routing,
         }
-        spec = self._layers.spec(format)
+        spec = self._layers.spec(formats.there)
         try:
-            chosen = self._layers.plan(spec, dispatcher, format)
+            chosen = self._layers.plan(spec, dispatcher, formats)
         except PlanRefused as refused:
             return row | {"error_message": " ".join(str(refused).split())}
-        if (dispatcher, format) not in self._errors:
-            self._errors[dispatcher, format] = self._check(spec, chosen)
-        row["error"] = self._errors[dispatcher, format]
-        if row["error"] > BOUNDS["bf16", chosen.compute_dtype]:
+        if (dispatcher, formats) not in self._errors:
+            self._errors[dispatcher, formats] = self._check(spec, chosen)
+        row["error"] = self._errors[dispatcher, formats]
+        if row["error"] > BOUNDS[formats.back, "bfloat16" if formats.back == "fp8" else chosen.compute_dtype]:
             return row | {"error_message": f"wrong by {row['error']:.1e} against the reference"}
-        return row | self._times(spec, chosen, tokens)
+        return row | self._times(spec, chosen, tokens, routing)
 
-    def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int) -> dict[str, float]:
+    def _times(self, spec: MoESpec, chosen: MoEPlan, tokens: int, routing: str) -> dict[str, float]:
         setup = self._layers.setup(spec, chosen)
 
         def make(groups: Groups, name: str = chosen.prefill.dispatcher) -> Any:
             return DISPATCHERS.get(name)(replace(setup, groups=groups))
 
         world = [tokens] * self._settings.world_size
-        inputs = [self._layers.inputs(tokens, seed) for seed in range(INPUTS)]
+        inputs = [self._layers.inputs(tokens, routing, seed) for seed in range(INPUTS)]
         dispatcher = make(self._groups)
         outs = []
         for given in inputs:
@@ -242,7 +252,8 @@ class RankBench:
         """What these tokens cost to and fro: a token, its ids and weights, once to each other rank that holds
         an expert it chose, and a result from there."""
         per_token = token_bytes(chosen.prefill.wire_format, spec.hidden_size, itemsize=self._dtype.itemsize)
-        per_token += 8 * spec.top_k + self._dtype.itemsize * spec.hidden_size
+        back = chosen.prefill.combine_format
+        per_token += 8 * spec.top_k + token_bytes(back, spec.hidden_size, itemsize=self._dtype.itemsize)
         holder_TK = ids_TK.long() // (spec.num_experts // self._settings.world_size)
         wanted_TR = torch.zeros(len(ids_TK), self._settings.world_size, device=ids_TK.device)
         wanted_TR.scatter_(1, holder_TK, 1.0)
@@ -265,15 +276,13 @@ class RankBench:
     def _check(self, spec: MoESpec, chosen: MoEPlan) -> float:
         """The largest relative error of any rank's tokens through a layer."""
         s, topology = self._settings, self._groups.topology
-        draw = torch.Generator().manual_seed(1)
-        experts = self._layers.experts(spec, draw)
-        router_EH = torch.randn(s.experts, s.hidden, generator=draw).to(self._device)
+        experts, router_EH = self._layers.experts(spec)
         span = topology.expert_range(s.experts)
         held = slice(span.start, span.stop)
         own = replace(experts, w13=experts.w13[held], w2=experts.w2[held], first_expert=span.start)
         layer = MoELayer(spec, chosen, router_weight=router_EH, experts=own, groups=self._groups)
         tokens = [CHECKED_TOKENS[i % len(CHECKED_TOKENS)] for i in range(s.world_size)]
-        x_TH = self._layers.inputs(tokens[topology.rank], 0)[0]
+        x_TH = self._layers.inputs(tokens[topology.rank], ROUTINGS[0], 0)[0]
         y_TH = layer(x_TH, "prefill", tokens)
         ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
         sent_TH = decoded(Wire(self._layers.setup(spec, chosen)).encode(x_TH))
@@ -296,7 +305,8 @@ def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
     for kind, asked, known in (
         ("dispatcher", settings.dispatchers, list(DISPATCHERS)),
         ("format", settings.formats, list(WIRE_GROUP)),
-        ("routing", [settings.routing], ROUTINGS),
+        ("combine format", settings.combine_formats, COMBINE_FORMATS),
+        ("routing", settings.routings, ROUTINGS),
     ):
         for name in asked:
             if name not in known:

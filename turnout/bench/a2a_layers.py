@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, E experts, k top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn, of a layer that is compared 
 INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
 
 
+class Formats(NamedTuple):
+    """What tokens travel in, and results."""
+
+    there: str
+    back: str = "bf16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What to measure; the same on all ranks."""
@@ -41,7 +49,8 @@ class Settings:
     tokens: tuple[int, ...]
     dispatchers: tuple[str, ...]
     formats: tuple[str, ...]
-    routing: str
+    combine_formats: tuple[str, ...]
+    routings: tuple[str, ...]
     device: str
 
 
@@ -67,7 +76,7 @@ class Layers:
             quantized_activations=calibrated,
         )
 
-    def plan(self, spec: MoESpec, dispatcher: str, format: str) -> MoEPlan:
+    def plan(self, spec: MoESpec, dispatcher: str, formats: Formats) -> MoEPlan:
         largest = max(*self.settings.tokens, *CHECKED_TOKENS)
         return plan(
             spec,
@@ -80,7 +89,11 @@ class Layers:
             ),
             hardware=self.hardware,
             wishes=Wishes(
-                runner="torch", dispatcher=dispatcher, dispatch_format=format, activation_format="bf16"
+                runner="torch",
+                dispatcher=dispatcher,
+                dispatch_format=formats.there,
+                combine_format=formats.back,
+                activation_format="bf16",
             ),
             compute_dtype=str(self.dtype).removeprefix("torch."),
         )
@@ -95,35 +108,40 @@ class Layers:
             input_scale=torch.tensor(INPUT_SCALE, device=self.device),
         )
 
-    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, tokens: int, routing: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's x [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
         E, k = self.settings.experts, self.settings.top_k
         popularity_E = torch.ones(E)
-        if self.settings.routing == "zipf":  # the same experts are popular with all ranks
+        if routing == "zipf":  # the same experts are popular with all ranks
             place_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
             popularity_E = (1.0 + place_E) ** -ZIPF
-        draw = torch.Generator().manual_seed(1000 * seed + self.groups.world.rank)
-        x_TH = torch.randn(tokens, self.settings.hidden, generator=draw)
-        ids_TK = torch.zeros(0, k)
+        draw = torch.Generator(self.device).manual_seed(1000 * seed + self.groups.world.rank)
+        x_TH = torch.randn(tokens, self.settings.hidden, generator=draw, device=self.device)
+        ids_TK = torch.zeros(0, k, device=self.device)
         if tokens:
-            ids_TK = torch.multinomial(popularity_E.expand(tokens, E), k, generator=draw)
-        weights_TK = torch.rand(tokens, k, generator=draw).softmax(dim=-1)
-        return x_TH.to(self.device, self.dtype), ids_TK.int().to(self.device), weights_TK.to(self.device)
+            ids_TK = torch.multinomial(popularity_E.to(self.device).expand(tokens, E), k, generator=draw)
+        weights_TK = torch.rand(tokens, k, generator=draw, device=self.device).softmax(dim=-1)
+        return x_TH.to(self.dtype), ids_TK.int(), weights_TK
 
-    def experts(self, spec: MoESpec, draw: torch.Generator) -> ExpertWeights:
-        """All experts of the layer; `draw` is on the CPU, so that all ranks get the same ones."""
+    def experts(self, spec: MoESpec) -> tuple[ExpertWeights, Tensor]:
+        """All experts of the layer, and the router's weight [E, H]; the same on ranks with equal devices."""
+        draw = torch.Generator(self.device).manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, device=self.device)
 
         def weights(rows: int, columns: int) -> PackedTensor:
-            plain = torch.randn(spec.num_experts, rows, columns, generator=draw).mul_(columns**-0.5)
-            return number_formats.encode(plain.to(self.device), spec.format)
+            plain = normal(spec.num_experts, rows, columns).mul_(columns**-0.5)
+            return number_formats.encode(plain, spec.format)
 
         scale_E = torch.full((spec.num_experts,), INPUT_SCALE, device=self.device)
-        return ExpertWeights(
+        experts = ExpertWeights(
             w13=weights(spec.w13_rows, spec.hidden_size),
             w2=weights(spec.hidden_size, spec.intermediate_size),
             input_scales=InputScales(w13=scale_E, w2=scale_E) if spec.quantized_activations else None,
             num_experts=spec.num_experts,
         )
+        return experts, normal(spec.num_experts, spec.hidden_size)
 
 
 def decoded(hidden: Hidden) -> Tensor:

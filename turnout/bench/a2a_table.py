@@ -15,18 +15,19 @@ def progress(row: dict[str, Any]) -> None:
     """A line as soon as a point is measured."""
     graph = f", {row['graph_us']:.1f} us in a graph" if "graph_us" in row else ""
     found = row.get("error_message") or f"{row['dispatch_us']:.1f} + {row['combine_us']:.1f} us{graph}"
-    head = f"{row['dispatcher']} {row['format']} {row['routing']} {row['tokens']} tokens"
+    formats = f"{row['format']}, back in {row['combine_format']}"
+    head = f"{row['dispatcher']} {formats}, {row['routing']}, {row['tokens']} tokens"
     sys.stderr.write(f"{head}: {found}\n")
 
 
 def show(content: dict[str, Any]) -> None:
     table = Table(
-        "dispatcher", "format", "tokens", "dispatch us", "x raw", "combine us", "x raw", "graph us",
-        "MB sent", "of wire", "error",
+        "dispatcher", "routing", "format", "back", "tokens", "dispatch us", "x raw", "combine us", "x raw",
+        "graph us", "MB sent", "of wire", "error",
         title=f"Dispatch and combine, {content['devices']} x {content['device']}",
     )  # fmt: skip
     for row in content["rows"]:
-        head = [row["dispatcher"], row["format"], str(row["tokens"])]
+        head = [row["dispatcher"], row["routing"], row["format"], row["combine_format"], str(row["tokens"])]
         if "error_message" in row:
             table.add_row(*head, "failed", *[""] * 6, row["error_message"])
             continue

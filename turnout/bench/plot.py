@@ -29,7 +29,8 @@ def wire(content: dict[str, Any]) -> str:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in content["rows"]:
         if "wire_share" in row and row["tokens"] > 0:
-            series = panels.setdefault(f"{row['format']}, {row['routing']} routing", {})
+            back = f", back in {row['combine_format']}" if row.get("combine_format", "bf16") != "bf16" else ""
+            series = panels.setdefault(f"{row['format']}{back}, {row['routing']} routing", {})
             series.setdefault(row["dispatcher"], []).append((row["tokens"], row["wire_share"]))
     head = f"{content['devices']} x {content['device']}: share of the wire, by tokens of a rank"
     return lines(head, panels)

@@ -234,6 +234,7 @@ def _wishes(config: Config) -> Wishes:
         dispatcher=config.moe_a2a_backend,
         dispatcher_mode=config.deepep_mode,
         dispatch_format=config.moe_dispatch_dtype,
+        combine_format=config.moe_combine_dtype,
         activation_format=config.moe_activation_dtype,
         weight_storage=config.moe_weight_storage,
         deterministic=config.deterministic,

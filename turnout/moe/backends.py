@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability, WireNeed
+from turnout.moe.cost import Cost
 from turnout.moe.limits import Limits
 from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
 from turnout.moe.workspace.flashinfer_blackwell import cutedsl_workspace_bytes, trtllm_workspace_bytes
@@ -179,6 +180,7 @@ DISPATCHER_CAPABILITIES = {
             preference=10,  # two collectives a layer, and no waits of the host
             batch_invariant=True,
             in_turns=True,
+            cost=Cost(call_us=19, GBps=216),
         ),
         DispatcherCapability(
             name="collective",
@@ -186,6 +188,7 @@ DISPATCHER_CAPABILITIES = {
             layout="tokens",
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
+            combine_formats=frozenset({"bf16", "fp8"}),
             graph_safe=False,  # the host waits for counts where few ranks need a token
             batch_invariant=True,
             in_turns=True,
@@ -196,6 +199,7 @@ DISPATCHER_CAPABILITIES = {
             layout="experts",
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
+            combine_formats=frozenset({"bf16", "fp8"}),
             graph_safe=False,
             batch_invariant=True,
             in_turns=True,
@@ -206,6 +210,7 @@ DISPATCHER_CAPABILITIES = {
             layout="tokens",
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
+            combine_formats=frozenset({"bf16", "fp8"}),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -215,6 +220,8 @@ DISPATCHER_CAPABILITIES = {
             preference=20,  # on 2 H200s faster than gathering at every size, up to 128 tokens by half
             batch_invariant=True,
             in_turns=True,
+            in_chunks=True,
+            cost=Cost(call_us=6, GBps=340),
             requires=(TRITON,),
         ),
         DispatcherCapability(
@@ -223,6 +230,7 @@ DISPATCHER_CAPABILITIES = {
             layout="experts",
             exchange="all_to_all",
             wire_formats=frozenset(WIRE_GROUP),
+            combine_formats=frozenset({"bf16", "fp8"}),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -232,6 +240,8 @@ DISPATCHER_CAPABILITIES = {
             buffers="symmetric",
             batch_invariant=True,
             in_turns=True,
+            in_chunks=True,
+            cost=Cost(call_us=6, GBps=340),
             requires=(TRITON,),
         ),
         DispatcherCapability(

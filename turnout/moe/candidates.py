@@ -47,7 +47,7 @@ def search(
     for dispatcher in dispatchers:
         reasons = dispatcher.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
         reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
-        reasons += _turn_refusals(case, dispatcher)
+        reasons += _turn_refusals(case, dispatcher) + _return_refusals(case, dispatcher)
         refused += reasons
         if not reasons:
             working.append(dispatcher)
@@ -103,6 +103,31 @@ def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal
     ]
 
 
+def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal]:
+    wish, H = case.wishes.combine_format, case.spec.hidden_size
+    if wish in ("auto", "bf16"):
+        return []
+    if not case.moves(dispatcher):
+        asked, limit = (
+            f" with --dp-size {case.topology.dp_size}",
+            "no result travels: every rank has them all",
+        )
+    elif wish not in dispatcher.combine_formats:
+        asked, limit = "", f"brings results back in {listed(dispatcher.combine_formats)}"
+    elif H % WIRE_GROUP[wish]:
+        asked, limit = f" at hidden size {H}", f"{wish} needs a multiple of {WIRE_GROUP[wish]}"
+    else:
+        return []
+    return [
+        Refusal(
+            who=f"dispatcher {dispatcher.name}",
+            asked=f"--moe-combine-dtype {wish}{asked}",
+            limit=limit,
+            remedy=f"use --moe-combine-dtype auto, or {OTHER_DISPATCHER}",
+        )
+    ]
+
+
 def _serving(
     case: Case, dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[dict[str, list[DispatcherCapability]], list[Refusal]]:
@@ -111,6 +136,8 @@ def _serving(
     refused = []
     for phase, dispatcher in product(PHASES, dispatchers):
         reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, case.budget)
+        if dispatcher.exchange == "all_to_all":
+            reasons += case.budget.refusals(in_chunks=dispatcher.in_chunks)
         refused += reasons
         if not reasons:
             serving[phase].append(dispatcher)
@@ -267,6 +294,7 @@ def _join(
             runner_place,
             activation_place,
             storage_place,
+            case.large_prefill_us(prefill, storage, wire["prefill"]),
             case.crowds(prefill),
             "prefill" not in prefill.made_for,
             case.moves(prefill),
@@ -297,6 +325,7 @@ def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: di
             buffers=dispatcher.buffers,
             ranks=case.topology.tp_size,
             batches=2 if case.wishes.two_batches else 1,
+            combine_format=case.combine_format,
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())
@@ -338,7 +367,7 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
     def fits(smaller: Budget) -> bool:
         return _needed(replace(case, budget=smaller), candidate) <= case.hardware.memory_bytes
 
-    remedies = sizes.fewer_tokens(case.budget, fits)
+    remedies = sizes.fewer_tokens(case.budget, fits, in_chunks=candidate.prefill.in_chunks)
     if experts > needed // 2:
         if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
             remedies.append("use --moe-weight-storage packed")

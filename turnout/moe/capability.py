@@ -15,6 +15,7 @@ from functools import partial
 
 from turnout.errors import Refusal, listed
 from turnout.moe.budget import WEIGHT_GROUP, Budget, aligned, rows_seen
+from turnout.moe.cost import Cost
 from turnout.moe.division import arrangement, shards
 from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.packages import Package
@@ -149,6 +150,7 @@ class DispatcherCapability:
     exchange: str = "gather"
     wire_formats: frozenset[str] = frozenset({"bf16"})
     wire_needs: tuple[WireNeed, ...] = ()
+    combine_formats: frozenset[str] = frozenset({"bf16"})  # "bf16": the compute dtype
     withheld: tuple[str, ...] = ()  # formats that `on` took away, each with where it is there
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
@@ -166,6 +168,8 @@ class DispatcherCapability:
     checked: str = ""  # as of a runner
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
     in_turns: bool = False  # a batch may set out before the last one is back: no buffer serves both
+    in_chunks: bool = False  # buffers may hold less than a step of prefill, which then passes in chunks
+    cost: Cost | None = None  # as measured
     requires: tuple[Package, ...] = ()
 
     def rows(self, phase: str, budget: Budget, topology: Topology) -> int:

@@ -26,6 +26,7 @@ class Wishes:
     dispatcher: str = "auto"  # a name, or that of a family
     dispatcher_mode: str = "auto"  # which of a family
     dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
+    combine_format: str = "auto"  # auto, bf16, fp8
     activation_format: str = "auto"  # auto, bf16 (weight-only), fp8 (W8A8, W4A8), nvfp4 (W4A4)
     weight_storage: str = "auto"  # auto, packed, decoded
     deterministic: bool = False  # a token's bits must not depend on what else is in the batch
@@ -87,6 +88,28 @@ class Case:
     def crowds(self, dispatcher: DispatcherCapability) -> bool:
         """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""
         return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
+
+    def in_chunks(self, dispatcher: DispatcherCapability) -> int:
+        """In how many chunks the largest step of prefill passes `dispatcher`."""
+        return -(-self.budget.local // self.budget.capacity) if dispatcher.in_chunks else 1
+
+    def large_prefill_us(self, dispatcher: DispatcherCapability, storage: str, wire: str) -> int:
+        """Where buffers hold less than the largest step of prefill, what that takes there and back, weights
+        that are read again included; 0 where all fits, nothing moves or nobody measured."""
+        if self.budget.capacity >= self.budget.local or dispatcher.cost is None or not self.moves(dispatcher):
+            return 0
+        H, gathers = self.spec.hidden_size, dispatcher.exchange == "gather"
+        row = sizes.token_bytes(wire, H, itemsize=self.itemsize) + 8 * self.spec.top_k
+        row += sizes.token_bytes(self.combine_format, H, itemsize=self.itemsize)
+        peers = self.topology.dp_size - 1 if gathers else self.reach * (self.topology.tp_size - 1)
+        tokens = self.budget.local / (1 if gathers else self.topology.attention_tp)
+        chunks, weights = self.in_chunks(dispatcher), self.weight_bytes(storage)
+        return round(dispatcher.cost.us(tokens * peers * row, chunks=chunks, weight_bytes=weights))
+
+    @property
+    def combine_format(self) -> str:
+        """How results travel back; what they are computed in, unless asked for."""
+        return "bf16" if self.wishes.combine_format == "auto" else self.wishes.combine_format
 
     def workspace(
         self,

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels import rowwise
 from turnout.moe.bucketed import make_runner
+from turnout.moe.chunks import cut
 from turnout.moe.dispatch import Dispatcher, DispatchSetup
 from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
@@ -116,16 +117,18 @@ class MoELayer:
         logits = self._logits(x_TH.to(self._router_weight.dtype))
         ids_TK, weights_TK = self._route(logits, real_T, self.expert_counts)
         dispatcher, travel = self._dispatchers[phase], self._fork("travel", apart)
-        given = x_TH, ids_TK, weights_TK
+        dp_rank, most = self._groups.topology.dp_rank, plan.phase(phase).chunk
+        first, *later = cut(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),), dp_rank, most)
         return Underway(
             runner=self._runner,
             dispatcher=dispatcher,
             travel=travel,
-            arrived=travel(lambda: dispatcher.dispatch(*given, tokens or (len(x_TH),))),
+            arrived=travel(lambda: dispatcher.dispatch(*first)),
+            later=later,
             shared=shared,
             shared_in_sum=plan.shared_expert == "sharded",
             summed_by=self._groups.world if plan.phase(phase).reduce == "layer" else None,
-            kept=[*given],
+            kept=[x_TH, ids_TK, weights_TK],
         )
 
     def update(self, experts: ExpertWeights) -> None:

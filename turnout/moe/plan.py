@@ -76,6 +76,7 @@ class PhasePlan:
     wire_format: str  # "bf16", "fp8", "nvfp4"
     reduce: str  # who owes the sum over ranks: "none", "layer"
     max_tokens: int  # the largest batch the runner sees on this rank
+    combine_format: str = "bf16"  # that of results on their way back: "bf16" (the compute dtype) or "fp8"
     chunk: int = 0  # tokens of each data-parallel rank that pass at a time (chunks.py); 0: all of a step
 
 
@@ -192,20 +193,26 @@ def _allowed(
 ) -> tuple[list[Candidate], list[Refusal]]:
     """At least one candidate, the best first, and why others cannot run. Raises PlanRefused."""
     misarranged = case.topology.refusals()
-    impossible = [*misarranged, *case.budget.refusals()]
+    impossible = list(misarranged)
     if not misarranged:
         impossible += layer_refusals(case.spec, case.topology)
     wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners, KNOWN_RUNNERS)
     wished_dispatchers, no_dispatcher = _wished_dispatchers(case.wishes, dispatchers)
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
+        found += case.budget.refusals(in_chunks=any(d.in_chunks for d in wished_dispatchers))
         raise PlanRefused("the ranks cannot be arranged as asked", found)
     # In the place of a name that nothing has, all: what else stands in the way is told too.
     candidates, refused = search(case, wished_runners or runners, wished_dispatchers or dispatchers)
+    if not any(candidate.prefill.in_chunks for candidate in candidates):
+        too_small = case.budget.refusals()
+        impossible, found = [*too_small, *impossible], [*too_small, *found]
     if found or not candidates:
         hint = "" if impossible else _hint(case, runners, dispatchers)
         blocking = [] if candidates else refused  # while others can run, a candidate's refusal is no obstacle
-        raise PlanRefused(f"no MoE backend can run this as asked{hint}", [*found, *blocking])
+        raise PlanRefused(
+            f"no MoE backend can run this as asked{hint}", list(dict.fromkeys([*found, *blocking]))
+        )
     return candidates, refused
 
 
@@ -275,4 +282,6 @@ def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
         wire_format=best.wire[phase],
         reduce="layer" if layer_owes_sum(case, dispatcher) else "none",
         max_tokens=case.rows(dispatcher, phase),
+        combine_format=case.combine_format,
+        chunk=case.budget.capacity if phase == "prefill" and case.in_chunks(dispatcher) > 1 else 0,
     )

@@ -3,7 +3,8 @@
 How and why: the package.
 
 Legend: R ranks, k top-k (KP, RP: the next power of two), H hidden, room: tokens per rank for which there are
-rows. A row is moved in PARTS parts of W words.
+rows. A row is moved in PARTS parts of W words. BACK: what results travel in, "bf16" (as they are) or "fp8"
+(combine_fp8.py); they lie STRIDE bytes apart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from turnout.kernels.nvlink.combine_fp8 import add_up_fp8, push_fp8, read_groups
 from turnout.kernels.nvlink.waiting import (
     COMBINE,
     TOKENS,
@@ -56,7 +58,8 @@ def push_results(
     y_ptr, received_ptr, address_R, t, begin, few, epoch, half, y_stride, count_at, meta_at, returned_at,
     results_at, landed_at,
     RANK: tl.constexpr, RANKS: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    ROW: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, ALL_WORDS: tl.constexpr,
+    H: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
+    BACK: tl.constexpr, ALL_WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """PARTS parts of the results of everyone's token t, but for this rank's own, to whoever sent it."""
     r, k = tl.arange(0, RP), tl.arange(0, KP)
@@ -77,14 +80,21 @@ def push_results(
         for other in tl.static_range(RANKS):
             if other != RANK:
                 wanted = pick(wanted_R.to(tl.int32), other, RP) > 0
-                read_c = inside if ALL_WORDS else inside & wanted  # few: sooner than ids are known
-                word = tl.load(y_ptr + (t * RANKS + other) * y_stride + c, mask=read_c, other=0)
+                from_ptr = y_ptr + (t * RANKS + other) * y_stride
+                if BACK == "fp8":
+                    x = read_groups(from_ptr, begin + part, wanted, ALL_WORDS, H, W // 32)
+                else:
+                    read_c = inside if ALL_WORDS else inside & wanted  # few: sooner than ids are known
+                    word = tl.load(from_ptr + c, mask=read_c, other=0)
                 if wanted:
-                    to = pick(address_R, other, RP) + back * (ROW * 4)
+                    to = pick(address_R, other, RP) + back * STRIDE
                     start = landed_at
                     if not ALL_WORDS:
                         start = tl.where(pick(few_R.to(tl.int32), other, RP) > 0, landed_at, results_at)
-                    tl.store(at_word(to, start, tl.int32) + c, nonzero(word), mask=inside)
+                    if BACK == "fp8":
+                        push_fp8(x, to, start, begin + part, H, W // 32, INTERPRETED)
+                    else:
+                        tl.store(at_word(to, start, tl.int32) + c, nonzero(word), mask=inside)
     if begin == 0:
         meta = meta_at + (half + row_R)[:, None] * (8 * K) + (4 * k)[None, :]
         tl.store(at(here, meta, tl.int32), tl.zeros([RP, KP], tl.int32), mask=read)
@@ -122,8 +132,8 @@ def wait_for_results(
 @triton.jit
 def add_up(
     y_ptr, out_ptr, here, failed_ptr, told_ptr, t, first, slice_K, epoch, y_stride, began, limit, start,
-    RANK: tl.constexpr, RANKS: tl.constexpr, TP: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TP: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A part of the sum of this rank's own and others' results, which begin at `start`, of its token t.
 
@@ -144,7 +154,7 @@ def add_up(
             if other == RANK:
                 word = tl.load(y_ptr + (t * RANKS + RANK) * y_stride + c, mask=inside & due, other=0)
             else:
-                from_ptr = at_word(here + (t * RANKS + other) * (ROW * 4), start, tl.int32)
+                from_ptr = at_word(here + (t * RANKS + other) * STRIDE, start, tl.int32)
                 word = tl.load(from_ptr + c, mask=inside & due, other=0, volatile=WORDS)
                 if WORDS:
                     absent = tl.where((word == 0) & inside & due, other + 1, absent)
@@ -164,7 +174,7 @@ def add_up(
         for other in tl.static_range(RANKS):
             if other != RANK:
                 due = tl.max((slice_K == other // TP).to(tl.int32), 0) > 0
-                from_ptr = at_word(here + (t * RANKS + other) * (ROW * 4), start, tl.int32)
+                from_ptr = at_word(here + (t * RANKS + other) * STRIDE, start, tl.int32)
                 tl.store(from_ptr + c, tl.zeros([W], tl.int32), mask=inside & due)
 
 
@@ -173,13 +183,14 @@ def combine_rows(
     y_ptr, received_ptr, ids_ptr, out_ptr, addresses_ptr, epochs_ptr, failed_ptr, told_ptr, tokens, room, few,
     rows, experts_per_slice, y_stride, limit, counts_at, meta_at, returned_at, results_at, landed_at,
     RANK: tl.constexpr, RANKS: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, LAG: tl.constexpr,
-    KIND: tl.constexpr, WORDS: tl.constexpr, ALL_WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
+    KP: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
+    W: tl.constexpr, LAG: tl.constexpr, KIND: tl.constexpr, BACK: tl.constexpr, WORDS: tl.constexpr,
+    ALL_WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Send results back, and sum those of this rank's own tokens as they come.
 
-    y [room * R, H] and out [T, H] as int32 words of KIND: the experts' output, and the sums; received int32
-    [room * R, K]: ids as `dispatch_rows` left them; ids [T, K]: of this rank's tokens.
+    y [room * R, H] and out [T, H]: the experts' output, and the sums, of KIND, but for "fp8" as int32 words;
+    received int32 [room * R, K]: ids as `dispatch_rows` left them; ids [T, K]: of this rank's tokens.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, RP)
@@ -202,7 +213,7 @@ def combine_rows(
             push_results(
                 y_ptr, received_ptr, address_R, zero + item // spread, item % spread, few, epoch, half,
                 y_stride, counts_at + (epoch & 1) * (RANKS * 8), meta_at, returned_at, results_at, landed_at,
-                RANK, RANKS, RP, K, KP, ROW, parts, W, ALL_WORDS,
+                RANK, RANKS, RP, K, KP, H, ROW, STRIDE, parts, W, BACK, ALL_WORDS, INTERPRETED,
             )  # fmt: skip
         due = item - LAG * programs
         if (due >= 0) & (due < tokens * spread):
@@ -213,9 +224,16 @@ def combine_rows(
                     here, failed_ptr, told_ptr, t, slice_K, epoch, began, limit, returned_at,
                     RANK, RANKS, RP, TP, INTERPRETED,
                 )  # fmt: skip
+            start = landed_at if WORDS else results_at
             for part in range(parts):
-                add_up(
-                    y_ptr, out_ptr, here, failed_ptr, told_ptr, t, due % spread + part, slice_K, epoch,
-                    y_stride, began, limit, landed_at if WORDS else results_at,
-                    RANK, RANKS, TP, ROW, W, KIND, WORDS, INTERPRETED,
-                )  # fmt: skip
+                first = due % spread + part
+                if BACK == "fp8":
+                    add_up_fp8(
+                        y_ptr, out_ptr, here, failed_ptr, told_ptr, t, first, slice_K, epoch, y_stride,
+                        began, limit, start, RANK, RANKS, TP, H, STRIDE, W // 32, KIND, WORDS, INTERPRETED,
+                    )  # fmt: skip
+                else:
+                    add_up(
+                        y_ptr, out_ptr, here, failed_ptr, told_ptr, t, first, slice_K, epoch, y_stride,
+                        began, limit, start, RANK, RANKS, TP, ROW, STRIDE, W, KIND, WORDS, INTERPRETED,
+                    )  # fmt: skip

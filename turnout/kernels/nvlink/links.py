@@ -81,19 +81,28 @@ class Links:
             ALL_WORDS=room <= self.few, **OPTIONS,
         )  # fmt: skip
 
-    def combine(self, y: Tensor, received_ids: Tensor, ids_TK: Tensor, out_TH: Tensor, room: int) -> None:
+    def combine(
+        self, y: Tensor, received_ids: Tensor, ids_TK: Tensor, out_TH: Tensor, room: int, format: str
+    ) -> None:
         """y [room * R, H] and out of the compute dtype, the latter contiguous; received_ids as `dispatch`
-        left them."""
-        T, kind = len(out_TH), KINDS[out_TH.dtype]
-        columns = 4 // out_TH.dtype.itemsize
+        left them. format: what results travel in, "bf16" (the compute dtype) or "fp8"."""
+        T, itemsize = len(out_TH), out_TH.dtype.itemsize
+        y, out, columns, stride = (
+            y.to(out_TH.dtype),
+            out_TH,
+            4,
+            self.hidden + self.hidden // GROUPS["fp8"] * 4,
+        )
+        if format == "bf16":
+            y, out, columns, stride = _words(y), _words(out), 4 // itemsize, self.hidden * itemsize
         pieces, parts = self._cut(room, room, max(1, SUMMED // len(self.addresses)))
-        y, out = _words(y.to(out_TH.dtype)), _words(out_TH)
         combine_rows[self._grid(room * parts if room <= self.few else room)](
             y, received_ids, ids_TK, out, self.addresses, self.epochs, self.failed, self.told, T, room,
             self.few, self.rows, self.experts_per_slice, y.stride(0), self._limit(), self.starts["counts"],
             self.starts["meta"], self.starts["returned"], self.starts["results"], self.starts["landed"],
-            **self._constants(), ROW=self.hidden // columns, PARTS=parts, W=pieces * PIECE // columns,
-            LAG=LAG, KIND=kind, WORDS=self.few >= T, ALL_WORDS=room <= self.few, **OPTIONS,
+            **self._constants(), H=self.hidden, ROW=self.hidden // columns, STRIDE=-(-stride // 16) * 16,
+            PARTS=parts, W=pieces * PIECE // columns, LAG=LAG, KIND=KINDS[out_TH.dtype], BACK=format,
+            WORDS=self.few >= T, ALL_WORDS=room <= self.few, **OPTIONS,
         )  # fmt: skip
 
     def _constants(self) -> dict[str, int | bool]:

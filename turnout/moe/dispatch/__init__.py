@@ -42,6 +42,11 @@ class DispatchSetup:
         return self.plan.phase(self.phase).wire_format
 
     @property
+    def combine_format(self) -> str:
+        """How results travel back."""
+        return self.plan.phase(self.phase).combine_format
+
+    @property
     def dtype(self) -> torch.dtype:
         """That of hidden states."""
         return getattr(torch, self.plan.compute_dtype)

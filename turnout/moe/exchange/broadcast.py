@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.exchange.results import Results
 from turnout.moe.exchange.wire import Wire
 from turnout.parallel.groups import shares
 
@@ -36,7 +37,7 @@ class BroadcastExchange:
     """An `exchange.Exchange` that sends everything to everyone."""
 
     def __init__(self, setup: DispatchSetup) -> None:
-        self.wire = Wire(setup)
+        self.wire, self._results = Wire(setup), Results(setup)
         self._groups = setup.groups
         self._dtype = setup.dtype
         self._fused = setup.device.type == "cuda" and bool(find_spec("triton"))
@@ -56,8 +57,8 @@ class BroadcastExchange:
     def bring_back(self, out_AH: Tensor, sizes: Sizes) -> Tensor:
         world = self._groups.world
         own = sizes.brought[world.rank]
-        back_SH = world.all_to_all(out_AH.to(self._dtype), sizes.brought, [own] * world.size)
-        own_TH = self._sum(back_SH.view(world.size, own, out_AH.shape[1]))
+        rows_S = world.all_to_all(self._results.encode(out_AH), sizes.brought, [own] * world.size)
+        own_TH = self._sum(self._results.decode(rows_S).view(world.size, own, out_AH.shape[1]))
         return self._groups.attention_tp.all_gather(own_TH, sizes.shares)
 
     def _sum(self, parts_RTH: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ rank are filled in and the others are padding. A captured step may be replayed f
 lives, with more or fewer tokens on every rank.
 
 All layers share a region: each dispatch is followed by its combine before the next. Plans that have two
-batches under way have two regions, taken in turn.
+batches under way have two regions, taken in turn, or whichever is free where one batch passes in chunks.
 
 Legend: T tokens of this rank's share, k top-k, H hidden, R ranks.
 """
@@ -70,16 +70,17 @@ class Regions:
     away: set[int] = field(default_factory=set)
 
     def next(self) -> int:
-        """The place of the one whose turn it is. RuntimeError if it is still in use."""
-        place = (self.begun + 1) % len(self.each)
-        if place in self.away:
+        """The place of the one whose turn it is among those that are free. RuntimeError if none is."""
+        turns = [(self.begun + i) % len(self.each) for i in range(1, 1 + len(self.each))]
+        free = [place for place in turns if place not in self.away]
+        if not free:
             raise RuntimeError(
                 f"a dispatch over NVLink was not followed by its combine, and {len(self.each)} may be under "
                 "way: what ranks know of each other no longer fits; restart all ranks"
             )
         self.begun += 1
-        self.away.add(place)
-        return place
+        self.away.add(free[0])
+        return free[0]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def _regions(spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device)
     served = [p for p in phases if DISPATCHER_CAPABILITIES[p.dispatcher].buffers == "symmetric"]
     world = groups.world
     capacity = max(phase.max_tokens for phase in served) // world.size
-    formats = tuple(sorted({phase.wire_format for phase in served}))
+    wire_formats = tuple(sorted({phase.wire_format for phase in served}))
+    formats = wire_formats, served[0].combine_format
     batches = 2 if plan.two_batches else 1
     key = (world, device, batches, capacity, spec.hidden_size, spec.top_k, formats, plan.compute_dtype)
     found = _REGIONS.get(key)
@@ -119,12 +121,17 @@ def _make(
     plan: MoEPlan,
     world: Group,
     capacity: int,
-    formats: tuple[str, ...],
+    formats: tuple[tuple[str, ...], str],
     device: torch.device,
 ) -> Region:
-    itemsize = getattr(torch, plan.compute_dtype).itemsize
+    wire_formats, combine_format = formats
     sizes = budget.symmetric_parts(
-        spec, ranks=world.size, capacity=capacity, wire_formats=formats, itemsize=itemsize
+        spec,
+        ranks=world.size,
+        capacity=capacity,
+        wire_formats=wire_formats,
+        combine_format=combine_format,
+        itemsize=getattr(torch, plan.compute_dtype).itemsize,
     )
     agree(
         world,
@@ -153,7 +160,7 @@ class OneSided:
         spec, plan, groups = setup.spec, setup.plan, setup.groups
         from turnout.kernels.nvlink.links import Links
 
-        self._format = setup.wire_format
+        self._format, self._combine_format = setup.wire_format, setup.combine_format
         if self._format == "nvfp4" and setup.input_scale is None:
             raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
         self._input_scale = setup.input_scale
@@ -213,7 +220,9 @@ class OneSided:
             len(state.own_ids_TK), self._spec.hidden_size, dtype=self._dtype, device=self._device
         )
         self._regions.away.discard(state.place)
-        self._links[state.place].combine(out, state.received_ids, state.own_ids_TK, out_TH, state.room)
+        self._links[state.place].combine(
+            out, state.received_ids, state.own_ids_TK, out_TH, state.room, self._combine_format
+        )
         return self._groups.attention_tp.all_gather(out_TH, state.shares)
 
     def check(self) -> None:

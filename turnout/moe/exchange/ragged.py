@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.exchange.results import Results
 from turnout.moe.exchange.wire import Wire
 from turnout.parallel.groups import shares
 
@@ -47,7 +48,7 @@ class RaggedExchange:
 
     def __init__(self, setup: DispatchSetup) -> None:
         groups, device = setup.groups, setup.device
-        self.wire = Wire(setup)
+        self.wire, self._results = Wire(setup), Results(setup)
         self._groups = groups
         self._dtype = setup.dtype
         self._fused = device.type == "cuda" and bool(find_spec("triton"))
@@ -86,8 +87,8 @@ class RaggedExchange:
         return received_NW, receipt
 
     def bring_back(self, out_NH: Tensor, receipt: Receipt) -> Tensor:
-        back_SH = self._groups.world.all_to_all(out_NH.to(self._dtype), receipt.receive, receipt.send)
-        own_TH = self._sum(back_SH, receipt)
+        rows_S = self._groups.world.all_to_all(self._results.encode(out_NH), receipt.receive, receipt.send)
+        own_TH = self._sum(self._results.decode(rows_S), receipt)
         return self._groups.attention_tp.all_gather(own_TH.to(self._dtype), receipt.shares)
 
     def _sum(self, back_SH: Tensor, receipt: Receipt) -> Tensor:
