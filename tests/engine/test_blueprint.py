@@ -124,6 +124,9 @@ def test_weights_that_do_not_fit_are_refused_with_their_sizes(model):
     assert "experts 58 GB" in found.asked
     assert "52.7 GB" in found.limit
     assert "quantised" in found.remedy
+    assert "--tp-size" in found.remedy
+    (packed,) = refusals(model(QWEN3_30B | NVFP4), replace(H200, memory_bytes=20 * GB)).values()
+    assert "quantised" not in packed.remedy
     share = float(re.findall(r"--mem-fraction-static to ([\d.]+)", found.remedy)[0])
     config = model(QWEN3_30B, mem_fraction_static=share)
     assert resolve(config, replace(H200, memory_bytes=62 * GB)).num_pages >= 1

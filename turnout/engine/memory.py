@@ -203,7 +203,11 @@ def _too_large(
         remedies.append(f"raise --mem-fraction-static to {share:g} or more")
     if memory.dense + memory.experts < memory.available:
         remedies += fewer_tokens(budget, fits)
-    remedies += ["use a quantised checkpoint (`turnout quantize`)", "take a device with more memory"]
+    if rank.description.moe.format == "bf16":
+        remedies.append("use a quantised checkpoint (`turnout quantize`)")
+    if hardware.device == "cuda":  # ranks of a CPU share its memory
+        remedies.append("divide the model among more ranks (--tp-size)")
+    remedies.append("take a device with more memory")
     return Refusal(
         who="memory",
         asked=", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),

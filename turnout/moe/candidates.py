@@ -373,7 +373,8 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
             remedies.append("use --moe-weight-storage packed")
         if case.spec.format == "bf16":
             remedies.append("convert the checkpoint with `turnout quantize`")
-        remedies.append("spread the experts with a larger --ep-size")
+        if case.hardware.device == "cuda":  # ranks of a CPU share its memory
+            remedies.append("divide the experts among more ranks (--tp-size)")
     remedies.append("take a device with more memory")
     dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
     return [
