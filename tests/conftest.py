@@ -1,7 +1,11 @@
-"""Kept for the whole session: a real server on a tiny random model, started as a user starts it; ranks."""
+"""Kept for the whole session: a real server on a tiny random model, started as a user starts it; ranks.
+
+Under xdist each worker that runs tests for one GPU (-m gpu) gets one of those there are, in turn.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +13,27 @@ import pytest
 
 from tests.ranks import Pools
 from tests.serving import tiny_config
-from tests.tiny import write_model
 from turnout.server.launch import ServerProcess
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, ...
+    if worker is not None and config.getoption("markexpr") == "gpu":
+        drivers = sorted(Path("/dev").glob("nvidia[0-9]*"), key=lambda f: int(f.name[6:]))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(f.name[6:] for f in drivers))
+        os.environ["CUDA_VISIBLE_DEVICES"] = one_of(visible, int(worker[2:]))
+
+
+def one_of(visible: str, worker: int) -> str:
+    """The GPU of a worker among those visible."""
+    gpus = visible.split(",")
+    return gpus[worker % len(gpus)]
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import write_model  # with transformers, which few tests need
+
     folder = tmp_path_factory.mktemp("tiny")
     write_model(folder)
     return folder

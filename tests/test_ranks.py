@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from tests.conftest import one_of
 from tests.ranks import Pools, RankFailed, RankPool
 from turnout.errors import UserError
 
@@ -76,3 +77,8 @@ def test_a_failure_ends_all_ranks_at_once_and_the_next_run_works(function, timeo
         assert [float(sums) for sums, _ in pool.run(total, {}, 0)] == [1.0, 1.0]
     finally:
         pool.close()
+
+
+def test_workers_take_gpus_in_turn():
+    assert [one_of("4,6,7", worker) for worker in range(5)] == ["4", "6", "7", "4", "6"]
+    assert one_of("", 3) == "", "there is none to take"
