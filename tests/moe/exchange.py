@@ -20,6 +20,7 @@ from tests.ranks import Rank
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe import MoELayer, plan
+from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.capability import DispatcherCapability
@@ -107,6 +108,12 @@ def cases(dispatcher: str, ep: int, tp: int, **fields: Any) -> Iterator[Case]:
         yield replace(apart, weights="mxfp4", wire="fp8")
         yield replace(apart, weights="nvfp4", wire="nvfp4")
         yield replace(apart, weights="nvfp4", activation_format="nvfp4", wire="nvfp4")
+    declared = DISPATCHER_CAPABILITIES[dispatcher]
+    if apart.device == "cuda" and "fp8" in declared.combine_formats:  # between CPUs: test_chunks.py
+        yield replace(apart, back="fp8")
+        yield replace(apart, weights="mxfp4", wire="fp8", back="fp8")
+    if apart.device == "cuda" and declared.in_chunks:
+        yield replace(apart, capacity=24)
 
 
 @dataclass(frozen=True, kw_only=True)

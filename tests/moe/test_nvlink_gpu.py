@@ -6,14 +6,17 @@ by expert, so that what must come back is known to the bit.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.moe.build import make_plan, make_setup, make_spec
-from tests.ranks import Pools, Rank
+from tests.ranks import Pools, Rank, RankFailed
 from turnout.moe import budget
 from turnout.moe.dispatch.nvlink import NvlinkDispatch
 from turnout.parallel.symmetric import PeerError
@@ -178,6 +181,57 @@ def test_a_peer_that_does_not_come_is_named(ranks: Pools):
     said = pool.run(deserted, timeout=TIMEOUT)[0]
     pool.close()  # what this region was used for has failed
     assert "rank 0 gave up waiting for rank 1 in dispatch of epoch 2" in said
+
+
+def killed(rank: Rank, said: Path) -> None:
+    """Rank 1 ends without a word between two exchanges; what rank 0 says is left in a file."""
+    dispatcher, span, _ = built(rank)
+    object.__setattr__(dispatcher.exchange._links[0], "limit_seconds", 1.0)
+    exchange(dispatcher, span, [4] * rank.size, rank.number)
+    torch.cuda.synchronize()
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    exchange(dispatcher, span, [4] * rank.size, rank.number)
+    torch.cuda.synchronize()
+    try:
+        dispatcher.exchange.check()
+    except PeerError as told:
+        said.write_text(str(told))
+
+
+def test_a_peer_that_died_is_named(ranks: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.ranks.GRACE", 20.0)  # rank 0 is to have its say
+    with pytest.raises(RankFailed, match="rank 1 died"):
+        ranks(2).run(killed, tmp_path / "said", timeout=TIMEOUT)
+    assert "rank 0 gave up waiting for rank 1 in dispatch of epoch 2" in (tmp_path / "said").read_text()
+
+
+def stalled(rank: Rank) -> int:
+    """A rank is late by 0.3 s, on the host and then on the device, before its dispatch and its combine."""
+    dispatcher, span, device = built(rank)
+    torch.manual_seed(rank.number)
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    second = 1_500_000_000  # cycles, about
+    for late in range(rank.size):
+        for tokens in (4, CAPACITY):
+            if rank.number == late:
+                time.sleep(0.3)
+            wrong += exchange(dispatcher, span, [tokens] * rank.size, rank.number)
+            if rank.number == late:
+                torch.cuda._sleep(second // 3)
+            batch, state = dispatcher.dispatch(*drawn(tokens, device), [tokens] * rank.size)
+            if rank.number == late:
+                torch.cuda._sleep(second // 3)
+            dispatcher.combine(batch.hidden.data, state)
+            wrong += exchange(dispatcher, span, [tokens] * rank.size, rank.number)
+    torch.cuda.synchronize()
+    dispatcher.exchange.check()
+    return int(wrong)
+
+
+def test_a_late_peer_is_waited_for(ranks: Pools):
+    assert ranks(2).run(stalled, timeout=TIMEOUT) == [0, 0]
 
 
 def overfull(rank: Rank) -> str:
