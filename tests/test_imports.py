@@ -193,6 +193,7 @@ TORCH_FREE = [
     "turnout.checkpoint",
     "turnout.models",
     "turnout.moe",
+    "turnout.moe.plan",
     "turnout.parallel.hardware",
     "turnout.parallel.topology",
     "turnout.engine.blueprint",

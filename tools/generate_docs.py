@@ -20,9 +20,9 @@ from turnout.formats import FORMAT_INFO
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.packages import Package
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
-from turnout.moe.proven import RUNS, evidence
+from turnout.moe.planning.packages import Package
+from turnout.moe.planning.proven import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
@@ -74,7 +74,7 @@ def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers is left alone."""
     runs = backends_run(root / "benchmarks" / "results", {*RUNNER_CAPABILITIES, *DISPATCHER_CAPABILITIES})
     files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
-    table_of_runs = root / "turnout" / "moe" / "proven.py"
+    table_of_runs = root / "turnout" / "moe" / "planning" / "proven.py"
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
     blocks = {

@@ -1,4 +1,4 @@
-"""Which backends have run on which devices, as benchmarks/results has it, for turnout/moe/proven.py."""
+"""Which backends have run on which devices, as benchmarks/results has it, for moe/planning/proven.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from turnout.config import Config
 from turnout.engine.blueprint import resolve
 from turnout.engine.meeting import agree
 from turnout.errors import UserError
-from turnout.moe.buckets import ALL, Buckets, Times
+from turnout.moe.planning.buckets import ALL, Buckets, Times
 from turnout.moe.tiling.tiles import Tiles, Tiling
 from turnout.parallel.hardware import GB, Hardware
 

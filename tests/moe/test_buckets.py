@@ -12,8 +12,8 @@ from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import CPU, dispatcher, make, runner
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.bucketed import ByTokens, make_runner
-from turnout.moe.buckets import ALL
 from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.planning.buckets import ALL
 from turnout.moe.reference import experts_reference
 from turnout.parallel.hardware import GB
 

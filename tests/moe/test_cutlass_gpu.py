@@ -14,7 +14,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.packages import FLASHINFER
+from turnout.moe.planning.packages import FLASHINFER
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.moe.workspace.flashinfer_cutlass import workspace_bytes

@@ -25,8 +25,8 @@ from turnout.errors import PlanRefused
 from turnout.moe.backends import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import Budget, OneSided, chunked_bytes, dispatch_bytes, low_latency_bytes
 from turnout.moe.capability import DispatcherCapability
-from turnout.moe.limits import Limits
 from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.planning.limits import Limits
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware

@@ -19,9 +19,9 @@ from tests.moe.made_up import (
     runner,
 )
 from turnout.errors import PlanRefused
-from turnout.moe.limits import Limits
-from turnout.moe.packages import Package
 from turnout.moe.plan import Wishes
+from turnout.moe.planning.limits import Limits
+from turnout.moe.planning.packages import Package
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology

@@ -11,8 +11,8 @@ from tests.moe.made_up import ALL_FORMATS, BLACKWELL, CPU, HOPPER, dispatcher, r
 from turnout.errors import PlanRefused
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
-from turnout.moe.limits import Limits
 from turnout.moe.plan import PHASES, Wishes, plan
+from turnout.moe.planning.limits import Limits
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology

@@ -11,10 +11,11 @@ import torch
 from tests.moe.broken import BROKEN, offer
 from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import BUDGET, CPU, SPEC, dispatcher, runner
-from turnout.moe import measured, plan
-from turnout.moe.buckets import means
-from turnout.moe.measured import Measured
+from turnout.moe import plan
 from turnout.moe.plan import Wishes
+from turnout.moe.planning import measured
+from turnout.moe.planning.buckets import means
+from turnout.moe.planning.measured import Measured
 from turnout.moe.runners.torch import TorchRunner
 from turnout.moe.tune import times
 from turnout.moe.verify import Inputs

@@ -21,11 +21,11 @@ from turnout.engine.placement import arrange, attention_refusals, host_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.models import describe
 from turnout.models.interface import ModelDescription
-from turnout.moe import measured as times_kept
-from turnout.moe.buckets import Times
 from turnout.moe.budget import ITEMSIZE, Budget
-from turnout.moe.packages import TRITON
 from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.planning import measured as times_kept
+from turnout.moe.planning.buckets import Times
+from turnout.moe.planning.packages import TRITON
 from turnout.moe.tiling import tuned
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology

@@ -3,7 +3,7 @@
 The model reads some text on one rank, so that inputs and routes are real; then each runner gets this rank's
 slice of the layer's experts, in the setting a plan would give it. First come the tilings of runners that can
 be cut one way or another, then the runners, with the best of these. `plan` and `serve` with the same device,
-versions, layer and ranks choose by what is kept (moe/tiling/tuned.py, moe/measured.py).
+versions, layer and ranks choose by what is kept (moe/tiling/tuned.py, moe/planning/measured.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models import load_model
 from turnout.models.interface import ProgressFn
-from turnout.moe import measured
 from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.buckets import means
 from turnout.moe.flashinfer import autotune
-from turnout.moe.measured import Measured
 from turnout.moe.plan import MoEPlan
+from turnout.moe.planning import measured
+from turnout.moe.planning.buckets import means
+from turnout.moe.planning.measured import Measured
 from turnout.moe.runners import Runner
 from turnout.moe.tiling import tuned
 from turnout.moe.tiling.tiles import REVISIONS, TileTable

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.capability import DispatcherCapability, RunnerCapability, WireNeed
-from turnout.moe.cost import Cost
-from turnout.moe.limits import Limits
-from turnout.moe.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
+from turnout.moe.planning.cost import Cost
+from turnout.moe.planning.limits import Limits
+from turnout.moe.planning.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
 from turnout.moe.workspace.flashinfer_blackwell import cutedsl_workspace_bytes, trtllm_workspace_bytes
 from turnout.moe.workspace.flashinfer_cutlass import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.workspace.hopper import workspace_bytes as hopper_workspace_bytes

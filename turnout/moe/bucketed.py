@@ -1,4 +1,4 @@
-"""Runners of a plan: one, or two that take batches by their number of tokens (buckets.py)."""
+"""Runners of a plan: one, or two that take batches by their number of tokens (planning/buckets.py)."""
 
 from __future__ import annotations
 

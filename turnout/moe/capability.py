@@ -15,10 +15,10 @@ from functools import partial
 
 from turnout.errors import Refusal, listed
 from turnout.moe.budget import WEIGHT_GROUP, Budget, aligned, rows_seen
-from turnout.moe.cost import Cost
-from turnout.moe.division import arrangement, shards
-from turnout.moe.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
-from turnout.moe.packages import Package
+from turnout.moe.planning.cost import Cost
+from turnout.moe.planning.division import arrangement, shards
+from turnout.moe.planning.limits import NO_LIMITS, OTHER_DISPATCHER, Limits
+from turnout.moe.planning.packages import Package
 from turnout.moe.spec import MoESpec
 from turnout.moe.workspace.share import Share
 from turnout.moe.workspace.torch import workspace_bytes as torch_workspace_bytes
@@ -64,7 +64,7 @@ class RunnerCapability:
     autotuned: bool = False  # has FlashInfer's autotuner choose among its kernels (autotune.py)
     deterministic: bool = True  # the same batch gives the same bits
     tiled: bool = False  # cuts its GEMMs by the plan's table of tilings (tiles.py)
-    checked: str = ""  # what stands in for a run on its hardware (proven.py)
+    checked: str = ""  # what stands in for a run on its hardware (planning/proven.py)
     # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
     batch_invariant: bool = False
     requires: tuple[Package, ...] = ()

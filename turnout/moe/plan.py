@@ -6,13 +6,13 @@ cannot run is a refusal; refusals are collected, all of them, and kept in the pl
 `auto` takes the best of what is allowed; a wish is honoured or refused, never replaced.
 
 Both phases share one runner, because weights are prepared once, in its layout. A second one beside it takes
-the batch sizes at which it was measured faster, where that is worth a second copy (buckets.py). Dispatchers
-may differ.
+the batch sizes at which it was measured faster, where that is worth a second copy (planning/buckets.py).
+Dispatchers may differ.
 
 Four choices of `auto` that are not a backend's preference:
 
-* Runner: where `turnout tune` has measured some of those allowed (measured.py), the one that takes the least
-  time in the mean over batch sizes.
+* Runner: where `turnout tune` has measured some of those allowed (planning/measured.py), the one that takes
+  the least time in the mean over batch sizes.
 * Dispatchers: where tokens are gathered though fewer than a fourth of the expert-parallel ranks hold an
   expert that a token chose (SPARSE; 1 - (1 - 1/ep)^k, routed evenly), an all-to-all comes first: it moves
   less than a fourth of the bytes, which pays for telling everyone the counts. Top-8 over 32 ranks: 0.22.
@@ -37,13 +37,13 @@ from typing import TypeVar
 
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
-from turnout.moe.buckets import Buckets, Times, means, second, why
 from turnout.moe.budget import Budget
-from turnout.moe.candidates import Candidate, search
 from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.case import PHASES, Case, Wishes
-from turnout.moe.division import layer_refusals
-from turnout.moe.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
+from turnout.moe.planning.buckets import Buckets, Times, means, second, why
+from turnout.moe.planning.candidates import Candidate, search
+from turnout.moe.planning.case import PHASES, Case, Wishes
+from turnout.moe.planning.division import layer_refusals
+from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import tuned
 from turnout.moe.tiling.tiles import ExpertShape, TileTable

@@ -1,1 +1,1 @@
-"""What several runners share that end in FlashInfer, and what its kernels take beside weights."""
+"""What several runners share that end in FlashInfer."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from turnout.errors import Refusal
 from turnout.moe.budget import gigabytes
-from turnout.moe.candidates import Candidate
 from turnout.moe.capability import DispatcherCapability
-from turnout.moe.case import PHASES, Case
-from turnout.moe.proven import evidence
+from turnout.moe.planning.candidates import Candidate
+from turnout.moe.planning.case import PHASES, Case
+from turnout.moe.planning.proven import evidence
 from turnout.moe.tiling.tiles import TileTable
 
 

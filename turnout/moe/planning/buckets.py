@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from turnout.moe.budget import gigabytes
-from turnout.moe.candidates import Candidate
-from turnout.moe.case import Case
+from turnout.moe.planning.candidates import Candidate
+from turnout.moe.planning.case import Case
 
 WORTH = 1.1
 COPY_PART = 1 / 8

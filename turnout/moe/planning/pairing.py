@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnout.errors import Refusal, listed
 from turnout.moe.budget import WIRE_GROUP, moves
 from turnout.moe.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
-from turnout.moe.limits import OTHER_DISPATCHER
+from turnout.moe.planning.limits import OTHER_DISPATCHER
 from turnout.moe.spec import MoESpec
 
 
