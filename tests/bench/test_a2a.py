@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -65,6 +66,26 @@ def test_under_torchrun_and_a_refused_point_is_a_row(tmp_path):
     assert measured["dispatch_us"] > 0
     assert "--moe-dispatch-dtype fp8 at hidden size 64" in refused["error_message"]
     assert ran.stdout.count("Dispatch and combine, 2 x") == 1
+
+
+def test_what_was_measured_is_kept_when_interrupted(tmp_path):
+    path = tmp_path / "a2a.json"
+    command = [sys.executable, "-m", "turnout.cli", "bench", "a2a", *TINY, "--dispatcher", "collective"]
+    command += ["--output", str(path), *(flag for n in range(1, 400) for flag in ("--tokens", str(n)))]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # also in the background
+    ) as bench:
+        assert bench.stderr is not None
+        while " tokens:" not in bench.stderr.readline():
+            assert bench.poll() is None
+        bench.send_signal(signal.SIGINT)
+        bench.stderr.read()
+    assert bench.returncode == 0
+    assert 1 <= len(json.loads(path.read_text())["rows"]) < 399
 
 
 def record(rank: Rank) -> tuple[int, list[int]]:

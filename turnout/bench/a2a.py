@@ -5,7 +5,8 @@ format there and back, number of tokens and dispatcher, `dispatch` and its `comb
 very collectives that they made, with the same sizes and nothing in between: `raw_dispatch_us`,
 `raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a
 dispatcher that makes no collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there
-and back, replayed as a graph, for dispatchers that can be captured. `wire_bytes` is what a rank sends to
+and back, replayed as a graph, for dispatchers that can be captured, and `raw_graph_us` the collectives so.
+`wire_bytes` is what a rank sends to
 others in both, on average over the ranks; `wire_share` is its rate, in the graph if there is one, over that
 of a large all-to-all of equal parts.
 
@@ -22,9 +23,12 @@ Legend: T tokens, H hidden, E experts, k top-k.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -57,7 +61,9 @@ from turnout.registry import DISPATCHERS
 
 INPUTS = 4  # sets of tokens and routes, taken in turn
 GRAPH_EXCHANGES = 20  # dispatch and combine, in the graph that is replayed
+MANY_TOKENS, GRAPH_MANY = 1024, 8  # from so many tokens on, fewer
 COMBINE_FORMATS = ("bf16", "fp8")
+ROWS = "rows.jsonl"
 LARGE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the exchange that tells the rate between ranks
 
 
@@ -124,8 +130,15 @@ def run(
     return content
 
 
-def rank_rows(settings: Settings, rank: int, *, local_rank: int, init_method: str) -> list[dict[str, Any]]:
-    """One rank's part; rank 0 returns the rows, the others none."""
+def rank_rows(
+    settings: Settings,
+    rank: int,
+    *,
+    local_rank: int,
+    init_method: str,
+    keep: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """One rank's part; rank 0 returns the rows, the others none. keep: called with each row."""
     device = torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -146,6 +159,7 @@ def rank_rows(settings: Settings, rank: int, *, local_rank: int, init_method: st
             )
             for routing, back, format, tokens, dispatcher in points:
                 rows.append(bench.point(dispatcher, Formats(format, back), tokens, routing))
+                keep(rows[-1])
                 if rank == 0:
                     progress(rows[-1])
     finally:
@@ -235,6 +249,9 @@ class RankBench:
         }
         if self._device.type == "cuda" and dispatcher.capability.graph_safe:
             times["graph_us"] = self._graph_us(dispatcher, inputs, outs, world)
+            times["raw_graph_us"] = self._clock.median_graph_us(
+                [partial(repeat, [*there, *back])] * _exchanges(tokens)
+            )
         both_us = times.get("graph_us", dispatch_us + combine_us)
         return times | {"wire_share": wire_bytes / 1e3 / both_us / self.exchange_GBps}
 
@@ -246,7 +263,7 @@ class RankBench:
             dispatcher.combine(out, state)
 
         pairs = [partial(exchange, *pair) for pair in zip(inputs, outs, strict=True)]
-        return self._clock.median_graph_us(pairs * (GRAPH_EXCHANGES // INPUTS))
+        return self._clock.median_graph_us(pairs * (_exchanges(world[0]) // INPUTS))
 
     def _one_sided_bytes(self, spec: MoESpec, chosen: MoEPlan, ids_TK: Tensor) -> int:
         """What these tokens cost to and fro: a token, its ids and weights, once to each other rank that holds
@@ -297,6 +314,11 @@ class RankBench:
         return round(statistics.fmean(self._everyones(value)))
 
 
+def _exchanges(tokens: int) -> int:
+    """In a graph."""
+    return GRAPH_EXCHANGES if tokens < MANY_TOKENS else GRAPH_MANY
+
+
 def _dispatchers(device: str) -> tuple[str, ...]:
     return tuple(d.name for d in DISPATCHER_CAPABILITIES.values() if device in d.devices)
 
@@ -318,17 +340,34 @@ def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
 
 
 def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
+    """Interrupted: what was measured until then."""
     with tempfile.TemporaryDirectory(prefix="turnout-a2a-") as folder:
-        torch.multiprocessing.spawn(
-            _rank_main, args=(settings, folder), nprocs=settings.world_size, join=True
+        ranks = torch.multiprocessing.spawn(
+            _rank_main, args=(settings, folder), nprocs=settings.world_size, join=False
         )
-        return json.loads((Path(folder) / "rows.json").read_text())
+        try:
+            while not ranks.join():
+                continue
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted: the rest is not measured\n")
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        kept = Path(folder) / ROWS
+        return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
 
 
 def _rank_main(rank: int, settings: Settings, folder: str) -> None:
-    rows = rank_rows(settings, rank, local_rank=rank, init_method=f"file://{folder}/meeting")
-    if rank == 0:
-        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    """Rank 0 keeps each row as soon as it is measured."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: the parent's to deal with
+    with (Path(folder) / ROWS if rank == 0 else Path(os.devnull)).open("w", buffering=1) as kept:
+        rank_rows(
+            settings,
+            rank,
+            local_rank=rank,
+            init_method=f"file://{folder}/meeting",
+            keep=lambda row: kept.write(json.dumps(row) + "\n"),
+        )
 
 
 def _combine(dispatcher: Any, out: Tensor, dispatched: tuple[Any, Any]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-TABLE_WIDTH = 120
+TABLE_WIDTH = 140
 
 
 def progress(row: dict[str, Any]) -> None:
@@ -26,10 +26,12 @@ def show(content: dict[str, Any]) -> None:
         "graph us", "MB sent", "of wire", "error",
         title=f"Dispatch and combine, {content['devices']} x {content['device']}",
     )  # fmt: skip
+    failed: dict[str, list[str]] = {}  # message -> points
     for row in content["rows"]:
         head = [row["dispatcher"], row["routing"], row["format"], row["combine_format"], str(row["tokens"])]
         if "error_message" in row:
-            table.add_row(*head, "failed", *[""] * 6, row["error_message"])
+            table.add_row(*head, "failed")
+            failed.setdefault(row["error_message"], []).append(" ".join(head))
             continue
         cells = []
         for part in ("dispatch", "combine"):
@@ -41,3 +43,5 @@ def show(content: dict[str, Any]) -> None:
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)  # a pipe has 80 columns
     console.print(table)
+    for message, points in failed.items():
+        console.print(f"failed: {'; '.join(points)}: {message}", highlight=False, markup=False)
