@@ -40,95 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@gluon.jit
-def decode_codes(word, scale, scale_below):
-    """Eight e2m1 codes and the scales of their two rows -> A, B, C, D of fragments.py, two bf16 each."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, u, a;
-        and.b32 a, $8, 0x81C081C0;
-        mul.bf16x2 a, a, $9;
-        mov.b32 {$0, $1}, a;
-        shl.b32 t, $8, 6;
-        and.b32 a, t, 0x81C081C0;
-        mul.bf16x2 a, a, $10;
-        mov.b32 {$2, $3}, a;
-        shf.l.wrap.b32 t, $8, $8, 10;
-        and.b32 a, t, 0x81C081C0;
-        mul.bf16x2 a, a, $9;
-        mov.b32 {$4, $5}, a;
-        shr.u32 u, $8, 4;
-        and.b32 u, u, 0x00400040;
-        shl.b32 t, $8, 4;
-        lop3.b32 a, t, 0x81808180, u, 0xEA;
-        mul.bf16x2 a, a, $10;
-        mov.b32 {$6, $7}, a;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [word, scale, scale_below],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def decode_scales(word, NVFP4: gl.constexpr):
-    """Four scale bytes -> four words that hold each scale twice, in bf16 with the factor 2^126."""
-    TO_BF16: gl.constexpr = "16, 0x75807580" if NVFP4 else "128, 0"
-    return gl.inline_asm_elementwise(
-        f"""
-        {{
-        .reg .b32 t, u;
-        .reg .b16 a, b, c, d;
-        prmt.b32 t, $4, 0, 0x4240;
-        prmt.b32 u, $4, 0, 0x4341;
-        mad.lo.u32 t, t, {TO_BF16};
-        mad.lo.u32 u, u, {TO_BF16};
-        mov.b32 {{a, c}}, t;
-        mov.b32 {{b, d}}, u;
-        mov.b32 $0, {{a, a}};
-        mov.b32 $1, {{b, b}};
-        mov.b32 $2, {{c, c}};
-        mov.b32 $3, {{d, d}};
-        }}
-        """,
-        "=r,=r,=r,=r,r",
-        [word],
-        dtype=(gl.int32,) * 4,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def decode_block(
-    codes, scales, BLOCKS: gl.constexpr, HELD: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr
-):
-    """codes int32 [BLOCKS, 512], scales int32 [BLOCKS, 32 or 64] -> bf16 [64 * BLOCKS, 64] as OPERAND.
-
-    Every step is a renaming of registers. HELD of the BLOCKS lie in one thread's registers.
-    """
-    AXES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [BLOCKS // HELD, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
-    )
-    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # block, warp, lane / 4, lane % 4, column / 32, column / 16
-    PER: gl.constexpr = 2 if NVFP4 else 1
-    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
-    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
-    lower = gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
-    word = gl.convert_layout(codes.reshape(SHAPE), AXES)
-    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
-    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # ..., odd, lower
-    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
-    w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4 5, odd 6, lower 7, right 8
-    w = w.permute([0, 1, 7, 2, 4, 5, 8, 3, 6]).reshape([BLOCKS * 64, 64])
-    return gl.convert_layout(w, OPERAND, assert_trivial=True)
+from turnout.kernels.expert_decode import codes_layout, decode_block, scales_layout
+from turnout.kernels.expert_tile import finish, locate, tile_memory, token_rows
 
 
 @gluon.jit
@@ -170,91 +83,6 @@ def copy_weights(
 
 
 @gluon.jit
-def token_rows(
-    order_ptr, row, end, top_k, x_stride, TOKENS: gl.constexpr, GATHER: gl.constexpr, DIRECT: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """Where TOKENS rows of x begin, from sorted row `row` on, and which of them exist."""
-    r = row + gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
-    exists = r < end
-    if GATHER:
-        if not DIRECT:
-            r = gl.load(order_ptr + r, mask=exists, other=0)
-        r = r // top_k
-    return r.to(gl.int64) * x_stride, exists
-
-
-@gluon.jit
-def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.constexpr, GROUP: gl.constexpr):
-    """This program's expert (-1: nothing to do), tile of weight rows, first sorted row and the end of them.
-
-    DIRECT: without sorting, every (token, expert) pair is a tile of one row; `tiles_ptr` are the expert ids.
-    Otherwise GROUP tiles of tokens take turns with the same weights, for the sake of the L2 cache.
-    """
-    if DIRECT:
-        tile = program // n_tiles
-        n = program % n_tiles
-        expert = gl.load(tiles_ptr + tile) - first_expert
-        expert = gl.where((expert < 0) | (expert >= num_experts), -1, expert)
-        row = tile
-        end = tile + 1
-    else:
-        num_tiles = gl.load(tiles_ptr)
-        group = program // (n_tiles * GROUP)
-        size = gl.maximum(gl.minimum(num_tiles - group * GROUP, GROUP), 1)
-        rest = program - group * n_tiles * GROUP
-        live = (group * GROUP < num_tiles) & (rest < size * n_tiles)
-        tile = gl.where(live, group * GROUP + rest % size, 0)
-        n = rest // size
-        expert = gl.where(live, gl.load(tiles_ptr + 4 + tile * 4), -1)
-        row = gl.load(tiles_ptr + 5 + tile * 4)
-        end = gl.load(tiles_ptr + 6 + tile * 4)
-    return expert, n, row, end
-
-
-@gluon.jit
-def finish(
-    acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, n, n_rows, row, end, out_columns,
-    out_stride,
-    act_alpha, act_beta, act_limit,
-    ACTIVATION: gl.constexpr, SCATTER: gl.constexpr, DIRECT: gl.constexpr, BIAS: gl.constexpr, ALPHA:
-    gl.constexpr,
-    BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, ACC: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """Scale, bias, activation; SCATTER: routing weight, and the row of the pair instead of the sorted row."""
-    y = acc
-    if ALPHA:
-        y = y * gl.load(alpha_ptr + expert)
-    if BIAS:
-        at = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
-        y += gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)[:, None]
-    COLUMNS: gl.constexpr = BLOCK_N if ACTIVATION == "none" or ACTIVATION == "relu2" else BLOCK_N // 2
-    if ACTIVATION == "relu2":
-        y = gl.maximum(y, 0.0)
-        y = y * y
-    elif ACTIVATION != "none":
-        gate, up = gl.split(y.reshape([BLOCK_N // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
-        if ACTIVATION == "swiglu":
-            gate = gl.minimum(gate, act_limit)
-            up = gl.minimum(gl.maximum(up, -act_limit), act_limit) + act_beta
-            y = gate / (1.0 + gl.exp(-act_alpha * gate)) * up
-        else:
-            y = gate / (1.0 + gl.exp(-gate)) * up
-        y = y.reshape([COLUMNS, TOKENS])
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    y = gl.convert_layout(y, STORE)
-    r = row + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
-    c = n * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
-    exists = r < end
-    if SCATTER:
-        if not DIRECT:
-            r = gl.load(order_ptr + r, mask=exists, other=0)
-        y = y * gl.load(weights_ptr + r, mask=exists, other=0.0)[None, :]
-    at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
-    gl.store(at, y.to(gl.bfloat16), mask=exists[None, :] & (c[:, None] < out_columns))
-
-
-@gluon.jit
 def expert_gemm(
     x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
     K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
@@ -277,25 +105,12 @@ def expert_gemm(
     GROUPS: gl.constexpr = num_warps // 4
     HELD: gl.constexpr = BLOCKS // GROUPS
     WORDS: gl.constexpr = 64 if NVFP4 else 32
-    # `wgmma` deals 64-row blocks to the warp groups in turn.
-    held: gl.constexpr = [] if HELD == 1 else ([[GROUPS, 0]] if HELD == 2 else [[GROUPS, 0], [2 * GROUPS, 0]])
-    apart: gl.constexpr = [] if GROUPS == 1 else [[1, 0]]
-    CODES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]] + held,
-        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
-        [[0, 128], [0, 256]] + apart, [], [BLOCKS, 512],
-    )  # fmt: skip
-    SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        ([[0, 1]] if NVFP4 else []) + held,
-        [[0, 0], [0, 0], [0, WORDS // 32], [0, WORDS // 16], [0, WORDS // 8]],
-        [[0, WORDS // 4], [0, WORDS // 2]] + apart, [], [BLOCKS, WORDS],
-    )  # fmt: skip
+    CODES: gl.constexpr = codes_layout(BLOCKS, GROUPS)
+    SCALES: gl.constexpr = scales_layout(BLOCKS, GROUPS, WORDS)
     COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [num_warps, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SLOTS: gl.constexpr = STAGES * K_BLOCKS
     AHEAD: gl.constexpr = STAGES - 2
     WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
@@ -311,13 +126,7 @@ def expert_gemm(
     if WEIGHTS_FIRST:
         gdc_launch_dependents()
 
-    x = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, 64], TILE)
-    if PACKED:
-        w = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, 512], LINEAR)
-        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, WORDS], LINEAR)
-    else:
-        w = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK_N, 64], TILE)
-        scales = w
+    x, w, scales = tile_memory(FORMAT, SLOTS, BLOCK_N, TOKENS)
     w_row = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ROWS))
     w_offset = (expert * n_rows + w_row).to(gl.int64) * K
     w_exists = w_row < n_rows

@@ -41,13 +41,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.expert_gemm import decode_codes, decode_scales, finish, locate
-
-
-@gluon.constexpr_function
-def bits(size: int, axis: int, rank: int, step: int = 1) -> list[list[int]]:
-    """Bases of a linear layout that count `size` steps along an axis."""
-    return [[step << i if a == axis else 0 for a in range(rank)] for i in range(size.bit_length() - 1)]
+from turnout.kernels.expert_decode import bits, decode_codes, decode_scales
+from turnout.kernels.expert_tile import finish, locate
 
 
 @gluon.constexpr_function

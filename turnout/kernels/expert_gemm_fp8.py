@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.expert_gemm import finish, locate, token_rows
+from turnout.kernels.expert_tile import finish, locate, token_rows
 
 GROUP = 128  # columns that share a scale
 

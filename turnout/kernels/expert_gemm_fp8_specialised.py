@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.expert_gemm import locate
+from turnout.kernels.expert_tile import locate
 
 
 @triton.jit

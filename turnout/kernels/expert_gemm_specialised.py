@@ -44,7 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.expert_gemm import decode_block, locate, token_rows
+from turnout.kernels.expert_decode import codes_layout, decode_block, scales_layout
+from turnout.kernels.expert_tile import activate, locate, tile_memory, token_rows
 
 
 @gluon.jit
@@ -122,38 +123,12 @@ def load_tiles(
 def fragments(w, scales, slot, BLOCK: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
     """Row block BLOCK of a slot, decoded."""
     WORDS: gl.constexpr = 64 if NVFP4 else 32
-    CODES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 128], [0, 256]], [], [1, 512]
-    )
-    SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1]] if NVFP4 else [],
-        [[0, 0], [0, 0], [0, WORDS // 32], [0, WORDS // 16], [0, WORDS // 8]],
-        [[0, WORDS // 4], [0, WORDS // 2]], [], [1, WORDS],
-    )  # fmt: skip
+    CODES: gl.constexpr = codes_layout(1, 1)
+    SCALES: gl.constexpr = scales_layout(1, 1, WORDS)
     return decode_block(
         w.index(slot).slice(BLOCK, 1).load(CODES), scales.index(slot).slice(BLOCK, 1).load(SCALES),
         1, 1, NVFP4, OPERAND,
     )  # fmt: skip
-
-
-@gluon.jit
-def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
-    """y [rows, tokens], after scale and bias, in the terms of `expert_gemm.finish`."""
-    if ACTIVATION == "relu2":
-        y = gl.maximum(y, 0.0)
-        y = y * y
-    elif ACTIVATION != "none":
-        ROWS: gl.constexpr = y.shape[0]
-        TOKENS: gl.constexpr = y.shape[1]
-        gate, up = gl.split(y.reshape([ROWS // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
-        if ACTIVATION == "swiglu":
-            gate = gl.minimum(gate, act_limit)
-            up = gl.minimum(gl.maximum(up, -act_limit), act_limit) + act_beta
-            y = gate / (1.0 + gl.exp(-act_alpha * gate)) * up
-        else:
-            y = gate / (1.0 + gl.exp(-gate)) * up
-        y = y.reshape([ROWS // 2, TOKENS])
-    return y
 
 
 @gluon.jit
@@ -354,22 +329,12 @@ def expert_gemm_specialised(
     multiprocessors.
     """
     PACKED: gl.constexpr = FORMAT != "bf16"
-    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
-    BLOCKS: gl.constexpr = ROWS // 64
     SLOTS: gl.constexpr = STAGES * K_BLOCKS
-    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     COUNT: gl.constexpr = (128 if PACKED or GATHER else 0) + (0 if PACKED and GATHER else 1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, 64], TILE)
-    if PACKED:
-        w = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, 512], LINEAR)
-        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCKS, WORDS], LINEAR)
-    else:
-        w = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, 64], TILE)
-        scales = w
+    x, w, scales = tile_memory(FORMAT, SLOTS, ROWS, TOKENS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

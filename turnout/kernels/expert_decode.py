@@ -1,0 +1,126 @@
+"""4-bit weights to the operand fragments of the tensor cores, in registers (Gluon).
+
+Weights lie in fragment order (fragments.py), so a thread decodes what it multiplies, and every step but the
+arithmetic is a renaming of registers. The 2^126 that decoding owes is left to be multiplied last.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def bits(size: int, axis: int, rank: int, step: int = 1) -> list[list[int]]:
+    """Bases of a linear layout that count `size` steps along an axis."""
+    return [[step << i if a == axis else 0 for a in range(rank)] for i in range(size.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def codes_layout(blocks: int, groups: int) -> gl.DistributedLinearLayout:
+    """Who holds codes int32 [blocks, 512] in fragment order: four words in a row are one thread's.
+
+    `wgmma` deals blocks of 64 rows to `groups` groups of four warps in turn.
+    """
+    registers = bits(4, 1, 2) + bits(blocks // groups, 0, 2, groups)
+    warps = bits(4, 1, 2, 128) + bits(groups, 0, 2)
+    return gl.DistributedLinearLayout(registers, bits(32, 1, 2, 4), warps, [], [blocks, 512])
+
+
+@gluon.constexpr_function
+def scales_layout(blocks: int, groups: int, words: int) -> gl.DistributedLinearLayout:
+    """Who holds their scales int32 [blocks, words]: four threads share `words` / 32 of them."""
+    registers = bits(words // 32, 1, 2) + bits(blocks // groups, 0, 2, groups)
+    lanes = [[0, 0]] * 2 + bits(8, 1, 2, words // 32)
+    warps = bits(4, 1, 2, words // 4) + bits(groups, 0, 2)
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [blocks, words])
+
+
+@gluon.jit
+def decode_codes(word, scale, scale_below):
+    """Eight e2m1 codes and the scales of their two rows -> A, B, C, D of fragments.py, two bf16 each."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, u, a;
+        and.b32 a, $8, 0x81C081C0;
+        mul.bf16x2 a, a, $9;
+        mov.b32 {$0, $1}, a;
+        shl.b32 t, $8, 6;
+        and.b32 a, t, 0x81C081C0;
+        mul.bf16x2 a, a, $10;
+        mov.b32 {$2, $3}, a;
+        shf.l.wrap.b32 t, $8, $8, 10;
+        and.b32 a, t, 0x81C081C0;
+        mul.bf16x2 a, a, $9;
+        mov.b32 {$4, $5}, a;
+        shr.u32 u, $8, 4;
+        and.b32 u, u, 0x00400040;
+        shl.b32 t, $8, 4;
+        lop3.b32 a, t, 0x81808180, u, 0xEA;
+        mul.bf16x2 a, a, $10;
+        mov.b32 {$6, $7}, a;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [word, scale, scale_below],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def decode_scales(word, NVFP4: gl.constexpr):
+    """Four scale bytes -> four words that hold each scale twice, in bf16 with the factor 2^126."""
+    TO_BF16: gl.constexpr = "16, 0x75807580" if NVFP4 else "128, 0"
+    return gl.inline_asm_elementwise(
+        f"""
+        {{
+        .reg .b32 t, u;
+        .reg .b16 a, b, c, d;
+        prmt.b32 t, $4, 0, 0x4240;
+        prmt.b32 u, $4, 0, 0x4341;
+        mad.lo.u32 t, t, {TO_BF16};
+        mad.lo.u32 u, u, {TO_BF16};
+        mov.b32 {{a, c}}, t;
+        mov.b32 {{b, d}}, u;
+        mov.b32 $0, {{a, a}};
+        mov.b32 $1, {{b, b}};
+        mov.b32 $2, {{c, c}};
+        mov.b32 $3, {{d, d}};
+        }}
+        """,
+        "=r,=r,=r,=r,r",
+        [word],
+        dtype=(gl.int32,) * 4,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def decode_block(
+    codes, scales, BLOCKS: gl.constexpr, HELD: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr
+):
+    """codes int32 [BLOCKS, 512], scales int32 [BLOCKS, 32 or 64] -> bf16 [64 * BLOCKS, 64] as OPERAND.
+
+    Every step is a renaming of registers. HELD of the BLOCKS lie in one thread's registers.
+    """
+    AXES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [BLOCKS // HELD, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+    )
+    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # block, warp, lane / 4, lane % 4, column / 32, column / 16
+    PER: gl.constexpr = 2 if NVFP4 else 1
+    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
+    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
+    lower = gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
+    word = gl.convert_layout(codes.reshape(SHAPE), AXES)
+    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
+    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # ..., odd, lower
+    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4 5, odd 6, lower 7, right 8
+    w = w.permute([0, 1, 7, 2, 4, 5, 8, 3, 6]).reshape([BLOCKS * 64, 64])
+    return gl.convert_layout(w, OPERAND, assert_trivial=True)

@@ -1,0 +1,122 @@
+"""What the experts' GEMMs for Hopper have in common: where a tile is, its memory, and its end (Gluon).
+
+Legend: R sorted rows (token, expert), N weight rows, E local experts.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.constexpr, GROUP: gl.constexpr):
+    """This program's expert (-1: nothing to do), tile of weight rows, first sorted row and the end of them.
+
+    DIRECT: without sorting, every (token, expert) pair is a tile of one row; `tiles_ptr` are the expert ids.
+    Otherwise GROUP tiles of tokens take turns with the same weights, for the sake of the L2 cache.
+    """
+    if DIRECT:
+        tile = program // n_tiles
+        n = program % n_tiles
+        expert = gl.load(tiles_ptr + tile) - first_expert
+        expert = gl.where((expert < 0) | (expert >= num_experts), -1, expert)
+        row = tile
+        end = tile + 1
+    else:
+        num_tiles = gl.load(tiles_ptr)
+        group = program // (n_tiles * GROUP)
+        size = gl.maximum(gl.minimum(num_tiles - group * GROUP, GROUP), 1)
+        rest = program - group * n_tiles * GROUP
+        live = (group * GROUP < num_tiles) & (rest < size * n_tiles)
+        tile = gl.where(live, group * GROUP + rest % size, 0)
+        n = rest // size
+        expert = gl.where(live, gl.load(tiles_ptr + 4 + tile * 4), -1)
+        row = gl.load(tiles_ptr + 5 + tile * 4)
+        end = gl.load(tiles_ptr + 6 + tile * 4)
+    return expert, n, row, end
+
+
+@gluon.jit
+def token_rows(
+    order_ptr, row, end, top_k, x_stride, TOKENS: gl.constexpr, GATHER: gl.constexpr, DIRECT: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Where TOKENS rows of x begin, from sorted row `row` on, and which of them exist."""
+    r = row + gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
+    exists = r < end
+    if GATHER:
+        if not DIRECT:
+            r = gl.load(order_ptr + r, mask=exists, other=0)
+        r = r // top_k
+    return r.to(gl.int64) * x_stride, exists
+
+
+@gluon.jit
+def tile_memory(FORMAT: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Shared memory for 64 columns of TOKENS rows of x, and of ROWS of weights and their scales, SLOTS times.
+
+    bf16 weights have no scales: the weights stand in.
+    """
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, 64], TILE)
+    if FORMAT != "bf16":
+        WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+        w = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS // 64, 512], LINEAR)
+        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS // 64, WORDS], LINEAR)
+    else:
+        w = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, 64], TILE)
+        scales = w
+    return x, w, scales
+
+
+@gluon.jit
+def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
+    """The activation of y [rows, tokens], of which 8 rows of gate and 8 of up take turns, if it is gated."""
+    if ACTIVATION == "relu2":
+        y = gl.maximum(y, 0.0)
+        y = y * y
+    elif ACTIVATION != "none":
+        ROWS: gl.constexpr = y.shape[0]
+        TOKENS: gl.constexpr = y.shape[1]
+        gate, up = gl.split(y.reshape([ROWS // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
+        if ACTIVATION == "swiglu":
+            gate = gl.minimum(gate, act_limit)
+            up = gl.minimum(gl.maximum(up, -act_limit), act_limit) + act_beta
+            y = gate / (1.0 + gl.exp(-act_alpha * gate)) * up
+        else:
+            y = gate / (1.0 + gl.exp(-gate)) * up
+        y = y.reshape([ROWS // 2, TOKENS])
+    return y
+
+
+@gluon.jit
+def finish(
+    acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, n, n_rows, row, end, out_columns,
+    out_stride,
+    act_alpha, act_beta, act_limit,
+    ACTIVATION: gl.constexpr, SCATTER: gl.constexpr, DIRECT: gl.constexpr, BIAS: gl.constexpr, ALPHA:
+    gl.constexpr,
+    BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, ACC: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activation; SCATTER: routing weight, and the row of the pair instead of the sorted row."""
+    y = acc
+    if ALPHA:
+        y = y * gl.load(alpha_ptr + expert)
+    if BIAS:
+        at = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
+        y += gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)[:, None]
+    COLUMNS: gl.constexpr = BLOCK_N if ACTIVATION == "none" or ACTIVATION == "relu2" else BLOCK_N // 2
+    y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    y = gl.convert_layout(y, STORE)
+    r = row + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+    c = n * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
+    exists = r < end
+    if SCATTER:
+        if not DIRECT:
+            r = gl.load(order_ptr + r, mask=exists, other=0)
+        y = y * gl.load(weights_ptr + r, mask=exists, other=0.0)[None, :]
+    at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
+    gl.store(at, y.to(gl.bfloat16), mask=exists[None, :] & (c[:, None] < out_columns))
