@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnout.formats import FORMAT_INFO, encode
+from turnout.formats.packed import GROUP_COLUMNS
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.spec import Activation, MoESpec
@@ -36,6 +37,7 @@ def test_groups_are_those_of_the_formats():
     assert {f: sizes.WEIGHT_GROUP[f] for f in ("nvfp4", "mxfp4")} == {
         f: FORMAT_INFO[f].k_multiple for f in ("nvfp4", "mxfp4")
     }
+    assert sizes.WEIGHT_GROUP == GROUP_COLUMNS
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])

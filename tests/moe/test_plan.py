@@ -302,6 +302,15 @@ def test_a_typing_error_is_called_unknown():
     ]
 
 
+def test_dispatchers_that_nobody_asked_for_hide_no_obstacle():
+    gpu = frozenset({"cuda"})
+    both = [dispatcher("ash"), dispatcher("elm", devices=gpu)]
+    error = refused(runners=[runner("oak", devices=gpu)], dispatchers=both)
+    assert {r.who for r in error.refusals} == {"runner oak"}
+    error = refused(runners=[runner("oak", devices=gpu)], dispatchers=both, wishes=Wishes(dispatcher="elm"))
+    assert {r.who for r in error.refusals} == {"runner oak", "dispatcher elm"}
+
+
 def test_beside_a_typing_error_stands_only_what_else_would_be_in_the_way():
     gpu = dispatcher("elm", devices=frozenset({"cuda"}))
     both = [dispatcher("ash"), gpu]

@@ -209,11 +209,20 @@ def _allowed(
         impossible, found = [*too_small, *impossible], [*too_small, *found]
     if found or not candidates:
         hint = "" if impossible else _hint(case, runners, dispatchers)
-        blocking = [] if candidates else refused  # while others can run, a candidate's refusal is no obstacle
+        # While others can run, a candidate's refusal is no obstacle.
+        blocking = [] if candidates else _obstacles(refused, wished_dispatchers or dispatchers)
         raise PlanRefused(
             f"no MoE backend can run this as asked{hint}", list(dict.fromkeys([*found, *blocking]))
         )
     return candidates, refused
+
+
+def _obstacles(refused: Sequence[Refusal], dispatchers: Sequence[DispatcherCapability]) -> list[Refusal]:
+    """`refused` without what stands against some of the `dispatchers`, if nothing stands against others."""
+    barred = {d.name for d in dispatchers if any(r.who == f"dispatcher {d.name}" for r in refused)}
+    if len(barred) == len(dispatchers):
+        return list(refused)
+    return [r for r in refused if r.who.rpartition("dispatcher ")[2] not in barred]
 
 
 def _wished_dispatchers(
