@@ -30,20 +30,25 @@ def planned(
     tokens: int = 100,
     device=H200,
     nnodes: int = 1,
-    two_batches: bool = False,
+    wishes: Wishes = Wishes(dispatcher="nvlink"),
+    capacity: int = 0,
     **fields,
 ):
     budget = Budget.from_limits(
-        chunked_prefill_size=tokens, max_prefill_tokens=tokens, max_running_requests=16, dp_size=dp
+        chunked_prefill_size=tokens,
+        max_prefill_tokens=tokens,
+        max_running_requests=16,
+        dp_size=dp,
+        max_dispatch_tokens_per_rank=capacity,
     )
     return plan(
-        make_spec(hidden_size=7168, num_experts=256, top_k=8, **fields),
+        make_spec(**({"hidden_size": 7168, "num_experts": 256, "top_k": 8} | fields)),
         topology=Topology(
             tp_size=ranks, dp_size=dp, ep_size=ranks, enable_dp_attention=dp > 1, nnodes=nnodes
         ),
         budget=budget,
         hardware=device,
-        wishes=Wishes(dispatcher="nvlink", two_batches=two_batches),
+        wishes=wishes,
         compute_dtype="bfloat16",
     )
 
@@ -57,7 +62,10 @@ def test_memory_is_counted():
     assert found.dispatch_bytes == 800 * (4 * 14336 + 3 * 64 + 2 * 8) + 128
     more = 800 * (2 * 14336 + 3 * 64 + 2 * 8)
     assert planned(tokens=200).dispatch_bytes == 2 * more + 8 * 128 * 2 * 14336 + 128
-    assert planned(two_batches=True).dispatch_bytes == 2 * found.dispatch_bytes
+    in_turns = planned(wishes=Wishes(dispatcher="nvlink", two_batches=True))
+    assert in_turns.dispatch_bytes == 2 * found.dispatch_bytes
+    back = planned(wishes=Wishes(dispatcher="nvlink", combine_format="fp8"))
+    assert found.dispatch_bytes - back.dispatch_bytes == 800 * 2 * (14336 - 7168 - 4 * 56)
     assert found.decode.reduce == "none"
 
 
@@ -66,11 +74,73 @@ def test_groups_that_share_tokens_have_equal_shares():
     assert planned(dp=4, tokens=101).prefill.max_tokens == 4 * 2 * 51
 
 
+def test_prompts_larger_than_buffers_pass_in_chunks():
+    found = planned(tokens=5000, capacity=2000)
+    assert (found.prefill.chunk, found.decode.chunk) == (2000, 0)
+    assert found.prefill.max_tokens == 8 * 2000
+    assert found.dispatch_bytes == planned(tokens=2000).dispatch_bytes
+    assert any("chunks of at most 2000 tokens of a rank, up to 3" in reason for reason in found.reasons)
+    assert planned(tokens=5000, capacity=5000).prefill.chunk == 0
+    with pytest.raises(PlanRefused, match=r"--max-dispatch-tokens-per-rank 15: .* in one step of decoding"):
+        planned(tokens=5000, capacity=15)
+    with pytest.raises(PlanRefused, match="use --max-dispatch-tokens-per-rank 5000 or more"):
+        planned(tokens=5000, capacity=2000, wishes=Wishes(dispatcher="collective"))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "inner", "takes", "chunk"),
+    [
+        (4000, 64, "nvlink", 4000),
+        (400, 64, "nvlink", 400),
+        (4000, 2048, "nvlink", 4000),
+        (400, 2048, "none", 0),
+    ],
+)
+def test_they_are_gathered_where_chunks_cost_more(capacity: int, inner: int, takes: str, chunk: int):
+    """Experts that are read 20 times, of 2.8 GB, take longer than a gather."""
+    found = planned(tokens=8000, capacity=capacity, wishes=Wishes(), intermediate_size=inner)
+    assert (found.prefill.dispatcher, found.prefill.chunk) == (takes, chunk)
+    assert found.decode.dispatcher == "nvlink"
+    other = {"nvlink": "none", "none": "nvlink"}[takes]
+    (line,) = [reason for reason in found.reasons if "by what was measured" in reason]
+    assert f"8000 tokens of a rank there and back by {takes}: " in line
+    assert f"{other} " in line.partition("before")[2]
+
+
+def test_a_region_that_does_not_fit_may_be_smaller_than_a_step():
+    with pytest.raises(PlanRefused) as refused:
+        planned(tokens=500_000)
+    remedies = [r.remedy for r in refused.value.refusals if r.who.endswith("dispatcher nvlink")]
+    most = max(int(r.partition("use --max-dispatch-tokens-per-rank ")[2].split()[0]) for r in remedies)
+    assert planned(tokens=500_000, capacity=most).prefill.chunk == most
+    with pytest.raises(PlanRefused):
+        planned(tokens=500_000, capacity=most + 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"wishes": Wishes(dispatcher="none", combine_format="fp8")}, "brings results back in bf16"),
+        ({"wishes": Wishes(dispatcher="flashinfer", combine_format="fp8")}, "brings results back in bf16"),
+        ({"wishes": Wishes(dispatcher="none", combine_format="fp8"), "dp": 1}, "every rank has them all"),
+        ({"wishes": Wishes(combine_format="fp8"), "hidden_size": 7232}, "fp8 needs a multiple of 128"),
+    ],
+)
+def test_results_in_fp8_are_refused_where_they_cannot_be(fields, limit):
+    with pytest.raises(PlanRefused) as refused:
+        planned(**fields)
+    said = [r for r in refused.value.refusals if r.asked.startswith("--moe-combine-dtype fp8")]
+    assert said
+    assert any(limit in r.limit for r in said)
+    assert all("use --moe-combine-dtype auto" in r.remedy for r in said)
+    assert planned(wishes=Wishes(combine_format="fp8")).decode.combine_format == "fp8"
+
+
 @pytest.mark.parametrize(
     ("fields", "limit", "remedy"),
     [
-        ({"device": hardware.named("cpu")}, "runs on cuda", "--moe-a2a-backend"),
-        ({"nnodes": 2}, "works within one host", "--nnodes 1"),
+        ({"device": hardware.named("cpu")}, "runs on cuda", "choose another --moe-a2a-backend"),
+        ({"nnodes": 2}, "works within one host", "--nnodes 1, or --moe-a2a-backend collective or none"),
         ({"device": replace(H200, peer_access=False)}, "each other's memory", "--moe-a2a-backend collective"),
         ({"device": hardware.named("a100")}, "has kernels for 10.0, 10.3, 9.0", "--moe-a2a-backend"),
     ],

@@ -197,7 +197,7 @@ class DispatcherCapability:
                     who=who,
                     asked=f"--nnodes {topology.nnodes}",
                     limit="works within one host",
-                    remedy=f"use --nnodes 1, or {OTHER_DISPATCHER}",
+                    remedy="use --nnodes 1, or --moe-a2a-backend collective or none",
                 )
             )
         if self.peer_access and topology.tp_size > 1 and not hardware.peer_access:

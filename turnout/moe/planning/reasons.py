@@ -31,6 +31,9 @@ def reasons(
         lines.append(f"{phase} dispatcher {chosen.name}: {why}")
         if case.moves(chosen):
             lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
+    lines += _why_chunks(case, best, same_runner)
+    if case.wishes.combine_format != "auto":
+        lines.append(f"results travel in {case.combine_format}: asked for with --moe-combine-dtype")
     lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
     lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
     if case.wishes.deterministic:
@@ -75,6 +78,29 @@ def _why_dispatcher(case: Case, chosen: DispatcherCapability, allowed: set[Dispa
     return f"a token needs {case.reach:.0%} of the ranks, and {gathering} would bring it to all" + (
         f"; {why}" if len(alike) > 1 else ""
     )
+
+
+def _why_chunks(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> list[str]:
+    """Of prompts for which the buffers of some are too small, how they pass, and what that was weighed by."""
+    found, chunks = [], case.in_chunks(best.prefill)
+    if chunks > 1:
+        found.append(
+            f"prefill passes in chunks of at most {case.budget.capacity} tokens of a rank, up to {chunks}: "
+            "--max-dispatch-tokens-per-rank is less than a step"
+        )
+    weighed = {
+        c.prefill.name: us
+        for c in candidates
+        if (us := case.large_prefill_us(c.prefill, c.storage, c.wire["prefill"]))
+        and c.storage == best.storage
+    }
+    others = [f"{name} {us} us" for name, us in weighed.items() if name != best.prefill.name]
+    if best.prefill.name in weighed and others and case.wishes.dispatcher == "auto":
+        found.append(
+            f"{case.budget.local} tokens of a rank there and back by {best.prefill.name}: about "
+            f"{weighed[best.prefill.name]} us a layer by what was measured, before {', '.join(others)}"
+        )
+    return found
 
 
 def why_sibling(
