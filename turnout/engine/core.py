@@ -345,9 +345,11 @@ class EngineCore:
                 accompany(self._model, length, self._device, place)
                 continue
             request, output = pending.popleft()
-            alone = self._sampler(settled_logits(self._model, request.tokens, self._device, place), [request])
-            self._lockstep.sampled(alone.token_ids)
-            self._append(request, output, alone, 0)
+            settled = self._sampler(
+                settled_logits(self._model, request.tokens, self._device, place), [request]
+            )
+            self._lockstep.sampled(settled.token_ids)
+            self._append(request, output, settled, 0)
             outputs.append(self._conclude(request, output, drafted=True))
 
     def _append(self, request: Request, output: RequestOutput, sampled: Sampled, row: int) -> None:

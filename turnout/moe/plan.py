@@ -158,24 +158,10 @@ def plan(
     best = candidates[0]
     beside = second(case, best, candidates, measured)
     together = [best] if beside is None else [best, beside[0]]
-    prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
     tiled = next((one for one in together if one.runner.tiled), best)
     table = _tiles(case, tiled, tiles or partial(tuned.find, hardware=hardware))
-    return MoEPlan(
-        prefill=prefill,
-        decode=decode,
-        activation_format=best.activation,
-        weight_storage=best.storage,
-        compute_dtype=compute_dtype,
-        first_expert=topology.expert_range(spec.num_experts).start,
-        num_local_experts=case.num_local_experts,
-        weight_bytes=sum(one.weight_bytes for one in together),
-        workspace_bytes=sum(one.workspace_bytes for one in together),
-        dispatch_bytes=best.dispatch_bytes,
-        deterministic=wishes.deterministic,
-        shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
-        shared_expert_beside=hardware.device == "cuda" and wishes.overlap_shared_expert,
-        two_batches=wishes.two_batches,
+    return replace(
+        _made(case, together),
         buckets=() if beside is None else beside[1],
         tiles=table,
         refused=tuple(refused),
@@ -185,6 +171,28 @@ def plan(
             *why_sibling(best, known_dispatchers, refused),
             *why_tiles(case, tiled, table),
         ),
+    )
+
+
+def _made(case: Case, together: Sequence[Candidate]) -> MoEPlan:
+    """What the first candidate does, with room for the weights and scratch of all."""
+    best = together[0]
+    prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
+    return MoEPlan(
+        prefill=prefill,
+        decode=decode,
+        activation_format=best.activation,
+        weight_storage=best.storage,
+        compute_dtype=case.compute_dtype,
+        first_expert=case.topology.expert_range(case.spec.num_experts).start,
+        num_local_experts=case.num_local_experts,
+        weight_bytes=sum(one.weight_bytes for one in together),
+        workspace_bytes=sum(one.workspace_bytes for one in together),
+        dispatch_bytes=best.dispatch_bytes,
+        deterministic=case.wishes.deterministic,
+        shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
+        shared_expert_beside=case.hardware.device == "cuda" and case.wishes.overlap_shared_expert,
+        two_batches=case.wishes.two_batches,
     )
 
 
