@@ -104,7 +104,7 @@ def plan(
     *,
     config: Config,
 ) -> None:
-    """Say what would run where, why, and with what memory; loads no weights."""
+    """Say what would run where, and why. With what memory, too; loads no weights, needs no GPU."""
     from turnout.engine.explain import explain
 
     raise typer.Exit(explain(config, hardware=hardware or None, as_json=as_json))
@@ -123,7 +123,7 @@ def verify(
     *,
     config: Config,
 ) -> None:
-    """Compare every allowed backend with the reference, on this machine, with these weights."""
+    """Compare backends with the reference. All that are allowed on this machine, with these weights."""
     from turnout.engine.verify import verify as run
 
     raise typer.Exit(run(config, layers=layers, seed=seed, as_json=as_json))
@@ -137,7 +137,7 @@ def tune(
     *,
     config: Config,
 ) -> None:
-    """Time the allowed runners on the model's own layer; plans choose by what is found."""
+    """Time runners on the model's own layer. Plans choose by what is found."""
     from turnout.engine.tune import tune as run
 
     raise typer.Exit(run(config, as_json=as_json))
@@ -165,7 +165,7 @@ def generate(
     *,
     config: Config,
 ) -> None:
-    """Generate offline: a prompt, standard input or a JSON-lines file in; text or JSON lines out."""
+    """Generate offline. A prompt, standard input or a JSON-lines file in; text or JSON lines out."""
     from turnout.engine.launch import follow, launch
     from turnout.engine.sampling import SamplingParams
 
@@ -202,7 +202,7 @@ def evaluate(
     *,
     config: Config,
 ) -> None:
-    """Measure accuracy with a confidence interval, through the HTTP interface."""
+    """Measure accuracy. With a confidence interval, through the HTTP interface."""
     from turnout.evals.run import EvalOptions, run
 
     options = EvalOptions(
@@ -308,7 +308,7 @@ def bench_moe(
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
     plot: Annotated[str, typer.Option(help="draw the share of the roofline as SVG here")] = "",
 ) -> None:
-    """Time of one layer's experts, beside other implementations and what the device allows."""
+    """Time of one layer's experts. Beside other implementations and what the device allows."""
     from turnout.bench.moe import run
 
     run(
@@ -349,7 +349,7 @@ def bench_a2a(
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
     plot: Annotated[str, typer.Option(help="draw the share of the wire as SVG here")] = "",
 ) -> None:
-    """Time of tokens to their experts and back, beside the collectives alone."""
+    """Time of tokens to experts and back. Beside the collectives alone."""
     from turnout.bench.a2a import run
 
     if topk > experts:
