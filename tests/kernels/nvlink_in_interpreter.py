@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from turnout.formats import fp8, nvfp4
-from turnout.kernels.nvlink import combine, links, waiting
+from turnout.kernels.nvlink import combine, combine_fp8, links, waiting
 from turnout.kernels.nvlink import dispatch as sending
 from turnout.moe import budget
 from turnout.moe.batch import Hidden, TokensBatch
@@ -78,7 +78,7 @@ CASES = (
     Case("bf16", 2, steps=(0, 1, 2, 3, 4)),
     Case("fp8", 2, format="fp8"),
     Case("nvfp4", 2, format="nvfp4"),
-    Case("back in fp8", 2, back="fp8"),
+    Case("back in fp8", 2, back="fp8", steps=(0, 5, 2)),
     Case("three ranks", 3, dtype="float32", hidden=64, experts=9, top_k=1, steps=(2, 3)),
     Case("three ranks, back in fp8", 3, dtype="float32", hidden=128, experts=9, back="fp8", steps=(1, 3)),
     Case("shared", 4, hidden=64, dp=2, ep=2, steps=(3,)),
@@ -154,7 +154,14 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     atp, D, dtype = topology.attention_tp, topology.dp_size, getattr(torch, case.dtype)
     good = True
     most = CAPACITY * atp
-    steps = [[1] * D, [0] * D, [most] * D, [1 + 2 * (d % 2) for d in range(D)], [most] + [0] * (D - 1)]
+    steps = [
+        [1] * D,
+        [0] * D,
+        [most] * D,
+        [1 + 2 * (d % 2) for d in range(D)],
+        [most] + [0] * (D - 1),
+        [1] * D,
+    ]
     for step in case.steps:
         # In turns, the step before is combined while this one's tokens are under way.
         turns = [step] if case.name != "in turns" else [step, (step + 1) % len(steps)]
@@ -319,7 +326,7 @@ def main(folder: str) -> dict[str, bool]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreter._patch_lang_tensor = patch_index
-    sending.late = combine.late = patient
+    sending.late = combine.late = combine_fp8.late = patient
     budget.FEW_TOKENS = FEW
     links.POLLS = 20_000  # of a millisecond or more
     with tempfile.TemporaryDirectory() as folder:
