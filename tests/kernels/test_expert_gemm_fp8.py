@@ -6,16 +6,13 @@ here, in Triton's interpreter.
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.kernels import interpreted
+from tests.kernels.compiled import compiled
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_specialised import expert_gemm_fp8_specialised, stages_of
 from turnout.moe.tiling.tiles import RULES, SORTED, Tiling
@@ -24,33 +21,10 @@ TILE, ROWS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
 TYPES = {
     "x_ptr": "*fp8e4nv",
     "w_ptr": "*fp8e4nv",
-    "out_ptr": "*bf16",
-    "order_ptr": "*i32",
-    "tiles_ptr": "*i32",
     "w_desc": f"tensordesc<fp8e4nv[{SORTED.first.rows}, 128],{TILE!r}>",
     "out_desc": f"tensordesc<bf16[64, 128],{ROWS!r}>",
 }
 TOKENS_TYPE = f"tensordesc<fp8e4nv[{SORTED.first.tokens}, 128],{TILE!r}>"
-
-
-def compiled(kernel, constants: dict, warps: int, **types: str):
-    signature, values, attributes = {}, {}, {}
-    types = TYPES | types
-    for place, name in enumerate(inspect.signature(kernel.fn).parameters):
-        if name in constants:
-            signature[name], values[(place,)] = "constexpr", constants[name]
-        elif name in types or name.endswith("_ptr"):
-            signature[name] = types.get(name, "*fp32")
-            if signature[name].startswith("*"):
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if name.startswith("act_") else "i32"
-            if name in ("K", "x_stride", "out_stride"):
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
-    done = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert done.metadata.shared <= 227 * 1024
-    return done
 
 
 def products(done) -> set[int]:
@@ -67,7 +41,7 @@ def test_small_tiles(tiles: Tiling, first: bool):
         "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "TILES_GROUP": tiles.group, "PDL": True,
         "num_warps": tiles.warps,
     }  # fmt: skip
-    assert products(compiled(expert_gemm_fp8, constants, tiles.warps)) == {tiles.tokens}
+    assert products(compiled(expert_gemm_fp8, constants, warps=tiles.warps, **TYPES)) == {tiles.tokens}
 
 
 @pytest.mark.parametrize(("first", "activation"), [(True, "silu"), (True, "relu2"), (False, "none")])
@@ -78,7 +52,7 @@ def test_specialised_warps(first: bool, activation: str):
         "STAGES": stages_of(tiling.stages, first=first),
     }  # fmt: skip
     types = {"x_from": "*fp8e4nv", "out_ptr": "*fp8e4nv"} if first else {"x_from": TOKENS_TYPE}
-    done = compiled(expert_gemm_fp8_specialised, constants, tiling.warps, **types)
+    done = compiled(expert_gemm_fp8_specialised, constants, warps=tiling.warps, **TYPES | types)
     ptx = done.asm["ptx"]
     assert products(done) == {128}
     assert "cp.async.bulk.tensor.2d.shared" in ptx
