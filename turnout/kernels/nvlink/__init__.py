@@ -25,10 +25,10 @@ There are two ways to know that something has arrived, and a source's tokens tra
 * More tokens, by flags. A row is stored where it is to be read, and then a flag released, for whose fence all
   stores before it have to be acknowledged. Ids and weights are words even then.
 
-Results may come back in FP8 (combine_fp8.py), if asked to. They are summed in float32, in the order of ranks:
-the same bits every time. Sums of early tokens overlap with the stores of later ones: a program that has sent
-the results of token t waits for its own token a turn before, LAG programs' worth; who waits for t has sent all
-up to t, so the smallest t that is waited for is on its way.
+Results may come back in FP8 (combine_fp8.py), if asked to. They are summed in float32, in the order of
+ranks: the same bits every time. Sums of early tokens overlap with the stores of later ones: a program that
+has sent the results of token t waits for its own token a turn before, LAG programs' worth; who waits for t
+has sent all up to t, so the smallest t that is waited for is on its way.
 
 Why no barrier keeps a buffer from being overwritten too early: a rank leaves dispatch e when all ranks have
 begun theirs, so they have left combine e - 1. Counts and meta of e lie in one half, those of e + 1 in the
