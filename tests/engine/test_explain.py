@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -18,7 +19,16 @@ from turnout.errors import UserError
 from turnout.parallel.hardware import hardware_names
 from turnout.registry import RUNNERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "parallelism.md"
+
+QWEN3_235B = {  # what differs from the smaller one
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
 
 
 @pytest.fixture
@@ -197,3 +207,19 @@ def test_the_command_refuses_without_a_traceback(model):
         assert done.returncode == 2
         assert words in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "fields", "flags"),
+    [
+        ("operations.md", {}, {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}),
+        ("sizing.md", QWEN3_235B, {"tp_size": 4}),
+    ],
+)
+def test_plans_that_pages_show_are_those_made(model, page, fields, flags):
+    _, text = run(model(QWEN3_30B | NVFP4 | fields, **flags), hardware="h200")
+    blocks = re.findall(r"```text\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    shown = [line.strip() for block in blocks if "h200" in block for line in block.splitlines()]
+    assert len(shown) > 10
+    printed = {line.strip() for line in text.splitlines()}
+    assert [line for line in shown if line != "..." and line not in printed] == []
