@@ -5,7 +5,7 @@ format there and back, number of tokens and dispatcher, `dispatch` and its `comb
 very collectives that they made, with the same sizes and nothing in between: `raw_dispatch_us`,
 `raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a
 dispatcher that makes no collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there
-and back, replayed as a graph, for dispatchers that can be captured, and `raw_graph_us` the collectives so.
+and back, replayed as a graph, for dispatchers that can be captured, and `raw_graph_us` their collectives so.
 `wire_bytes` is what a rank sends to
 others in both, on average over the ranks; `wire_share` is its rate, in the graph if there is one, over that
 of a large all-to-all of equal parts.
@@ -249,9 +249,9 @@ class RankBench:
         }
         if self._device.type == "cuda" and dispatcher.capability.graph_safe:
             times["graph_us"] = self._graph_us(dispatcher, inputs, outs, world)
-            times["raw_graph_us"] = self._clock.median_graph_us(
-                [partial(repeat, [*there, *back])] * _exchanges(tokens)
-            )
+            if not by_itself:
+                both = [partial(repeat, [*there, *back])] * _exchanges(tokens)
+                times["raw_graph_us"] = self._clock.median_graph_us(both)
         both_us = times.get("graph_us", dispatch_us + combine_us)
         return times | {"wire_share": wire_bytes / 1e3 / both_us / self.exchange_GBps}
 
