@@ -180,6 +180,14 @@ def test_a_batch_that_never_came_back_is_an_error(batches: int):
         regions.next()
 
 
+def test_a_batch_in_chunks_takes_the_region_that_is_free():
+    regions = Regions(each=(None, None))
+    first, second = regions.next(), regions.next()
+    for _ in range(3):  # chunks of the first batch, while the second one's stays away
+        regions.away.discard(first)
+        assert regions.next() == first != second
+
+
 def replace_tokens(made, tokens: int):
     phases = {name: replace(made.phase(name), max_tokens=tokens) for name in ("prefill", "decode")}
     return replace(made, **phases)
