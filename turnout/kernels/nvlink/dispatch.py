@@ -146,6 +146,20 @@ def take(
 
 
 @triton.jit
+def push_meta(
+    weights_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k, id_K, slice_K, held_RK, t, row, half, meta_at,
+    real, RANK: tl.constexpr, RANKS: tl.constexpr, TP: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of token t to everyone, and to this rank's own batch: those of experts held there."""
+    weight_K = tl.load(weights_ptr + t * K + k, mask=(k < K) & real, other=0)
+    put_meta(out_ids_ptr, out_weights_ptr, row, id_K + 2, weight_K, slice_K == RANK // TP, k, K)
+    to_RK = address_R[:, None] + meta_at + (half + row) * (8 * K) + (4 * k)[None, :]
+    sent_RK = ((r < RANKS) & (r != RANK))[:, None] & (k < K)[None, :] & real
+    tl.store(at(to_RK, 0, tl.int32), tl.where(held_RK, id_K[None, :] + 2, 1), mask=sent_RK)
+    tl.store(at(to_RK, 4 * K, tl.int32), nonzero(tl.where(held_RK, weight_K[None, :], 0)), mask=sent_RK)
+
+
+@triton.jit
 def put_meta(out_ids_ptr, out_weights_ptr, row, id_K, weight_K, wanted, k, K: tl.constexpr):
     """Ids and weights as they travelled to those of a batch, of one row or several."""
     held = wanted & (id_K > 1)
@@ -204,14 +218,10 @@ def dispatch_rows(
                 )  # fmt: skip
         held_RK = (slice_K[None, :] == (r // TP)[:, None]) & (r < RANKS)[:, None]
         if begin == 0:
-            weight_K = tl.load(weights_ptr + t * K + k, mask=(k < K) & real, other=0)
-            put_meta(out_ids_ptr, out_weights_ptr, row, id_K + 2, weight_K, slice_K == RANK // TP, k, K)
-            to_RK = address_R[:, None] + meta_at + (half + row) * (8 * K) + (4 * k)[None, :]
-            sent_RK = ((r < RANKS) & (r != RANK))[:, None] & (k < K)[None, :] & real
-            tl.store(at(to_RK, 0, tl.int32), tl.where(held_RK, id_K[None, :] + 2, 1), mask=sent_RK)
-            tl.store(
-                at(to_RK, 4 * K, tl.int32), nonzero(tl.where(held_RK, weight_K[None, :], 0)), mask=sent_RK
-            )
+            push_meta(
+                weights_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k, id_K, slice_K, held_RK, t, row,
+                half, meta_at, real, RANK, RANKS, TP, K,
+            )  # fmt: skip
         if not WORDS:
             tl.debug_barrier()
             wanted_R = (tl.max(held_RK.to(tl.int32), 1) > 0) & (r != RANK)
