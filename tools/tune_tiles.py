@@ -4,7 +4,7 @@ For this machine's GPU, the benchmark's shapes and every format of weights that 
 Each layer is written as it ends, and what OUT.json holds of these kernels already is not measured again. What
 was measured in parts, on another day or GPU of the same name, is put together by
 
-    python -m tools.tune_tiles --merge turnout/assets/tuning/DEVICE.json OLD.json NEW.json ...
+    python -m tools.tune_tiles turnout/assets/tuning/DEVICE.json --merge OLD.json NEW.json ...
 
 which keeps of each layer the last table, and none of kernels that have changed since (tiles.REVISIONS).
 """
