@@ -14,12 +14,14 @@ import termios
 from pathlib import Path
 
 import httpx
+import pytest
 from typer.testing import CliRunner
 
 import turnout.server.run
 from turnout.cli import app
 from turnout.config import Config, ServerConfig
-from turnout.server.launch import arguments, environment
+from turnout.errors import UserError
+from turnout.server.launch import arguments, environment, launch
 
 
 def test_every_field_survives_the_command_line(monkeypatch):
@@ -103,3 +105,10 @@ def test_the_shared_server_was_launched_as_asked(http: httpx.Client):
     assert config["served_model_name"] == "tiny"
     assert config["max_total_tokens"] == 8192
     assert config["load_progress"] is True
+
+
+def test_why_a_server_did_not_start_is_said_once(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(UserError) as refused, launch(Config(model="/nowhere", device="cpu")):
+        pass
+    sys.stderr.write(f"error: {refused.value}\n")
+    assert capfd.readouterr().err.count("no model '/nowhere'") == 1

@@ -26,8 +26,8 @@ def launch(config: Config, *, show: bool = True) -> Iterator[str]:
     """Run `turnout serve` with `config` in a process of its own; yields its base URL, ending in /v1.
 
     A plain `Config`, or port 0, gets any free port. `show` passes the server's output on to standard
-    error, progress bars included. Raises UserError with the server's last lines if it does not start.
-    On leaving, the server is told to drain and has its --shutdown-timeout for that.
+    error, progress bars included. Raises UserError if the server does not start, with its last lines unless
+    they were shown. On leaving, the server is told to drain and has its --shutdown-timeout for that.
     """
     if not isinstance(config, ServerConfig):
         config = ServerConfig(**config.describe(), port=0)
@@ -64,9 +64,8 @@ class ServerProcess:
         self._known.wait(self.config.startup_timeout + 60)
         if self.base_url is None:
             self.stop()
-            raise UserError(
-                f"the server did not start (exit code {self.process.returncode}):\n{self.last_lines()}"
-            )
+            said = "; it says why above" if self._show else f":\n{self.last_lines()}"
+            raise UserError(f"the server did not start (exit code {self.process.returncode}){said}")
         return self.base_url
 
     def last_lines(self) -> str:
