@@ -216,6 +216,8 @@ def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
         "tokens a rank may receive": ROWS[d.exchange]
         + (", for every local expert" * (d.layout == "experts")),
         "tokens travel in": _list(d.wire_formats),
+        "results travel back in": _list(d.combine_formats),
+        "prefill in chunks, where buffers hold less": _yes(d.in_chunks),
         "devices": _list(d.devices),
         "several hosts": _yes(d.multi_host),
         "compute capabilities": _list(f"{a / 10}" for a in d.architectures) if d.architectures else "any",
