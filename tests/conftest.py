@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,25 @@ def one_of(visible: str, worker: int) -> str:
     """The GPU of a worker among those visible."""
     gpus = visible.split(",")
     return gpus[worker % len(gpus)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker for each file, and one for all files with ranks: those that step together in several workers
+    would wait for each other's cores."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneGang(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if asks_for_ranks(config.rootpath / file) else file
+
+    return OneGang(config, log)
+
+
+@cache
+def asks_for_ranks(file: Path) -> bool:
+    return "ranks: Pools" in file.read_text()
 
 
 @pytest.fixture(scope="session")
