@@ -120,7 +120,7 @@ def test_a_server_of_its_own(tiny_folder: Path):
         (["demo", "--repeat", "0"], "--repeat 0: must be at least 1"),
         (["demo", "--min-accuracy", "93"], r"--min-accuracy 93.0: must lie in \[0, 1\]"),
         (["demo", "--output", "/proc/none/out.jsonl"], "--output .*cannot be written"),
-        (["/nowhere"], "no model '/nowhere'"),
+        (["/nowhere"], "the server did not start"),
     ],
 )
 def test_user_errors(words, message):
