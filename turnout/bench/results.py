@@ -8,11 +8,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from turnout.errors import UserError
+from turnout.moe.planning.packages import versions_of
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
@@ -80,13 +80,8 @@ def cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name, version in versions_of(PACKAGES).items() if version != "none"}
+    return {"python": platform.python_version()} | found
 
 
 def _commit() -> str:

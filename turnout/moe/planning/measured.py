@@ -17,12 +17,12 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from turnout.moe.planning.packages import versions_of
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling.tiles import REVISIONS
 from turnout.parallel.hardware import Hardware
@@ -63,14 +63,8 @@ def describe(
 
 def versions() -> dict[str, str]:
     """Of what is installed here."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    found["kernels"] = ", ".join(f"{kernel} {revision}" for kernel, revision in REVISIONS.items())
-    return found
+    revisions = ", ".join(f"{kernel} {revision}" for kernel, revision in REVISIONS.items())
+    return versions_of(PACKAGES) | {"kernels": revisions}
 
 
 def path(folder: Path, layer: Mapping[str, Any]) -> Path:

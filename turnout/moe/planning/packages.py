@@ -7,6 +7,7 @@ that plans for itself. Nothing is imported to find out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -31,17 +32,21 @@ class Package:
 
     def lacking(self) -> str:
         """What stands against importing it here: "" if nothing."""
-        if self.only_with and not _is_installed(self.only_with):
+        if self.only_with and not _version(self.only_with):
             return ""
         if not _is_here(self.module):
             return f"needs {self}, not installed here"
         if not self.minimum:
             return ""
-        try:
-            found = version(self.distribution)
-        except PackageNotFoundError:
+        found = _version(self.distribution)
+        if not found:
             return f"needs {self}; here is a {self.module} of unknown version"
         return "" if _numbers(found) >= _numbers(self.minimum) else f"needs {self}; here is {found}"
+
+
+def versions_of(distributions: Sequence[str]) -> dict[str, str]:
+    """The version of each that is installed here, "none" for others."""
+    return {name: _version(name) or "none" for name in distributions}
 
 
 def _is_here(module: str) -> bool:
@@ -51,11 +56,12 @@ def _is_here(module: str) -> bool:
         return False
 
 
-def _is_installed(distribution: str) -> bool:
+def _version(distribution: str) -> str:
+    """What is installed here; "" if nothing is."""
     try:
-        return bool(version(distribution))
+        return version(distribution)
     except PackageNotFoundError:
-        return False
+        return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

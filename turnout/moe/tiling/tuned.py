@@ -18,7 +18,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import msgspec
 
 from turnout.errors import UserError
+from turnout.moe.planning.packages import versions_of
 from turnout.moe.tiling.tiles import REVISIONS, ExpertShape, Tiles, TileTable, Tiling, refuse
 from turnout.parallel.hardware import Hardware
 
@@ -71,13 +71,7 @@ class TileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def versions() -> dict[str, str]:
     """Of what is installed here."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
+    return versions_of(PACKAGES)
 
 
 def find(shape: ExpertShape, hardware: Hardware, folder: Path | None = None) -> TileTable:
