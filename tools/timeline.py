@@ -31,7 +31,7 @@ COLORS = {
     "dispatch": "#1b6ca8", "combine": "#2a9d8f", "experts": "#d1495b", "router": "#6a4c93",
     "attention": "#e09f3e", "dense": "#9c6644", SHARED: "#3a7d44", OTHER: "#b8bdc6",
 }  # fmt: skip
-WIDTH, LEFT, LANE, HEAD, FOOT = 960, 70, 22, 30, 26
+WIDTH, LEFT, LANE, HEAD, FOOT = 960, 86, 22, 30, 26
 
 
 class Kernel(NamedTuple):
