@@ -22,7 +22,7 @@ WORD = 8  # bytes
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Columns [start, stop) of a row, in words, hold `width` values of `dtype`."""
 
     dtype: torch.dtype
@@ -36,6 +36,19 @@ class _Part:
     def of(self, rows_TW: Tensor) -> Tensor:
         """[T, width], a view."""
         return rows_TW[:, self.start : self.stop].view(self.dtype)[:, : self.width]
+
+
+def row_of(*columns: tuple[torch.dtype, int]) -> list[Part]:
+    """A row that holds so many values of each dtype, one part after the other."""
+    parts: list[Part] = []
+    for dtype, width in columns:
+        parts.append(Part(dtype, width, parts[-1].stop if parts else 0))
+    return parts
+
+
+def fp8_columns(H: int) -> tuple[tuple[torch.dtype, int], ...]:
+    """Of H values in e4m3, with a scale per block."""
+    return (fp8.DTYPE, H), (torch.float32, H // fp8.BLOCK)
 
 
 class Wire:
@@ -52,14 +65,11 @@ class Wire:
         H, k = spec.hidden_size, spec.top_k
         columns = {
             "bf16": ((dtype, H),),
-            "fp8": ((fp8.DTYPE, H), (torch.float32, H // fp8.BLOCK)),
+            "fp8": fp8_columns(H),
             "nvfp4": ((torch.uint8, H // 2), (fp8.DTYPE, H // nvfp4.GROUP)),
         }[self.format]
-        self._parts: list[_Part] = []
-        self.words = 0
-        for dtype, width in (*columns, (torch.int32, k), (torch.float32, k)):
-            self._parts.append(_Part(dtype, width, self.words))
-            self.words = self._parts[-1].stop
+        self._parts = row_of(*columns, (torch.int32, k), (torch.float32, k))
+        self.words = self._parts[-1].stop
         whole = H * dtype.itemsize % WORD == 0
         self._fused = device.type == "cuda" and self.format == "bf16" and whole and bool(find_spec("triton"))
 
