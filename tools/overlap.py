@@ -25,6 +25,7 @@ from torch import multiprocessing as processes
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from tools.timeline import on_gpu, recorded
 from turnout.bench.results import gpu_driver, result, save
 from turnout.errors import PlanRefused
 from turnout.formats.experts import ExpertWeights
@@ -167,21 +168,10 @@ class Bench:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             replay()
             torch.cuda.synchronize()
-        kernels = sorted(
-            (e for e in seen.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
-        )
+        kernels = on_gpu(seen)
         ends = [i for i, kernel in enumerate(kernels) if "layer_norm" in kernel.name or "rms" in kernel.name]
         shown = kernels[ends[0] + 1 : ends[1] + 1] if len(ends) > 1 else kernels
-        begin = shown[0].time_range.start
-        return [
-            {
-                "kernel": kernel.name[:60],
-                "stream": kernel.device_resource_id,
-                "start_us": kernel.time_range.start - begin,
-                "end_us": kernel.time_range.end - begin,
-            }
-            for kernel in shown
-        ]
+        return recorded(shown)
 
 
 def run(rank: int, size: int, meeting: str, output: Path | None) -> None:

@@ -44,6 +44,26 @@ class Kernel(NamedTuple):
     role: str
 
 
+def on_gpu(seen: Any) -> list[Any]:
+    """The kernels that torch's profiler saw there, by start."""
+    events = (event for event in seen.events() or () if event.device_type.name == "CUDA")
+    return sorted(events, key=lambda event: event.time_range.start)
+
+
+def recorded(shown: Sequence[Any]) -> list[dict[str, Any]]:
+    """Some of them, as a result's row holds them."""
+    begin = shown[0].time_range.start
+    return [
+        {
+            "kernel": kernel.name[:60],
+            "stream": kernel.device_resource_id,
+            "start_us": kernel.time_range.start - begin,
+            "end_us": kernel.time_range.end - begin,
+        }
+        for kernel in shown
+    ]
+
+
 def kernels(timeline: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     """Of a row, by start, with their roles."""
     found = [

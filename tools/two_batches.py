@@ -25,6 +25,7 @@ import torch
 from torch import multiprocessing as processes
 from torch.profiler import ProfilerActivity, profile
 
+from tools.timeline import on_gpu, recorded
 from turnout import LLM
 from turnout.bench.results import cpu_name, gpu_driver, result, save
 from turnout.config import Config, Launched
@@ -112,23 +113,12 @@ class Bench:
         with profile(activities=[kind]) as seen:
             step()
             _wait()
-        kernels = sorted(
-            (e for e in seen.events() or () if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
-        )
+        kernels = on_gpu(seen)
         norms = [i for i, kernel in enumerate(kernels) if "norm_rows" in kernel.name]
         if len(norms) <= 4 * (SHOWN + 1):
             return []
         shown = kernels[norms[4 * SHOWN] : norms[4 * (SHOWN + 1)]]
-        begin = shown[0].time_range.start
-        return [
-            {
-                "kernel": kernel.name[:60],
-                "stream": kernel.device_resource_id,
-                "start_us": kernel.time_range.start - begin,
-                "end_us": kernel.time_range.end - begin,
-            }
-            for kernel in shown
-        ]
+        return recorded(shown)
 
 
 def _wait() -> None:

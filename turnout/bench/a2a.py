@@ -6,9 +6,8 @@ very collectives that they made, with the same sizes and nothing in between: `ra
 `raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a
 dispatcher that makes no collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there
 and back, replayed as a graph, for dispatchers that can be captured, and `raw_graph_us` their collectives so.
-`wire_bytes` is what a rank sends to
-others in both, on average over the ranks; `wire_share` is its rate, in the graph if there is one, over that
-of a large all-to-all of equal parts.
+`wire_bytes` is what a rank sends to others in both, on average over the ranks; `wire_share` is its rate, in
+the graph if there is one, over that of a large all-to-all of equal parts.
 
 Each call starts on all ranks at once, behind a collective. On CUDA that is queued behind a large product,
 as in a model, so that launching kernels costs time only where the host has to wait. A row holds the median
