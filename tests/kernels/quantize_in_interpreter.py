@@ -9,7 +9,6 @@ import torch
 from turnout.formats import fp8
 from turnout.kernels.expert_gemm_fp8 import quantize_rows
 from turnout.kernels.expert_gemm_fp8_specialised import note_places, sum_places
-from turnout.kernels.sorted_rows import gather_sorted, quantize_sorted
 
 results = {}
 R, K, GROUPS = 11, 384, 3
@@ -35,46 +34,12 @@ s = torch.zeros(R, GROUPS)
 quantize_rows[(5,)](x, q, s, R, K, K, GROUPS, 8, False)
 results["rows"] = same(q, codes) and torch.allclose(s, scales, rtol=1e-6)
 
-tiles = torch.tensor([0, 9, 0, 0], dtype=torch.int32)
-q = torch.zeros(R, K, dtype=torch.float8_e4m3fn)
-s = torch.zeros(GROUPS, R)
-quantize_sorted[(2,)](x, tiles, q, s, K, K, R, GROUPS, 4, False)
-results["sorted"] = (
-    same(q[:9], codes[:9]) and torch.allclose(s[:, :9], scales[:9].T, rtol=1e-6) and not s[:, 9:].any()
-)
-
-order = torch.randperm(2 * R, generator=draw).int()
-q = torch.zeros(2 * R, K, dtype=torch.float8_e4m3fn)
-s = torch.zeros(GROUPS, 2 * R)
-tiles[1] = 20
-gather_sorted[(3,)](
-    codes.view(torch.int64),
-    scales,
-    order,
-    tiles,
-    q.view(torch.int64),
-    s,
-    2 * R,
-    2,
-    K // 8,
-    GROUPS,
-    4,
-    4,
-    False,
-)
-source = (order // 2).long()[:20]
-results["gathered"] = (
-    torch.equal(q[:20].view(torch.uint8), codes[source].view(torch.uint8))
-    and torch.equal(s[:, :20], scales[source].T)
-    and not s[:, 20:].any()
-)
-
 T, TOP_K, H = 7, 3, 200
 ids = torch.randint(-1, 8, (T, TOP_K), generator=draw).int()
 held = ((ids >= 2) & (ids < 6)).flatten().nonzero().flatten().int()
 order = torch.full((T * TOP_K,), -7, dtype=torch.int32)
 order[: len(held)] = held[torch.randperm(len(held), generator=draw)]
-tiles[1] = len(held)
+tiles = torch.tensor([0, len(held), 0, 0], dtype=torch.int32)
 place = torch.full((T * TOP_K,), -7, dtype=torch.int32)
 counters = torch.ones(20, dtype=torch.int32)
 note_places[(3,)](ids, order, tiles, place, counters, T * TOP_K, 2, 4, 18, 8, False)

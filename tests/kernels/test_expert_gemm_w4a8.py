@@ -6,10 +6,14 @@ tests/formats/test_fragments_fp8.py.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.compiled import compiled
+from tests.kernels import interpreted
+from tests.kernels.compiled import compiled, machine_code
 from tests.kernels.test_expert_gemm_fp8 import products
 from turnout.kernels.expert_gemm_w4a8 import expert_gemm_w4a8
 from turnout.moe.tiling.tiles import RULES, W4A8, Tiling
@@ -18,18 +22,36 @@ NARROW, *_, WIDE = [tiling for _, tiling in RULES[W4A8]]
 
 
 @pytest.mark.parametrize(("tiles", "first"), [(NARROW, False), (WIDE, True), (WIDE, False)])
-def test_compiles_as_designed(tiles: Tiling, first: bool):
+def test_compiles_as_designed(tiles: Tiling, first: bool, tmp_path: Path):
     constants = {
         "ACTIVATION": "swiglu" if first else "none", "SCATTER": not first, "BIAS": True,
-        "TOKENS": tiles.tokens, "STAGES": tiles.stages, "TILES_GROUP": tiles.group, "PDL": True,
+        "BLOCKS": tiles.rows // 64, "TOKENS": tiles.tokens, "STAGES": tiles.stages,
+        "TILES_GROUP": tiles.group, "PDL": True,
     }  # fmt: skip
     x, w = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 32, 2)
     done = compiled(
         expert_gemm_w4a8, constants, warps=tiles.warps, multiples=("out_stride",),
-        x_desc=f"tensordesc<fp8e4nv[{tiles.tokens}, 128],{x!r}>", w_desc=f"tensordesc<i32[128, 32],{w!r}>",
+        x_desc=f"tensordesc<fp8e4nv[{tiles.tokens}, 128],{x!r}>",
+        w_desc=f"tensordesc<i32[{tiles.rows // 2}, 32],{w!r}>",
         w_scale_ptr="*i32",
     )  # fmt: skip
     assert products(done) == {tiles.tokens}
-    text = done.asm["ptx"]
-    # Four decodings of 64 x 128 weights, 24 permutes each; none to put bytes together afterwards.
-    assert text.count("prmt.b32") == 4 * 24
+    # Three steps of code, one of them for an odd last. Each group decodes its blocks of 64 x 128 weights, by
+    # 24 permutes each; none puts bytes together afterwards.
+    blocks = 3 * tiles.rows // 64
+    assert done.asm["ptx"].count("prmt.b32") == 24 * blocks
+    instructions, needs = machine_code(done, tmp_path)
+    # Four products of 32 columns are under way at once. Had operands to wait, ptxas would let each end first.
+    assert instructions.count("QGMMA") == 4 * blocks
+    assert len(re.findall(r"QGMMA.*gsb0", instructions)) == blocks
+    assert int(re.search(r"STACK:(\d+)", needs)[1]) <= 16  # bytes are spilt
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, bool]:
+    return interpreted.results("w4a8_in_interpreter.py")
+
+
+@pytest.mark.parametrize("case", ["gathered", "sorted", "all"])
+def test_quantises_rows(results: dict[str, bool], case: str):
+    assert results[case]

@@ -1,5 +1,7 @@
 """FP8: e4m3 values with a float32 scale per 128x128 block (weights) or 128 columns (activations).
 
+Beside MXFP4 weights (W4A8) activations have one scale per row.
+
     x ~= e4m3 * scale          scale = amax / 448
 
 DeepSeek-V3's scheme: weight scales come with the checkpoint (`weight_scale_inv`, which multiplies
@@ -71,6 +73,12 @@ def fake_quantize(x: Tensor) -> Tensor:
     """x float [..., K] rounded as `encode_activation` rounds it, in float32; its last group may be cut."""
     K = x.shape[-1]
     return decode_activation(*encode_activation(F.pad(x, (0, -K % BLOCK))))[..., :K]
+
+
+def fake_quantize_rows(x: Tensor) -> Tensor:
+    """x float [..., K] rounded to e4m3 with one scale per row, in float32: the activations of W4A8."""
+    scale = _scale(x.float().abs().amax(dim=-1, keepdim=True))
+    return saturate(x.float() / scale).float() * scale
 
 
 def _scale(amax: Tensor) -> Tensor:

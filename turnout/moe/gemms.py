@@ -133,8 +133,8 @@ def fp8(g: Gemm, codes: Tensor, scales: Tensor) -> None:
     )  # fmt: skip
 
 
-def w4a8(g: Gemm, codes: Tensor, scales: Tensor, scale_row: int, scale_group: int) -> None:
-    """codes e4m3 [R, K'] in the order of experts or slabs; scales: so far apart are rows' and groups'."""
+def w4a8(g: Gemm, codes: Tensor, scales: Tensor) -> None:
+    """codes e4m3 [R, K'] in the order of experts or slabs; scales float32 [R]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -145,10 +145,9 @@ def w4a8(g: Gemm, codes: Tensor, scales: Tensor, scale_row: int, scale_group: in
     tile, weight_tile = NVMMASharedLayout(128, 8, 2), NVMMASharedLayout(128, 32, 2)
     expert_gemm_w4a8[(g.processors,)](
         TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
-        TensorDescriptor.from_tensor(w.codes.view(-1, 32), [128, 32], weight_tile),
+        TensorDescriptor.from_tensor(w.codes.view(-1, 32), [cut.rows // 2, 32], weight_tile),
         w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
-        n_blocks, g.columns, groups, scale_row, scale_group, len(g.out), g.out.stride(0),
-        *g.held, *g.numbers,
-        g.kind, g.pairs and not g.first, w.bias is not None, cut.tokens, cut.stages, cut.group, g.pairs,
-        num_warps=cut.warps, launch_pdl=g.pairs,
+        n_blocks, g.columns, groups, g.out.stride(0), *g.held, *g.numbers,
+        g.kind, g.pairs and not g.first, w.bias is not None, cut.rows // 64, cut.tokens, cut.stages,
+        cut.group, g.pairs, num_warps=cut.warps, launch_pdl=g.pairs,
     )  # fmt: skip

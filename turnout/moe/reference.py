@@ -30,8 +30,9 @@ def experts_reference(
     activation_format "nvfp4" quantises the input of both GEMMs (W4A4). The first is quantised before
     routing, so its scale is the maximum over all experts of the layer, and the second takes the maximum
     over those held here; `scale_per_expert` gives every expert its own, as per-expert batches do.
-    "fp8" quantises both per token and 128 columns (W8A8).
+    "fp8" quantises both per token and 128 columns (W8A8), beside MXFP4 weights per token (W4A8).
     """
+    to_fp8 = fp8.fake_quantize_rows if experts.w13.format == "mxfp4" else fp8.fake_quantize
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for local in range(experts.num_local_experts):
         expert = experts.first_expert + local
@@ -43,7 +44,7 @@ def experts_reference(
             s1, s2 = _input_scales(experts, expert if scale_per_expert else None)
             x_MH = nvfp4.fake_quantize(x_MH, s1)
         elif activation_format == "fp8":
-            x_MH = fp8.fake_quantize(x_MH)
+            x_MH = to_fp8(x_MH)
         h_M = x_MH @ experts.w13[local].decode().T
         if experts.b13 is not None:
             h_M = h_M + experts.b13[local]
@@ -51,7 +52,7 @@ def experts_reference(
         if activation_format == "nvfp4":
             a_MI = nvfp4.fake_quantize(a_MI, s2)
         elif activation_format == "fp8":
-            a_MI = fp8.fake_quantize(a_MI)
+            a_MI = to_fp8(a_MI)
         y_MH = a_MI @ experts.w2[local].decode().T
         if experts.b2 is not None:
             y_MH = y_MH + experts.b2[local]

@@ -15,8 +15,8 @@ All are deterministic: the same batch gives the same bits. GEMMs on a CPU accumu
 between them values stay float32, whatever the compute dtype; on CUDA they are of the compute dtype.
 
 NVFP4 with `activation_format` "nvfp4" emulates FP4 tensor cores: inputs of both GEMMs are rounded to NVFP4
-with the checkpoint's scales, then multiplied in the compute dtype. So does "fp8" (W8A8), per token and 128
-columns.
+with the checkpoint's scales, then multiplied in the compute dtype. So does "fp8", per token and 128
+columns with FP8 weights (W8A8), per token with MXFP4 ones (W4A8).
 
 Legend: T tokens, k top-k, P pairs, H hidden, I intermediate, N outputs of GEMM1 (2I, or I when not gated),
 E local experts, C slab capacity.
@@ -54,6 +54,7 @@ ROUNDINGS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "bf16": lambda x, scale: x,
     "nvfp4": nvfp4.fake_quantize,
     "fp8": lambda x, scale: fp8.fake_quantize(x),
+    "w4a8": lambda x, scale: fp8.fake_quantize_rows(x),
 }
 
 
@@ -83,7 +84,8 @@ class TorchRunner:
         self._activation = spec.activation
         self._first, self._count, self._top_k = plan.first_expert, plan.num_local_experts, spec.top_k
         self._quantize = plan.activation_format == "nvfp4"
-        self._round = ROUNDINGS[plan.activation_format]
+        w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
+        self._round = ROUNDINGS["w4a8" if w4a8 else plan.activation_format]
         self._decoded = plan.weight_storage == "decoded"
         self._alone = plan.deterministic
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)

@@ -50,7 +50,7 @@ COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
 class Workspace:
     """An arena's regions (workspace.py) for batches of one layout, flat; empty where the layout has none.
 
-    quantized, by_expert: e4m3 and float32 scales.
+    quantized: e4m3 and float32 scales.
     """
 
     rows: int  # the most tokens of a batch, or rows of a slab
@@ -61,7 +61,6 @@ class Workspace:
     h: Tensor
     y: Tensor
     quantized: tuple[Tensor, Tensor]
-    by_expert: tuple[Tensor, Tensor]
 
 
 def workspaces(shape: ExpertShape, plan: MoEPlan, device: torch.device) -> tuple[Arena, dict[str, Workspace]]:
@@ -88,7 +87,6 @@ def workspaces(shape: ExpertShape, plan: MoEPlan, device: torch.device) -> tuple
             h=all_of(layout, "h", torch.bfloat16),
             y=all_of(layout, "y", torch.bfloat16),
             quantized=codes(layout, "quantized"),
-            by_expert=codes(layout, "by_expert"),
         )
         for layout, most in rows.items()
     }
@@ -228,13 +226,8 @@ class TritonRunner:
             table=table, weights=weights, top_k=k, cut=cut, bound=bound, direct=direct,
             held=(self._first, self._count), activation=self._spec.activation, processors=self._processors,
         )  # fmt: skip
-        if self._w4a8 and gemm.pairs:
-            codes, scales = self._quantize_sorted(space, x, table, len(out), k, gather=first)
-            gemms.w4a8(gemm, codes, scales, 1, len(out))
-        elif self._w4a8:
-            groups = w.blocks[1]
-            flat, scales = self._quantize(space, x, False)
-            gemms.w4a8(gemm, flat[: len(out) * groups * FP8_GROUP].view(len(out), -1), scales, groups, 1)
+        if self._w4a8:
+            gemms.w4a8(gemm, *self._quantize_rows(space, gemm, w.blocks[1]))
         elif w.format == "fp8":
             gemms.fp8(gemm, *self._quantize(space, x, gemm.pairs))
         elif cut.warps == SPECIALISED:
@@ -271,28 +264,19 @@ class TritonRunner:
             )  # fmt: skip
         sum_places[(T, -(-H // block))](y_PH, space.place, out_TH, H, k, block, True, launch_pdl=True)
 
-    def _quantize_sorted(
-        self, space: Workspace, x: Tensor, table: Tensor, P: int, k: int, *, gather: bool
-    ) -> tuple[Tensor, Tensor]:
-        """e4m3 [P, K'] and float32 [K' / 128, P] of rows by expert, K' being K up to a multiple of 128.
-        gather: x has them token by token."""
-        from turnout.kernels.sorted_rows import gather_sorted, quantize_sorted
+    def _quantize_rows(self, space: Workspace, g: Gemm, groups: int) -> tuple[Tensor, Tensor]:
+        """e4m3 [R, 128 groups] and float32 [R] of the rows of a GEMM, in the order of experts."""
+        from turnout.kernels.expert_gemm_w4a8 import quantize_rows
 
-        K, programs = x.shape[1], 16 * self._processors
-        groups = -(-K // FP8_GROUP)
-        columns = groups * FP8_GROUP
-        codes, scales = space.by_expert[0][: P * columns], space.by_expert[1][: P * groups]
-        if gather:
-            token_codes, token_scales = self._quantize(space, x, True)
-            gather_sorted[(programs,)](
-                token_codes.view(torch.int64), token_scales, space.order, table, codes.view(torch.int64),
-                scales, P, k, columns // 8, groups, _power_of_two(groups), 8, True, launch_pdl=True,
-            )  # fmt: skip
-        else:
-            quantize_sorted[(programs,)](
-                x, table, codes, scales, K, x.stride(0), P, groups, 32, True, launch_pdl=True
-            )
-        return codes.view(P, columns), scales
+        R, columns = len(g.out), groups * FP8_GROUP
+        padded = _power_of_two(columns)
+        codes_RK = space.quantized[0][: R * columns].view(R, columns)
+        scales_R, at_once = space.quantized[1], max(1, 4096 // padded)
+        quantize_rows[(min(-(-R // at_once), 16 * self._processors),)](
+            g.x, space.order, g.table, codes_RK, scales_R, R, g.x.shape[1], g.x.stride(0), g.top_k, columns,
+            padded, at_once, g.pairs, g.pairs and g.first, g.pairs, launch_pdl=g.pairs,
+        )  # fmt: skip
+        return codes_RK, scales_R
 
     def _quantize(self, space: Workspace, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:
         """x as e4m3 [R, K'] and float32 [R, K' / 128], flat; K' is K up to a multiple of 128."""

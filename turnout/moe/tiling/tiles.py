@@ -33,7 +33,7 @@ SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 4, "bf16": 2, "fp8": 1, W4A8: 1}
+REVISIONS = {"packed": 4, "bf16": 2, "fp8": 1, W4A8: 2}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).

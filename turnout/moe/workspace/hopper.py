@@ -30,22 +30,25 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
     scale per group; place int32 [P], where sorted rows are, and h has GEMM1's output in e4m3. W4A8:
-    by_expert, as quantized, with rows sorted by expert.
+    quantized, sorted rows, with columns up to a whole group, and a scale each.
     """
-    fp8, H, I = shape.format in ("fp8", W4A8), shape.hidden, shape.inner
-    H8, I8 = (FP8_GROUP * -(-columns // FP8_GROUP) for columns in (H, I))
+    fp8, w4a8, H, I = shape.format == "fp8", shape.format == W4A8, shape.hidden, shape.inner
+    columns = FP8_GROUP * -(-max(H, I) // FP8_GROUP)
     found = {"counts": 9 * 4 * (1 << shape.local_experts.bit_length())}
     if layout == "experts":
         held = shape.local_experts * rows
         found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))
         found["h"] = 2 * held * I
-        return found | (_quantized("quantized", held * max(H8, I8)) if fp8 else {})
+        if w4a8:
+            found |= {"quantized": held * columns, "quantized_scales": 4 * held}
+        return found | (_quantized("quantized", held * max(H, I)) if fp8 else {})
     pairs = rows * shape.top_k
     found["tiles"] = 16 * (1 + shape.most_tiles(rows, MIN_TOKENS))
     found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
+    if w4a8:
+        found |= {"quantized": pairs * columns, "quantized_scales": 4 * pairs}
     if fp8:
-        found |= _quantized("quantized", max(rows * H8, pairs * I8))
-        found |= _quantized("by_expert", pairs * max(H8, I8)) if shape.format == W4A8 else {}
+        found |= _quantized("quantized", max(rows * H, pairs * I))
         found |= {"place": 4 * pairs} if shape.sortable else {}
     return found
 
