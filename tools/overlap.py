@@ -145,6 +145,7 @@ class Bench:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out_TH = run()
         graph.replay()
+        torch.cuda.synchronize()  # what follows may load kernels, which waits for those that wait for peers
         return graph, out_TH
 
     def _median_us(self, replay: Callable[[], None]) -> float:

@@ -176,26 +176,28 @@ def serving(content: dict[str, Any]) -> str:
 def beside_gathering(content: dict[str, Any]) -> str:
     """An exchange by stores, replayed as a graph, beside gathering as `none` does and NCCL's bare collectives
     in bf16, of one run."""
-    found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, str, str, int], dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
         if "graph_us" in row:
-            point = found.setdefault((row["routing"], row["format"], row["tokens"]), {})
-            point[row["dispatcher"]] = row
+            key = (row["routing"], row["format"], row["combine_format"], row["tokens"])
+            found.setdefault(key, {})[row["dispatcher"]] = row
+    bare = {
+        tokens: rows["none"]["raw_graph_us"]
+        for (routing, format, _, tokens), rows in found.items()
+        if (routing, format) == ("uniform", "bf16") and "none" in rows
+    }
     lines = []
-    for (routing, format, tokens), rows in found.items():
-        ours = rows.pop("nvlink", None)
-        if ours is None:
-            continue
-        bare = found.get(("uniform", "bf16", tokens), {}).get("nccl")
-        others = [row["graph_us"] for row in (rows.get("none"), bare) if row]
+    for (routing, format, back, tokens), rows in found.items():
+        ours = rows["nvlink"]
         us = ours["graph_us"]
-        ratio = f"{min(others) / us:.2f}" if others else ""
-        gathered = [f"{row['graph_us']:.1f}" if row else "" for row in (rows.get("none"), bare)]
+        others = [rows["none"]["graph_us"] if "none" in rows else None, bare.get(tokens)]
+        best = min(other for other in others if other)
+        gathered = [f"{other:.1f}" if other else "" for other in others]
         sent = [f"{ours['wire_bytes'] / 1e6:.2f}", f"{ours['wire_bytes'] / 1e3 / us:.0f}"]
-        lines.append([routing, format, str(tokens), f"{us:.1f}", *gathered, ratio, *sent])
+        lines.append([routing, format, back, str(tokens), f"{us:.1f}", *gathered, f"{best / us:.2f}", *sent])
     first = content["rows"][0]
     head = f"{content['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}."
-    columns = ["routing", "format", "tokens of a rank", "`nvlink`, us", "`none`, us", "NCCL, us", "ratio"]
+    columns = ["routing", "there", "back", "tokens of a rank", "`nvlink`, us", "`none`, us", "NCCL, us", "ratio"]
     return f"{head}\n\n" + table([*columns, "MB sent", "GB/s"], lines)
 
 
