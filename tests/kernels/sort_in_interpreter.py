@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 
 import torch
 
@@ -15,7 +16,10 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def sorts(pairs: int, local: int, total: int, first: int, width: int, *, block: int = 0, ids=None) -> bool:
+def sorts(
+    pairs: int, local: int, total: int, first: int, width: int,
+    *, block: int = 0, ids=None, widest_first: bool = False,
+) -> bool:  # fmt: skip
     draw = torch.Generator().manual_seed(pairs)
     ids = torch.randint(0, total, (pairs,), generator=draw).int() if ids is None else ids
     alone, ep = not block, power(local + 1)
@@ -23,11 +27,11 @@ def sorts(pairs: int, local: int, total: int, first: int, width: int, *, block: 
     programs = -(-pairs // block)
     counts = torch.zeros(9 * ep, dtype=torch.int32)
     order = torch.full((pairs,), -7, dtype=torch.int32)
-    tiles = torch.zeros(4 + 4 * (local + pairs // width + 1), dtype=torch.int32)
+    tiles = torch.full((4 + 4 * (local + pairs // width + 1),), -7, dtype=torch.int32)
     if not alone:
         count_pairs[(programs,)](ids, counts, pairs, first, local, block, ep, False)
     place_pairs[(programs,)](
-        ids, counts, order, tiles, pairs, first, local, width, programs, block, ep, alone, False
+        ids, counts, order, tiles, pairs, first, local, width, programs, block, ep, alone, widest_first, False
     )
     mine = ids - first
     held = ((mine >= 0) & (mine < local)).nonzero().flatten()
@@ -42,7 +46,9 @@ def sorts(pairs: int, local: int, total: int, first: int, width: int, *, block: 
         for e in range(local)
         for row in range(int(start[e]), int(end[e]), width)
     ]
-    good &= int(tiles[0]) == len(wanted)
+    if widest_first:
+        wanted.sort(key=lambda tile: (tile[2] - tile[1] < width, -ceil(4 * (tile[2] - tile[1]) / width)))
+    good &= tiles[:4].tolist() == [len(wanted), len(held), 0, 0]
     good &= tiles[4 : 4 + 4 * len(wanted)].view(-1, 4)[:, :3].tolist() == wanted
     return good and (not alone or not counts.any())
 
@@ -52,6 +58,8 @@ results["one"] = sorts(1, 8, 8, 0, 8)
 results["blocks"] = sorts(600, 16, 16, 0, 16, block=128)
 results["one-expert"] = sorts(200, 4, 4, 0, 24, block=64, ids=torch.full((200,), 3, dtype=torch.int32))
 results["other-ranks"] = sorts(300, 8, 32, 16, 8, block=128)
+results["widest-first"] = sorts(900, 16, 24, 4, 16, block=128, widest_first=True)
+results["widest-first-alone"] = sorts(40, 8, 8, 0, 8, widest_first=True)
 results["padding"] = sorts(32, 8, 8, 0, 8, ids=torch.full((32,), -1, dtype=torch.int32))
 
 counts = torch.tensor([0, 5, 9, 1], dtype=torch.int32)

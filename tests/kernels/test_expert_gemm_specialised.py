@@ -6,6 +6,7 @@ Its numbers are checked on a GPU (tests/moe/test_matrix.py and test_deterministi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,16 @@ from turnout.moe.tiling.tiles import SPECIAL
 TILE = gl.NVMMASharedLayout(128, 16, 2)
 
 
-@pytest.mark.parametrize(("format", "first"), [("mxfp4", True), ("nvfp4", False), ("bf16", True)])
-def test_compiles_as_designed(format: str, first: bool, tmp_path: Path):
-    """With tiles of one width, for the sake of time; the others are the same code again."""
+@pytest.mark.parametrize(
+    ("format", "first", "widths"), [("mxfp4", True, 1), ("nvfp4", False, 4), ("bf16", True, 1)]
+)
+def test_compiles_as_designed(format: str, first: bool, widths: int, tmp_path: Path):
+    """With few widths of tiles, for the sake of time; the others are the same code again."""
     tiles = SPECIAL["bf16" if format == "bf16" else "packed"][0]
     constants = {
         "FORMAT": format, "ACTIVATION": "swiglu" if first else "none", "GATHER": first, "SCATTER": not first,
-        "BIAS": True, "ROWS": tiles.rows, "TOKENS": tiles.tokens, "WIDTHS": 1, "K_BLOCKS": tiles.k_blocks,
-        "STAGES": tiles.stages, "GROUP": tiles.group, "PDL": True,
+        "BIAS": True, "ROWS": tiles.rows, "TOKENS": tiles.tokens, "WIDTHS": widths,
+        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "GROUP": tiles.group, "PDL": True,
     }  # fmt: skip
     done = compiled(
         expert_gemm_specialised, constants, warps=4, multiples=(*MULTIPLES, "out_columns"),
@@ -34,7 +37,10 @@ def test_compiles_as_designed(format: str, first: bool, tmp_path: Path):
     )  # fmt: skip
     text = done.asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", text)
-    assert products == [str(tiles.tokens)] * (2 * 4 * tiles.k_blocks * tiles.rows // 128)
+    one = 2 * 4 * tiles.k_blocks * tiles.rows // 128
+    parts = {1: {1: one}, 4: {1: one, 2: 2 * one, 4: 2 * one}}[widths]  # three quarters: a half and a quarter
+    assert Counter(products) == {str(tiles.tokens // part): count for part, count in parts.items()}
+    assert len(re.findall(r"atom\.\S*add", text)) == 1
     assert "cp.async.mbarrier.arrive.noinc" in text
     assert ("cp.async.bulk.tensor.2d" in text) == (format == "bf16" or not first)
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in text

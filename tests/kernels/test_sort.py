@@ -13,7 +13,11 @@ def results() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "case", ["few", "one", "blocks", "one-expert", "other-ranks", "padding", "slabs", "sum", "sum-bf16"]
-)
+    "case",
+    [
+        "few", "one", "blocks", "one-expert", "other-ranks", "widest-first", "widest-first-alone", "padding",
+        "slabs", "sum", "sum-bf16",
+    ],
+)  # fmt: skip
 def test_kernel(results: dict[str, bool], case: str):
     assert results[case]

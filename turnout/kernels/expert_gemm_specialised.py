@@ -6,23 +6,34 @@ A program goes from tile to tile. One group of four warps loads, a ring of stage
 weight rows, with nothing between them but the barriers of the stages: while one decodes, waits or stores, the
 tensor cores work for the other.
 
-* A tile of fewer tokens takes as many quarters of the width as it needs; three quarters are two products.
+* Tiles are drawn from a counter, by the loading warps, which publish them in shared memory. 4-bit ones come
+  widest first. With every 132nd tile instead, some programs got whole ones only, and the busiest had up to
+  1.5 times the mean.
+* A tile of fewer tokens takes as many quarters (4 bits: eighths) of the width as it needs, in two products
+  where their number is no power of two.
 * Decoded weights are the registers of an operand, so a step ends with all its products done. With one in
   flight from step to step, ptxas keeps those registers through all the branches that the groups share, finds
   too few, and serialises every product (its warning C7512).
 * Results go to memory as bf16 through stmatrix, 16 bytes a thread.
 
-Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, beside expert_gemm.py in the same run
-(all in benchmarks/results/expert-gemm-specialised-nvidia-h200-2026-11-21.json). MXFP4: Qwen3-30B-A3B 252,
-687, 2399 beside 258, 756, 2663; GPT-OSS-20B 548, 1535, 5771 beside 603, 1613, 6481; DeepSeek-V3 on one of
-eight ranks 378, 824, 2720 beside 366, 901, 2973. bf16: Qwen3-30B-A3B 361, 750, 2505 beside 379, 771, 2676.
-That is 500 to 600 TFLOP/s of 790. bf16 tiles load 6 TB/s for it, and more than 7 was never seen; loading into
-two multiprocessors at once (multicast) is nothing that Gluon of Triton 3.6 can say. 4-bit tiles load half as
-much: what holds them up was not found. Rejected:
+Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, in brackets with every 132nd tile, in
+quarters, in the same run (expert-gemm-schedule-nvidia-h200-2026-11-21.json in benchmarks/results; beside
+expert_gemm.py: expert-gemm-specialised-...). MXFP4: Qwen3-30B-A3B 242 (254), 646 (677), 2210 (2250);
+GPT-OSS-20B 467 (536), 1441 (1529), 5510 (5280); GPT-OSS-120B 814 (846), 1646 (1771), 5765 (6126); DeepSeek-V3
+on one of eight ranks 360 (373), 756 (798), 2403 (2461). bf16 at 4096 and 16384: Qwen3-30B-A3B 660 (730), 2175
+(2306); GPT-OSS-20B 1450 (1561), 5458 (5756); GPT-OSS-120B 2170 (2406), 6211 (7005); DeepSeek-V3 988 (983),
+2554 (2748). That is 500 to 650 TFLOP/s of 790. bf16 tiles load 6 TB/s for it, and more than 7 was never seen;
+loading into two multiprocessors at once (multicast) is nothing that Gluon of Triton 3.6 can say. Of 4-bit
+ones, decoding costs 8 %, storing 2 % (left out, at 4096 tokens of GPT-OSS-20B). Rejected:
 
+* Other schedules: 4-bit tiles in the order of experts 2 to 7 % slower, but 1 % faster with hundreds of tokens
+  per expert and small ones (Qwen3-30B-A3B); bf16 ones widest first 4 to 25 %, for then an expert's narrow
+  tile reads its weights from memory again. A program for each tile: 4 bits 3 to 12 % slower; bf16 2 to 3 %
+  faster at 128 tokens per expert, 2 to 11 % slower above. Every 132nd, widest first: 0 to 5 % slower.
+* 4-bit tiles of 128 x 256, in eighths: 2 to 90 % slower. For bf16 in GEMM2 alone, cut from one table: 2 to
+  8 % slower. Groups of 16 tiles for bf16: 0 to 5 % slower.
 * One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. 64 tokens to a tile: 10 % (at
-  1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still. 128 x 256 with
-  bf16: 5 to 20 % slower; with 4-bit weights 3 % faster at 2048 tokens per expert, slower below.
+  1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still.
 * Rows gathered beforehand, so that the TMA loads them: GEMM1 gains less than that takes.
 * Decoding a step's first block while the last products of the step before run: no faster, for ptxas puts
   the wait first.
@@ -45,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.expert_decode import codes_layout, decode_block, scales_layout
-from turnout.kernels.expert_tile import activate, locate, tile_memory, token_rows
+from turnout.kernels.expert_tile import activate, draw, publish, published, tile_at, tile_memory, token_rows
 
 
 @gluon.jit
@@ -57,12 +68,14 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, full, empty,
-    K, n_rows, k_blocks, n_blocks, x_stride, top_k, first_expert, num_experts,
+    x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, drawn, full, empty,
+    K, n_rows, k_blocks, n_blocks, x_stride, top_k,
     FORMAT: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Load every tile of this program, 64 columns at a time, as stages become empty; four warps."""
+    """Draw tiles, publish each at its first stage, and load them, 64 columns at a time, as stages become
+    empty; no expert: none is left. Four warps.
+    """
     PACKED: gl.constexpr = FORMAT != "bf16"
     WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
     BLOCKS: gl.constexpr = ROWS // 64
@@ -71,11 +84,17 @@ def load_tiles(
     COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
     BYTES: gl.constexpr = (0 if PACKED else ROWS * 128) + (0 if GATHER else TOKENS * 128)
     n_tiles = gl.cdiv(n_blocks, BLOCKS)
-    total = gl.load(tiles_ptr) * n_tiles
+    num_tiles = gl.load(tiles_ptr)
+    total = num_tiles * n_tiles
+    steps = gl.cdiv(k_blocks, K_BLOCKS)
     stage = 0
     phase = 1
-    for program in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, n, row, end = locate(program, tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP)
+    place = gl.program_id(0)
+    while place < total:
+        expert, n, row, end = tile_at(place, tiles_ptr, n_tiles, num_tiles, GROUP)
+        place = draw(tiles_ptr, not GATHER)
+        mbarrier.wait(empty.index(stage), phase)
+        publish(drawn, stage, expert, n, row, end)
         if GATHER:
             offset, exists = token_rows(order_ptr, row, end, top_k, x_stride, TOKENS, True, False, COPY_ROWS)
         if PACKED:
@@ -89,7 +108,7 @@ def load_tiles(
             codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
             scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
         w_row = expert * n_rows + n * ROWS
-        for step in range(0, gl.cdiv(k_blocks, K_BLOCKS)):
+        for step in range(0, steps):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             if BYTES > 0:
@@ -117,6 +136,12 @@ def load_tiles(
             if PACKED or GATHER:
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = advance(stage, phase, STAGES)
+    mbarrier.wait(empty.index(stage), phase)
+    publish(drawn, stage, -1, 0, 0, 0)
+    if BYTES > 0:
+        mbarrier.arrive(full.index(stage), count=1)
+    if PACKED or GATHER:
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -163,8 +188,8 @@ def store_parts(
 
 @gluon.jit
 def finish_part(
-    acc0, acc1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows, row, end,
-    out_columns, out_stride, act_alpha, act_beta, act_limit,
+    acc0, acc1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row, end, out_columns,
+    out_stride, act_alpha, act_beta, act_limit,
     HELD: gl.constexpr, PACKED: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -182,8 +207,8 @@ def finish_part(
         if PACKED:
             y = y * alpha
         if BIAS:
-            at = (block + held) * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
-            y += gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)[:, None]
+            bias = bias0 if held == 0 else bias1
+            y += gl.convert_layout(bias, gl.SliceLayout(1, ACC), assert_trivial=True)[:, None]
         y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
         if SCATTER:
             y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
@@ -212,6 +237,14 @@ def multiply_tile(
     acc1 = gl.zeros([64, WIDTH], gl.float32, ACC)
     more0 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
     more1 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
+    block = n * (ROWS // 64) + HALF * HELD
+    alpha = gl.load(alpha_ptr + expert) if PACKED else 1.0
+    bias0 = 0.0
+    bias1 = 0.0
+    if BIAS:
+        at = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+        bias0 = gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)
+        bias1 = gl.load(bias_ptr + expert * n_rows + at + 64, mask=at + 64 < n_rows, other=0.0)
     for step in range(0, gl.cdiv(k_blocks, K_BLOCKS)):
         mbarrier.wait(full.index(stage), phase)
         if GATHER:
@@ -253,71 +286,73 @@ def multiply_tile(
         acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), count=1)
-    block = n * (ROWS // 64) + HALF * HELD
-    alpha = gl.load(alpha_ptr + expert) if PACKED else 1.0
     finish_part(
-        acc0, acc1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows, row, end,
-        out_columns, out_stride, act_alpha, act_beta, act_limit, HELD, PACKED, ACTIVATION, SCATTER, BIAS,
+        acc0, acc1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row, end, out_columns,
+        out_stride, act_alpha, act_beta, act_limit, HELD, PACKED, ACTIVATION, SCATTER, BIAS,
     )  # fmt: skip
     if MORE > 0:
         finish_part(
-            more0, more1, alpha, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, block, n_rows,
-            row + WIDTH, end, out_columns, out_stride, act_alpha, act_beta, act_limit, HELD, PACKED,
-            ACTIVATION, SCATTER, BIAS,
+            more0, more1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row + WIDTH, end,
+            out_columns, out_stride, act_alpha, act_beta, act_limit, HELD, PACKED, ACTIVATION, SCATTER, BIAS,
+        )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def multiply_narrow(
+    stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+    expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+    HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
+    SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """`multiply_tile` as wide as the tile's tokens need, from PARTS / WIDTHS of TOKENS on."""
+    PART: gl.constexpr = TOKENS // WIDTHS
+    NEXT: gl.constexpr = 8 if PARTS == 6 else PARTS + 1
+    POWER: gl.constexpr = 8 if PARTS == 8 else 4 if PARTS >= 4 else 2 if PARTS >= 2 else 1
+    if PARTS == WIDTHS or end - row <= PARTS * PART:
+        stage, phase = multiply_tile(
+            stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+            expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, POWER * PART, (PARTS - POWER) * PART,
+            K_BLOCKS, STAGES,
+        )  # fmt: skip
+    else:
+        stage, phase = multiply_narrow(
+            stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+            expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, NEXT,
         )  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
 def multiply_tiles(
-    x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
-    n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
-    act_alpha, act_beta, act_limit,
+    x, w, scales, drawn, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+    n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
     HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
     SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store half of the weight rows of every tile of this program; four warps."""
-    n_tiles = gl.cdiv(n_blocks, ROWS // 64)
-    total = gl.load(tiles_ptr) * n_tiles
     stage = 0
     phase = 0
-    for program in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, n, row, end = locate(program, tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP)
-        if WIDTHS == 4 and end - row <= TOKENS // 4:
-            stage, phase = multiply_tile(
-                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
-                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
-                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 4, 0, K_BLOCKS,
-                STAGES,
-            )  # fmt: skip
-        elif WIDTHS == 4 and end - row <= TOKENS // 2:
-            stage, phase = multiply_tile(
-                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
-                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
-                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 2, 0, K_BLOCKS,
-                STAGES,
-            )  # fmt: skip
-        elif WIDTHS == 4 and end - row <= TOKENS // 4 * 3:
-            stage, phase = multiply_tile(
-                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
-                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
-                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS // 2, TOKENS // 4,
-                K_BLOCKS, STAGES,
-            )  # fmt: skip
-        else:
-            stage, phase = multiply_tile(
-                stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
-                expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta,
-                act_limit, HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, 0, K_BLOCKS, STAGES,
-            )  # fmt: skip
+    mbarrier.wait(full.index(stage), phase)
+    expert, n, row, end = published(drawn, stage)
+    while expert >= 0:
+        stage, phase = multiply_narrow(
+            stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+            expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, 1,
+        )  # fmt: skip
+        mbarrier.wait(full.index(stage), phase)
+        expert, n, row, end = published(drawn, stage)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "k_blocks", "n_blocks", "top_k", "first_expert", "num_experts"])
+@gluon.jit(do_not_specialize=["n_rows", "k_blocks", "n_blocks", "top_k"])
 def expert_gemm_specialised(
     x_from, w_from, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
-    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
-    act_alpha, act_beta, act_limit,
+    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, act_alpha, act_beta, act_limit,
     FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WIDTHS: gl.constexpr,
     K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
@@ -325,8 +360,8 @@ def expert_gemm_specialised(
     """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]), rows sorted by expert.
 
     As `expert_gemm`, but: x_from where rows are not gathered, and bf16 weights [E * n_rows, K] as w_from, are
-    descriptors of tiles of 64 columns. WIDTHS: 4, or 1 for tiles of TOKENS alone. As many programs as
-    multiprocessors.
+    descriptors of tiles of 64 columns. WIDTHS: 8, 4, or 1 for tiles of TOKENS alone. As many programs as
+    multiprocessors; sort.py leaves their counters in the table of tiles.
     """
     PACKED: gl.constexpr = FORMAT != "bf16"
     SLOTS: gl.constexpr = STAGES * K_BLOCKS
@@ -335,6 +370,7 @@ def expert_gemm_specialised(
         gdc_wait()
         gdc_launch_dependents()
     x, w, scales = tile_memory(FORMAT, SLOTS, ROWS, TOKENS)
+    drawn = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -343,21 +379,19 @@ def expert_gemm_specialised(
     gl.warp_specialize(
         [
             (load_tiles, (
-                x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, full, empty,
-                K, n_rows, k_blocks, n_blocks, x_stride, top_k, first_expert, num_experts,
+                x_from, w_from, scales_ptr, order_ptr, tiles_ptr, x, w, scales, drawn, full, empty,
+                K, n_rows, k_blocks, n_blocks, x_stride, top_k,
                 FORMAT, GATHER, ROWS, TOKENS, K_BLOCKS, STAGES, GROUP,
             )),
             (multiply_tiles, (
-                x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
-                n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
-                act_alpha, act_beta, act_limit,
-                0, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, GROUP,
+                x, w, scales, drawn, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+                0, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES,
             )),
             (multiply_tiles, (
-                x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
-                n_rows, k_blocks, n_blocks, out_columns, out_stride, first_expert, num_experts,
-                act_alpha, act_beta, act_limit,
-                1, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, GROUP,
+                x, w, scales, drawn, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
+                n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
+                1, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES,
             )),
         ],
         [4, 4], [216, 216],

@@ -38,6 +38,49 @@ def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.co
 
 
 @gluon.jit
+def tile_at(place, tiles_ptr, n_tiles, num_tiles, GROUP: gl.constexpr):
+    """`locate`, sorted, for a place that exists, below n_tiles * num_tiles."""
+    group = place // (n_tiles * GROUP)
+    size = gl.minimum(num_tiles - group * GROUP, GROUP)
+    rest = place - group * n_tiles * GROUP
+    tile = group * GROUP + rest % size
+    n = rest // size
+    entry = tiles_ptr + 4 + tile * 4
+    expert = gl.load(entry)
+    row = gl.load(entry + 1)
+    end = gl.load(entry + 2)
+    return expert, n, row, end
+
+
+@gluon.jit
+def draw(tiles_ptr, SECOND: gl.constexpr):
+    """A place that no program has; it begins with the place of its number. SECOND: which GEMM's counter."""
+    return gl.num_programs(0) + gl.atomic_add(tiles_ptr + (3 if SECOND else 2), 1, sem="relaxed")
+
+
+@gluon.jit
+def publish(drawn, stage, expert, n, row, end):
+    """Four warps tell others, who wait for `stage`, which tile begins there: drawn int32 [4 * stages, 1]."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    drawn.index(stage * 4).store(gl.full([1], 0, gl.int32, ONE) + expert)
+    drawn.index(stage * 4 + 1).store(gl.full([1], 0, gl.int32, ONE) + n)
+    drawn.index(stage * 4 + 2).store(gl.full([1], 0, gl.int32, ONE) + row)
+    drawn.index(stage * 4 + 3).store(gl.full([1], 0, gl.int32, ONE) + end)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def published(drawn, stage):
+    """Expert, tile of weight rows, first row and end of what `publish` told of `stage`."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    expert = gl.max(drawn.index(stage * 4).load(ONE), 0)
+    n = gl.max(drawn.index(stage * 4 + 1).load(ONE), 0)
+    row = gl.max(drawn.index(stage * 4 + 2).load(ONE), 0)
+    end = gl.max(drawn.index(stage * 4 + 3).load(ONE), 0)
+    return expert, n, row, end
+
+
+@gluon.jit
 def token_rows(
     order_ptr, row, end, top_k, x_stride, TOKENS: gl.constexpr, GATHER: gl.constexpr, DIRECT: gl.constexpr,
     ROWS: gl.constexpr,

@@ -33,32 +33,54 @@ def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, EP: tl.co
 
 
 @triton.jit
-def write_tiles(tiles_ptr, e, start, rows, tile_tokens, program, programs):
+def write_tiles(
+    tiles_ptr, e, start, rows, tile_tokens, program, programs, WIDEST_FIRST: tl.constexpr
+):  # fmt: skip
     """The table of tiles of `tile_tokens` rows, for experts e whose `rows` begin at `start`.
 
-    int32: how many tiles, how many rows; then (expert, first row, end row, -) of each tile, at 4, 8, ...; the
-    programs share the tiles of each expert.
+    int32: how many tiles, how many rows, two counters of those drawn (expert_tile.draw), zero; then (expert,
+    first row, end row, -) of each tile, at 4, 8, ... Expert by expert; WIDEST_FIRST: whole tiles, then those
+    of more than three quarters of the width, of a half, of a quarter, and the rest. The programs share the
+    tiles of each expert.
     """
-    tiles = (rows + tile_tokens - 1) // tile_tokens
-    first_tile = tl.cumsum(tiles, 0) - tiles
+    whole = (rows + tile_tokens - 1) // tile_tokens
     if program == 0:
-        tl.store(tiles_ptr, tl.sum(tiles, 0))
+        tl.store(tiles_ptr, tl.sum(whole, 0))
         tl.store(tiles_ptr + 1, tl.sum(rows, 0))
+        tl.store(tiles_ptr + 2, 0)
+        tl.store(tiles_ptr + 3, 0)
+    if WIDEST_FIRST:
+        whole = rows // tile_tokens
+        row = start + whole * tile_tokens
+        quarters = (4 * (rows - whole * tile_tokens) + tile_tokens - 1) // tile_tokens
+        if program == 0:
+            place = tl.sum(whole, 0)
+            for q in tl.static_range(4, 0, -1):
+                one = (quarters == q).to(tl.int32)
+                entry = tiles_ptr + 4 + 4 * (place + tl.cumsum(one, 0) - one)
+                _write_tile(entry, e, row, start + rows, quarters == q)
+                place += tl.sum(one, 0)
+    first_tile = tl.cumsum(whole, 0) - whole
     t = program
-    most = tl.max(tiles, 0)
+    most = tl.max(whole, 0)
     while t < most:
-        entry = tiles_ptr + 4 + 4 * (first_tile + t)
         row = start + t * tile_tokens
-        tl.store(entry, e, mask=t < tiles)
-        tl.store(entry + 1, row, mask=t < tiles)
-        tl.store(entry + 2, tl.minimum(row + tile_tokens, start + rows), mask=t < tiles)
+        entry = tiles_ptr + 4 + 4 * (first_tile + t)
+        _write_tile(entry, e, row, tl.minimum(row + tile_tokens, start + rows), t < whole)
         t += programs
+
+
+@triton.jit
+def _write_tile(entry, e, row, end, exists):
+    tl.store(entry, e, mask=exists)
+    tl.store(entry + 1, row, mask=exists)
+    tl.store(entry + 2, end, mask=exists)
 
 
 @triton.jit
 def place_pairs(
     ids_ptr, counts_ptr, order_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
-    BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, WIDEST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the sorted pairs and the table of tiles.
 
@@ -84,7 +106,7 @@ def place_pairs(
     place = tl.atomic_add(counts_ptr + EP + expert * APART, 1, mask=held, sem="relaxed")
     start = tl.cumsum(pairs, 0) - pairs
     tl.store(order_ptr + tl.gather(start, expert, 0) + place, i, mask=held)
-    write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs)
+    write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs, WIDEST_FIRST)
     if COUNT:
         tl.debug_barrier()
         tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
@@ -95,7 +117,7 @@ def tile_slabs(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr
     """The table of tiles for slabs [E, capacity], of which the first counts[e] rows are in use."""
     e = tl.arange(0, EP)
     rows = tl.minimum(tl.load(counts_ptr + e, mask=e < E, other=0), capacity)
-    write_tiles(tiles_ptr, e, e * capacity, rows, tile_tokens, 0, 1)
+    write_tiles(tiles_ptr, e, e * capacity, rows, tile_tokens, 0, 1, False)
 
 
 @triton.jit

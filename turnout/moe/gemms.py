@@ -107,13 +107,15 @@ def specialised(g: Gemm) -> None:
     tile = NVMMASharedLayout(128, 16, 2)
     if w.format == "bf16":
         codes = TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile)
+    # Narrow tiles of bf16 wait for their weights, however few their products.
+    widths = 4 if w.format == "bf16" else min(8, cut.tokens // 16)
     expert_gemm_specialised[(g.processors,)](
         g.x if gather else TensorDescriptor.from_tensor(g.x, [cut.tokens, 64], tile),
         codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
-        *g.held, *g.numbers,
+        *g.numbers,
         w.format, g.kind, gather, g.pairs and not g.first, w.bias is not None,
-        cut.rows, cut.tokens, 4, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        cut.rows, cut.tokens, widths, cut.k_blocks, cut.stages, cut.group, g.pairs,
         num_warps=4, launch_pdl=g.pairs,
     )  # fmt: skip
 

@@ -153,7 +153,7 @@ class TritonRunner:
         tiles = self._tiles(T)
         sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
-            self._sort(space, ids_TK, P, tiles.tokens)
+            self._sort(space, ids_TK, P, tiles)
         if tiles.sorted:
             self._fp8_by_expert(space, x_TH, ids_TK, weights_TK, out_TH, tiles)
             return out_TH
@@ -199,7 +199,7 @@ class TritonRunner:
             raise ValueError(f"{rows} {layout}, but the plan bounds them by {space.rows}")
         return space
 
-    def _sort(self, space: Workspace, ids_TK: Tensor, P: int, width: int) -> None:
+    def _sort(self, space: Workspace, ids_TK: Tensor, P: int, tiles: Tiles) -> None:
         from turnout.kernels.sort import count_pairs, place_pairs
 
         alone = P <= COUNT_PAIRS
@@ -212,8 +212,9 @@ class TritonRunner:
             )  # fmt: skip
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
-            ids_TK, space.counts, space.order, space.tiles, P, self._first, self._count, width, programs,
-            block, self._padded_count, alone, True, num_warps=warps, launch_pdl=True,
+            ids_TK, space.counts, space.order, space.tiles, P, self._first, self._count, tiles.tokens,
+            programs, block, self._padded_count, alone, self.shape.widest_first(tiles), True,
+            num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
     def _gemm(

@@ -33,7 +33,7 @@ SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 4, "bf16": 2, "fp8": 1, W4A8: 2}
+REVISIONS = {"packed": 5, "bf16": 3, "fp8": 1, W4A8: 2}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -167,6 +167,11 @@ class ExpertShape:
         most = SORT_PAIRS_PACKED if self.kernel == "packed" else SORT_PAIRS
         pairs, spread = tokens * self.top_k, (1 - self.top_k / self.num_experts) ** tokens
         return pairs <= most and self.num_experts * (1 - spread) >= DISTINCT * pairs
+
+    def widest_first(self, tiles: Tiles) -> bool:
+        """Whether tiles are sorted by their tokens, so that none ends late. An expert's narrow one then reads
+        its weights from memory a second time, which only those of 4 bits can afford."""
+        return tiles.specialised and self.kernel == "packed"
 
     def per_expert(self, tokens: int) -> float:
         """Mean tokens of an expert that got any."""
