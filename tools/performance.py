@@ -197,7 +197,16 @@ def beside_gathering(content: dict[str, Any]) -> str:
         lines.append([routing, format, back, str(tokens), f"{us:.1f}", *gathered, f"{best / us:.2f}", *sent])
     first = content["rows"][0]
     head = f"{content['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}."
-    columns = ["routing", "there", "back", "tokens of a rank", "`nvlink`, us", "`none`, us", "NCCL, us", "ratio"]
+    columns = [
+        "routing",
+        "there",
+        "back",
+        "tokens of a rank",
+        "`nvlink`, us",
+        "`none`, us",
+        "NCCL, us",
+        "ratio",
+    ]
     return f"{head}\n\n" + table([*columns, "MB sent", "GB/s"], lines)
 
 
