@@ -88,6 +88,14 @@ def test_what_was_measured_is_kept_when_interrupted(tmp_path):
     assert 1 <= len(json.loads(path.read_text())["rows"]) < 399
 
 
+def test_nothing_measured_is_an_error_with_the_reason(tmp_path):
+    path = tmp_path / "a2a.json"
+    few = {"world_size": 1, "hidden": 64, "experts": 8, "top_k": 2, "tokens": [3], "formats": ["fp8"]}
+    with pytest.raises(UserError, match=r"nothing was measured, all 1 points failed: .* at hidden size 64"):
+        a2a.run(**few, dispatchers=["collective"], device="cpu", output=path)
+    assert len(json.loads(path.read_text())["rows"]) == 1, "saved all the same"
+
+
 def record(rank: Rank) -> tuple[int, list[int]]:
     group = Recorded(rank.groups().world)
     x = torch.ones(6, 2)

@@ -41,7 +41,7 @@ from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, 
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
-from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
 from turnout.moe import MoELayer
@@ -86,7 +86,7 @@ def run(
 
     `tokens` are per rank; no `dispatchers`: all for the device. Returns the result, on rank 0 after printing
     a table and saving it, with a `plot` as SVG; other ranks of torchrun get none of its rows. Raises
-    UserError for names that are not known and for more ranks than GPUs.
+    UserError for names that are not known, for more ranks than GPUs, and at last if every point failed.
     """
     ranks = launched()
     machine = hardware.detect(device)
@@ -126,6 +126,7 @@ def run(
             save(content, output)
         if plot is not None:
             plot.write_text(wire(content))
+        check_measured(rows)
     return content
 
 

@@ -35,7 +35,7 @@ from turnout.bench import timing
 from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
-from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
 from turnout.config import cache_folder
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
@@ -127,7 +127,8 @@ def run(
 
     `shapes` ["all"]: those of published models. `plot`: an SVG of the efficiency.
     On a CPU each is run in float32 and in bfloat16, on CUDA in bfloat16. A point that fails is a row with
-    an `error_message`. Raises UserError for a shape, format or routing that is not known.
+    an `error_message`. Raises UserError for a shape, format or routing that is not known, and at
+    last if every point failed.
     """
     if list(shapes) == ["all"]:
         shapes = [name for name in SHAPES if name != "cpu-small"]
@@ -162,6 +163,7 @@ def run(
         save(content, output)
     if plot is not None:
         plot.write_text(efficiency(content))
+    check_measured(rows)
     return content
 
 

@@ -51,6 +51,14 @@ def check_output(path: Path) -> None:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
+def check_measured(rows: list[dict[str, Any]]) -> None:
+    """Raise UserError if of our own `rows` (all but peers') there are some, and none could be measured."""
+    reasons = [row.get("error_message") for row in rows if not row.get("peer")]
+    if reasons and all(reasons):
+        distinct = "; ".join(dict.fromkeys(map(str, reasons)))
+        raise UserError(f"nothing was measured, all {len(reasons)} points failed: {distinct}")
+
+
 def save(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
