@@ -12,6 +12,6 @@ def results() -> dict[str, bool]:
     return interpreted.results("pack_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["exact", "padded", "none", "some", "sum", "parts"])
+@pytest.mark.parametrize("case", ["exact", "padded", "none", "some", "fp8", "nvfp4", "sum", "parts"])
 def test_rows(results: dict[str, bool], case: str):
     assert results[case]

@@ -2,64 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from turnout.kernels.quantize import quantize_fp8, quantize_nvfp4
 
 BLOCK = 1024  # words or values at a time
 
 
 @triton.jit
 def pack_rows(
-    x_ptr, ids_ptr, weights_ptr, source_ptr, words_ptr, ints_ptr, floats_ptr, T, row_words, ids_at,
-    weights_at,
-    GATHER: tl.constexpr, X_WORDS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr,
+    x_ptr, ids_ptr, weights_ptr, source_ptr, global_scale_ptr, words_ptr, bytes_ptr, ints_ptr, floats_ptr, T,
+    row_words, scales_at, ids_at, weights_at,
+    GATHER: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Row r of `words` int64 [., row_words]: X_WORDS of token r (GATHER: source[r]), its K ids and weights.
+    """Row r of `words` int64 [., row_words]: token r (GATHER: source[r]) in FORMAT, its K ids and weights.
 
-    `ints` and `floats` are the same memory in 4-byte units, `ids_at` and `weights_at` places in a row of
-    those. Rows from T on are padding: zeros, with ids -1.
+    H: of x, words where it goes as it is, else values. `bytes`, `ints` and `floats` are the memory of `words`
+    in units of 1, 4 and 4 bytes; `*_at` are places of parts in a row, in words. Rows from T on are padding:
+    zeros, with ids -1.
     """
     row = tl.program_id(0).to(tl.int64)
+    start = row * row_words
     real = row < T
     token = row
     if GATHER:
         token = tl.load(source_ptr + row)
         real = token >= 0
-    for at in range(0, X_WORDS, WORDS):
-        c = at + tl.arange(0, WORDS)
-        word = tl.load(x_ptr + token * X_WORDS + c, mask=real & (c < X_WORDS), other=0)
-        tl.store(words_ptr + row * row_words + c, word, mask=c < X_WORDS)
+    for at in range(0, H, BLOCK):
+        if FORMAT == "bf16":
+            c = at + tl.arange(0, BLOCK)
+            word = tl.load(x_ptr + token * H + c, mask=real & (c < H), other=0)
+            tl.store(words_ptr + start + c, word, mask=c < H)
+        else:
+            group: tl.constexpr = 128 if FORMAT == "fp8" else 16
+            packed: tl.constexpr = group if FORMAT == "fp8" else group // 2  # bytes
+            g = at // group + tl.arange(0, BLOCK // group)
+            c = g[:, None] * group + tl.arange(0, group)[None, :]
+            x = tl.load(x_ptr + token * H + c, mask=real & (c < H), other=0.0).to(tl.float32)
+            b = g[:, None] * packed + tl.arange(0, packed)[None, :]
+            if FORMAT == "fp8":
+                q, scale = quantize_fp8(x, INTERPRETED)
+                tl.store(bytes_ptr + start * 8 + b, q, mask=b < H)
+                scale = tl.where(real, scale, 0.0)
+                tl.store(floats_ptr + (start + scales_at) * 2 + g, scale, mask=g < H // group)
+            else:
+                q, scale = quantize_nvfp4(x, tl.load(global_scale_ptr), INTERPRETED)
+                tl.store(bytes_ptr + start * 8 + b, q, mask=b < H // 2)
+                tl.store(bytes_ptr + (start + scales_at) * 8 + g, scale, mask=g < H // group)
     k = tl.arange(0, KP)
     ids = tl.load(ids_ptr + token * K + k, mask=real & (k < K), other=-1)
     weights = tl.load(weights_ptr + token * K + k, mask=real & (k < K), other=0.0)
-    tl.store(ints_ptr + row * (2 * row_words) + ids_at + k, ids, mask=k < K)
-    tl.store(floats_ptr + row * (2 * row_words) + weights_at + k, weights, mask=k < K)
+    tl.store(ints_ptr + (start + ids_at) * 2 + k, ids, mask=k < K)
+    tl.store(floats_ptr + (start + weights_at) * 2 + k, weights, mask=k < K)
+
+
+INTERPRETED = not isinstance(pack_rows, triton.JITFunction)
 
 
 def pack(
-    x_words_TX: Tensor,
+    x_TH: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     out_RW: Tensor,
-    ints_RW2: Tensor,
-    floats_RW2: Tensor,
-    ids_at: int,
-    weights_at: int,
+    at: Sequence[int],
+    *,
+    format: str = "bf16",
+    global_scale: Tensor | None = None,
     source_R: Tensor | None = None,
 ) -> None:
-    """Fill out int64 [R, W], of which ints and floats are views; the rest contiguous.
+    """Fill out int64 [R, W] with tokens: x [T, H], ids int32 and weights float32 [T, k], all contiguous.
 
-    Row r is token r, beyond T padding; or, with `source`, int64 [R], token source[r].
+    at: in which words of a row scales (if `format` has them), ids and weights begin; x begins it. "bf16" is x
+    as it is, of any float dtype, H * itemsize divisible by 8; "fp8" and "nvfp4" as `formats` encode
+    activations, the latter with `global_scale` float32. Row r is token r, beyond T padding; or, with `source`
+    int64 [R], token source[r].
     """
-    (T, X), K = x_words_TX.shape, ids_TK.shape[1]
-    if len(out_RW):
-        pack_rows[(len(out_RW),)](
-            x_words_TX, ids_TK, weights_TK, ids_TK if source_R is None else source_R, out_RW, ints_RW2,
-            floats_RW2, T, out_RW.shape[1], ids_at, weights_at, source_R is not None, X, K,
-            triton.next_power_of_2(K), BLOCK,
-        )  # fmt: skip
+    if not len(out_RW):
+        return
+    *scales_at, ids_at, weights_at = at
+    if format == "bf16":
+        x_TH = x_TH.view(torch.int64)
+    (T, H), K = x_TH.shape, ids_TK.shape[1]
+    views = [out_RW.view(dtype) for dtype in (torch.uint8, torch.int32, torch.float32)]
+    pack_rows[(len(out_RW),)](
+        x_TH, ids_TK, weights_TK, ids_TK if source_R is None else source_R,
+        weights_TK if global_scale is None else global_scale, out_RW, *views, T, out_RW.shape[1],
+        scales_at[0] if scales_at else 0, ids_at, weights_at, source_R is not None, H, K,
+        triton.next_power_of_2(K), BLOCK, format, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit

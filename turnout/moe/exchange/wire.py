@@ -70,8 +70,8 @@ class Wire:
         }[self.format]
         self._parts = row_of(*columns, (torch.int32, k), (torch.float32, k))
         self.words = self._parts[-1].stop
-        whole = H * dtype.itemsize % WORD == 0
-        self._fused = device.type == "cuda" and self.format == "bf16" and whole and bool(find_spec("triton"))
+        whole = self.format != "bf16" or H * dtype.itemsize % WORD == 0
+        self._fused = device.type == "cuda" and whole and bool(find_spec("triton"))
 
     @property
     def row_bytes(self) -> int:
@@ -128,10 +128,16 @@ class Wire:
     ) -> Tensor:
         from turnout.kernels.pack import pack
 
-        x_words, (*_, ids, weights) = x_TH.contiguous().view(torch.int64), self._parts
-        ints, floats = packed.view(torch.int32), packed.view(torch.float32)
-        ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
-        pack(x_words, ids_TK, weights_TK, packed, ints, floats, 2 * ids.start, 2 * weights.start, token_R)
+        pack(
+            x_TH.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            packed,
+            [part.start for part in self._parts[1:]],
+            format=self.format,
+            global_scale=self._input_scale,
+            source_R=token_R,
+        )
         return packed
 
     def unpack(self, rows_TW: Tensor) -> TokensBatch:
