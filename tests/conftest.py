@@ -34,8 +34,8 @@ def one_of(visible: str, worker: int) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under --dist loadfile one worker for each file, and one for all files with ranks: those that step together
-    in several workers would wait for each other's cores."""
+    """Under --dist loadfile one worker for each file, and one for all files with ranks: those that step
+    together in several workers would wait for each other's cores."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
