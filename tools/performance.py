@@ -30,6 +30,7 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("prompts-h200", "steps", "nvidia-h200", prompts),
         ("serve-h200", "serve", "nvidia-h200", serving_on_gpu),
         ("two-batches-h200", "two-batches", "nvidia-h200", in_turns),
+        ("overlap-h200", "overlap", "nvidia-h200", shared_beside),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
@@ -234,6 +235,17 @@ def exchange(content: dict[str, Any]) -> str:
         ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)", "as a graph"],
         lines,
     )
+
+
+def shared_beside(content: dict[str, Any]) -> str:
+    """us of a layer with its shared expert after the routed ones, and beside them."""
+    lines = [
+        [f"`{row['dispatcher']}`", str(row["tokens"])]
+        + [f"{row[name]:.0f}" for name in ("one_stream_us", "two_streams_us")]
+        + [f"{row['one_stream_us'] / row['two_streams_us']:.2f}"]
+        for row in content["rows"]
+    ]
+    return table(["dispatcher", "tokens of a rank", "one stream, us", "two streams, us", "ratio"], lines)
 
 
 def row_products(content: dict[str, Any]) -> str:

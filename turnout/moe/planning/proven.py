@@ -9,16 +9,17 @@ from collections.abc import Mapping
 
 # name -> devices with the day of the latest result
 RUNS: dict[str, dict[str, str]] = {
-    "collective": {"NVIDIA H200": "2026-11-21"},
+    "collective": {"NVIDIA H200": "2026-11-22"},
     "collective-experts": {"NVIDIA H200": "2026-11-21"},
     "deepep-low-latency": {"NVIDIA H200": "2026-11-21"},
     "deepep-normal": {"NVIDIA H200": "2026-11-21"},
     "flashinfer": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_cutlass": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_mxfp4": {"NVIDIA H200": "2026-11-21"},
-    "none": {"NVIDIA H200": "2026-11-21"},
+    "none": {"NVIDIA H200": "2026-11-22"},
     "numba": {"AMD EPYC x2": "2026-11-21"},
-    "nvlink": {"NVIDIA H200": "2026-11-21"},
+    "nvlink": {"NVIDIA H200": "2026-11-22"},
+    "nvlink-experts": {"NVIDIA H200": "2026-11-22"},
     "torch": {"NVIDIA H200": "2026-11-21"},
     "triton": {"NVIDIA H200": "2026-11-21"},
 }
