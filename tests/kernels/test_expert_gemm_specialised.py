@@ -20,15 +20,17 @@ TILE = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @pytest.mark.parametrize(
-    ("format", "first", "widths"), [("mxfp4", True, 1), ("nvfp4", False, 4), ("bf16", True, 1)]
+    ("format", "first", "widths", "ragged"),
+    [("mxfp4", True, 1, True), ("nvfp4", False, 4, False), ("bf16", True, 1, False)],
 )
-def test_compiles_as_designed(format: str, first: bool, widths: int, tmp_path: Path):
+def test_compiles_as_designed(format: str, first: bool, widths: int, ragged: bool, tmp_path: Path):
     """With few widths of tiles, for the sake of time; the others are the same code again."""
     tiles = SPECIAL["bf16" if format == "bf16" else "packed"][0]
     constants = {
         "FORMAT": format, "ACTIVATION": "swiglu" if first else "none", "GATHER": first, "SCATTER": not first,
         "BIAS": True, "ROWS": tiles.rows, "TOKENS": tiles.tokens, "WIDTHS": widths,
-        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "GROUP": tiles.group, "PDL": True,
+        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "GROUP": tiles.group, "RAGGED": ragged,
+        "PDL": True,
     }  # fmt: skip
     done = compiled(
         expert_gemm_specialised, constants, warps=4, multiples=(*MULTIPLES, "out_columns"),
@@ -37,7 +39,7 @@ def test_compiles_as_designed(format: str, first: bool, widths: int, tmp_path: P
     )  # fmt: skip
     text = done.asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", text)
-    one = 2 * 4 * tiles.k_blocks * tiles.rows // 128
+    one = 2 * 4 * (tiles.k_blocks + ragged) * tiles.rows // 128
     parts = {1: {1: one}, 4: {1: one, 2: 2 * one, 4: 2 * one}}[widths]  # three quarters: a half and a quarter
     assert Counter(products) == {str(tiles.tokens // part): count for part, count in parts.items()}
     assert len(re.findall(r"atom\.\S*add", text)) == 1

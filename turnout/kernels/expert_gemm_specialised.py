@@ -1,16 +1,17 @@
 """The grouped GEMM of expert_gemm.py for many tokens per expert: four warps load, eight multiply (Gluon).
 
-Tiles are 256 weight rows by 128 tokens, or 128 by 256, so that few bytes pass from the L2 cache per product.
-A program goes from tile to tile. One group of four warps loads, a ring of stages ahead: gathered rows and
-4-bit weights by cp.async, sorted rows and bf16 weights by the TMA. Two groups multiply, each half of the
-weight rows, with nothing between them but the barriers of the stages: while one decodes, waits or stores, the
-tensor cores work for the other.
+Tiles are 256 weight rows by 128 tokens, or 64 where experts of 4 bits get about 32, or 128 by 256, so that
+few bytes pass from the L2 cache per product. A program goes from tile to tile. One group of four warps loads,
+a ring of stages ahead: gathered rows and 4-bit weights by cp.async, sorted rows and bf16 weights by the TMA.
+Two groups multiply, each half of the weight rows, with nothing between them but the barriers of the stages:
+while one decodes, waits or stores, the tensor cores work for the other.
 
-* Tiles are drawn from a counter, by the loading warps, which publish them in shared memory. 4-bit ones come
-  widest first. With every 132nd tile instead, some programs got whole ones only, and the busiest had up to
-  1.5 times the mean.
-* A tile of fewer tokens takes as many quarters (4 bits: eighths) of the width as it needs, in two products
-  where their number is no power of two.
+* Tiles are drawn from a counter, by the loading warps, which publish them in shared memory
+  (expert_schedule.py). 4-bit ones come widest first. With every 132nd tile instead, some programs got whole
+  ones only, and the busiest had up to 1.5 times the mean.
+* A tile of fewer tokens takes as many quarters (4 bits, 128 tokens: eighths) of the width as it needs, in two
+  products where their number is no power of two.
+* A step takes two blocks of 64 columns of 4-bit weights; where their number is odd, the last takes one.
 * Decoded weights are the registers of an operand, so a step ends with all its products done. With one in
   flight from step to step, ptxas keeps those registers through all the branches that the groups share, finds
   too few, and serialises every product (its warning C7512).
@@ -18,22 +19,26 @@ tensor cores work for the other.
 
 Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens, in brackets with every 132nd tile, in
 quarters, in the same run (expert-gemm-schedule-nvidia-h200-2026-11-21.json in benchmarks/results; beside
-expert_gemm.py: expert-gemm-specialised-...). MXFP4: Qwen3-30B-A3B 242 (254), 646 (677), 2210 (2250);
-GPT-OSS-20B 467 (536), 1441 (1529), 5510 (5280); GPT-OSS-120B 814 (846), 1646 (1771), 5765 (6126); DeepSeek-V3
-on one of eight ranks 360 (373), 756 (798), 2403 (2461). bf16 at 4096 and 16384: Qwen3-30B-A3B 660 (730), 2175
-(2306); GPT-OSS-20B 1450 (1561), 5458 (5756); GPT-OSS-120B 2170 (2406), 6211 (7005); DeepSeek-V3 988 (983),
-2554 (2748). That is 500 to 650 TFLOP/s of 790. bf16 tiles load 6 TB/s for it, and more than 7 was never seen;
-loading into two multiprocessors at once (multicast) is nothing that Gluon of Triton 3.6 can say. Of 4-bit
-ones, decoding costs 8 %, storing 2 % (left out, at 4096 tokens of GPT-OSS-20B). Rejected:
+expert_gemm.py: expert-gemm-specialised-...). MXFP4: Qwen3-30B-A3B 237 (249), 643 (677), 2289 (2309);
+GPT-OSS-20B 457 (538), 1442 (1607), 5412 (5732); GPT-OSS-120B 807 (890), 1675 (1896), 5716 (6264); DeepSeek-V3
+on one of eight ranks 355 (393), 761 (799), 2454 (2579). bf16 at 4096 and 16384: Qwen3-30B-A3B 667 (742), 2173
+(2344); GPT-OSS-20B 1488 (1638), 5534 (5797); GPT-OSS-120B 2205 (2496), 6300 (7267); DeepSeek-V3 1003 (1025),
+2791 (2978). That is 500 to 650 TFLOP/s of 790 with hundreds of tokens per expert. bf16 tiles load 6 TB/s for
+it, and more than 7 was never seen; loading into two multiprocessors at once (multicast) is nothing that Gluon
+of Triton 3.6 can say. Of 4-bit ones, decoding costs 8 %, storing 2 % (left out, at 4096 tokens of
+GPT-OSS-20B). Rejected:
 
 * Other schedules: 4-bit tiles in the order of experts 2 to 7 % slower, but 1 % faster with hundreds of tokens
   per expert and small ones (Qwen3-30B-A3B); bf16 ones widest first 4 to 25 %, for then an expert's narrow
   tile reads its weights from memory again. A program for each tile: 4 bits 3 to 12 % slower; bf16 2 to 3 %
   faster at 128 tokens per expert, 2 to 11 % slower above. Every 132nd, widest first: 0 to 5 % slower.
+* The two groups taking strict turns with the tensor cores, one block a step: as fast as two blocks that
+  multiply half a step of nothing (K 2880), so 1 % faster to 4 % slower than this.
 * 4-bit tiles of 128 x 256, in eighths: 2 to 90 % slower. For bf16 in GEMM2 alone, cut from one table: 2 to
-  8 % slower. Groups of 16 tiles for bf16: 0 to 5 % slower.
-* One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. 64 tokens to a tile: 10 % (at
-  1024 tokens) to 30 % slower, but for about 32 tokens per expert; 128 x 64: slower still.
+  8 % slower. Groups of 16 tiles for bf16: 0 to 5 % slower. 64 tokens to a 4-bit tile: 3 to 6 % faster at 32
+  tokens per expert, 5 to 20 % slower from 64 on; 128 x 64 slower still.
+* One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. Two steps between two waits: 0
+  to 2 % faster, for twice the code.
 * Rows gathered beforehand, so that the TMA loads them: GEMM1 gains less than that takes.
 * Decoding a step's first block while the last products of the step before run: no faster, for ptxas puts
   the wait first.
@@ -56,14 +61,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.expert_decode import codes_layout, decode_block, scales_layout
-from turnout.kernels.expert_tile import activate, draw, publish, published, tile_at, tile_memory, token_rows
-
-
-@gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and the parity of its barriers."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+from turnout.kernels.expert_schedule import advance, draw, drawn_memory, publish, published, tile_at
+from turnout.kernels.expert_tile import finish_part, gathered_rows, tile_memory
 
 
 @gluon.jit
@@ -92,11 +91,9 @@ def load_tiles(
     place = gl.program_id(0)
     while place < total:
         expert, n, row, end = tile_at(place, tiles_ptr, n_tiles, num_tiles, GROUP)
-        place = draw(tiles_ptr, not GATHER)
-        mbarrier.wait(empty.index(stage), phase)
-        publish(drawn, stage, expert, n, row, end)
         if GATHER:
-            offset, exists = token_rows(order_ptr, row, end, top_k, x_stride, TOKENS, True, False, COPY_ROWS)
+            offset, exists = gathered_rows(order_ptr, row, end, top_k, x_stride, TOKENS, COPY_ROWS)
+        place = draw(tiles_ptr, not GATHER)
         if PACKED:
             block = (expert * n_blocks + n * BLOCKS) * k_blocks
             b = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_CODES))[:, None]
@@ -108,6 +105,8 @@ def load_tiles(
             codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
             scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
         w_row = expert * n_rows + n * ROWS
+        mbarrier.wait(empty.index(stage), phase)
+        publish(drawn, stage, expert, n, row, end)
         for step in range(0, steps):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -157,65 +156,52 @@ def fragments(w, scales, slot, BLOCK: gl.constexpr, NVFP4: gl.constexpr, OPERAND
 
 
 @gluon.jit
-def store_parts(
-    y, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
-    FIRST: gl.constexpr,
+def multiply_step(
+    stage, phase, step, x, w, scales, full, empty, acc0, acc1, more0, more1,
+    HALF: gl.constexpr, FORMAT: gl.constexpr, GATHER: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
+    MORE: gl.constexpr, K_BLOCKS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """bf16 y [columns, tokens] of the sorted rows from `row` + FIRST on, SCATTER: to the rows of their pairs.
-
-    64 tokens at a time, for lack of shared memory.
-    """
-    COLUMNS: gl.constexpr = y.shape[0]
-    TOKENS: gl.constexpr = y.shape[1]
-    if TOKENS > 64:
-        left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
-        HALF: gl.constexpr = TOKENS // 2
-        store_parts(left, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST)
-        store_parts(
-            right, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST + HALF
-        )
-    else:
-        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
-        y = gl.convert_layout(y, STORE)
-        r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
-        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
-        exists = r < end
-        if SCATTER:
-            r = gl.load(order_ptr + r, mask=exists, other=0)
-        at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
-        gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
-
-
-@gluon.jit
-def finish_part(
-    acc0, acc1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row, end, out_columns,
-    out_stride, act_alpha, act_beta, act_limit,
-    HELD: gl.constexpr, PACKED: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr,
-    BIAS: gl.constexpr,
-):  # fmt: skip
-    """Scale, bias, activation, routing weight; store the sums of HELD blocks of 64 weight rows."""
-    ACC: gl.constexpr = acc0.type.layout
-    WIDTH: gl.constexpr = acc0.shape[1]
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMNS: gl.constexpr = 64 if ACTIVATION == "none" or ACTIVATION == "relu2" else 32
-    if SCATTER:
-        mine = row + gl.arange(0, WIDTH, LINE)
-        pair = gl.load(order_ptr + mine, mask=mine < end, other=0)
-        weight = gl.load(weights_ptr + pair, mask=mine < end, other=0.0)
-    for held in gl.static_range(HELD):
-        y = acc0 if held == 0 else acc1
+    """Add the products of a stage's first BLOCKS blocks of columns; 4-bit weights: none stays in flight."""
+    PACKED: gl.constexpr = FORMAT != "bf16"
+    NVFP4: gl.constexpr = FORMAT == "nvfp4"
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc0.type.layout, 2)
+    OPERAND_MORE: gl.constexpr = gl.DotOperandLayout(0, more0.type.layout, 2)
+    mbarrier.wait(full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()
+    for j in gl.static_range(BLOCKS):
+        slot = stage * K_BLOCKS + j
+        tokens = x.index(slot).slice(0, WIDTH).permute((1, 0))
         if PACKED:
-            y = y * alpha
-        if BIAS:
-            bias = bias0 if held == 0 else bias1
-            y += gl.convert_layout(bias, gl.SliceLayout(1, ACC), assert_trivial=True)[:, None]
-        y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
-        if SCATTER:
-            y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
-        store_parts(
-            y.to(gl.bfloat16), out_ptr, order_ptr, (block + held) * COLUMNS, row, end, out_columns,
-            out_stride, SCATTER, 0,
-        )  # fmt: skip
+            a0 = fragments(w, scales, slot, HALF * HELD, NVFP4, OPERAND)
+        else:
+            a0 = w.index(slot).slice(HALF * HELD * 64, 64)
+        acc0 = warpgroup_mma_wait(1, deps=[warpgroup_mma(a0, tokens, acc0, is_async=True)])
+        if MORE > 0:
+            last = x.index(slot).slice(WIDTH, MORE).permute((1, 0))
+            if PACKED:
+                a0 = gl.convert_layout(a0, OPERAND_MORE, assert_trivial=True)
+            more0 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a0, last, more0, is_async=True)])
+        if HELD == 2:
+            if PACKED:
+                a1 = fragments(w, scales, slot, HALF * HELD + 1, NVFP4, OPERAND)
+            else:
+                a1 = w.index(slot).slice(HALF * HELD * 64 + 64, 64)
+            token1 = warpgroup_mma(a1, tokens, acc1, is_async=True)
+            acc1 = warpgroup_mma_wait(2 if MORE else 1, deps=[token1])
+            if MORE > 0:
+                if PACKED:
+                    a1 = gl.convert_layout(a1, OPERAND_MORE, assert_trivial=True)
+                more1 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a1, last, more1, is_async=True)])
+    if PACKED:
+        acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        gl.thread_barrier()
+        # Not carried by a variable that begins as `stage`: the compiler would take it for unchanged.
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=step > 0)
+    return acc0, acc1, more0, more1
 
 
 @gluon.jit
@@ -224,15 +210,13 @@ def multiply_tile(
     expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
     HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
     SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, MORE: gl.constexpr,
-    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store this group's half of one tile, of which at most WIDTH + MORE tokens exist."""
     PACKED: gl.constexpr = FORMAT != "bf16"
-    NVFP4: gl.constexpr = FORMAT == "nvfp4"
     HELD: gl.constexpr = ROWS // 128  # blocks of 64 rows
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     ACC_MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(MORE, 8), 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     acc0 = gl.zeros([64, WIDTH], gl.float32, ACC)
     acc1 = gl.zeros([64, WIDTH], gl.float32, ACC)
     more0 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
@@ -245,42 +229,18 @@ def multiply_tile(
         at = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
         bias0 = gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)
         bias1 = gl.load(bias_ptr + expert * n_rows + at + 64, mask=at + 64 < n_rows, other=0.0)
-    for step in range(0, gl.cdiv(k_blocks, K_BLOCKS)):
-        mbarrier.wait(full.index(stage), phase)
-        if GATHER:
-            fence_async_shared()
-        for j in gl.static_range(K_BLOCKS):
-            slot = stage * K_BLOCKS + j
-            tokens = x.index(slot).slice(0, WIDTH).permute((1, 0))
-            if PACKED:
-                a0 = fragments(w, scales, slot, HALF * HELD, NVFP4, OPERAND)
-            else:
-                a0 = w.index(slot).slice(HALF * HELD * 64, 64)
-            acc0 = warpgroup_mma_wait(1, deps=[warpgroup_mma(a0, tokens, acc0, is_async=True)])
-            if MORE > 0:
-                last = x.index(slot).slice(WIDTH, MORE).permute((1, 0))
-                if PACKED:
-                    a0 = gl.convert_layout(a0, gl.DotOperandLayout(0, ACC_MORE, 2), assert_trivial=True)
-                more0 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a0, last, more0, is_async=True)])
-            if HELD == 2:
-                if PACKED:
-                    a1 = fragments(w, scales, slot, HALF * HELD + 1, NVFP4, OPERAND)
-                else:
-                    a1 = w.index(slot).slice(HALF * HELD * 64 + 64, 64)
-                token1 = warpgroup_mma(a1, tokens, acc1, is_async=True)
-                acc1 = warpgroup_mma_wait(2 if MORE else 1, deps=[token1])
-                if MORE > 0:
-                    if PACKED:
-                        a1 = gl.convert_layout(a1, gl.DotOperandLayout(0, ACC_MORE, 2), assert_trivial=True)
-                    more1 = warpgroup_mma_wait(2, deps=[warpgroup_mma(a1, last, more1, is_async=True)])
-        if PACKED:
-            acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
-        else:
-            gl.thread_barrier()
-            # Not carried by a variable that begins as `stage`: the compiler would take it for unchanged.
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=step > 0)
+    whole = k_blocks // K_BLOCKS if RAGGED else gl.cdiv(k_blocks, K_BLOCKS)
+    for step in range(0, whole):
+        acc0, acc1, more0, more1 = multiply_step(
+            stage, phase, step, x, w, scales, full, empty, acc0, acc1, more0, more1,
+            HALF, FORMAT, GATHER, HELD, WIDTH, MORE, K_BLOCKS, K_BLOCKS, STAGES,
+        )  # fmt: skip
+        stage, phase = advance(stage, phase, STAGES)
+    if RAGGED:
+        acc0, acc1, more0, more1 = multiply_step(
+            stage, phase, whole, x, w, scales, full, empty, acc0, acc1, more0, more1,
+            HALF, FORMAT, GATHER, HELD, WIDTH, MORE, K_BLOCKS, 1, STAGES,
+        )  # fmt: skip
         stage, phase = advance(stage, phase, STAGES)
     if not PACKED:
         acc0, acc1, more0, more1 = warpgroup_mma_wait(0, deps=[acc0, acc1, more0, more1])
@@ -304,7 +264,8 @@ def multiply_narrow(
     expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
     HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
     SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """`multiply_tile` as wide as the tile's tokens need, from PARTS / WIDTHS of TOKENS on."""
     PART: gl.constexpr = TOKENS // WIDTHS
@@ -315,13 +276,14 @@ def multiply_narrow(
             stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
             expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
             HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, POWER * PART, (PARTS - POWER) * PART,
-            K_BLOCKS, STAGES,
+            K_BLOCKS, STAGES, RAGGED,
         )  # fmt: skip
     else:
         stage, phase = multiply_narrow(
             stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
             expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
-            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, NEXT,
+            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, RAGGED,
+            NEXT,
         )  # fmt: skip
     return stage, phase
 
@@ -332,7 +294,7 @@ def multiply_tiles(
     n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
     HALF: gl.constexpr, FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr,
     SCATTER: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    WIDTHS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store half of the weight rows of every tile of this program; four warps."""
     stage = 0
@@ -343,7 +305,8 @@ def multiply_tiles(
         stage, phase = multiply_narrow(
             stage, phase, x, w, scales, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
             expert, n, row, end, n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
-            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, 1,
+            HALF, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES, RAGGED,
+            1,
         )  # fmt: skip
         mbarrier.wait(full.index(stage), phase)
         expert, n, row, end = published(drawn, stage)
@@ -355,13 +318,15 @@ def expert_gemm_specialised(
     K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, act_alpha, act_beta, act_limit,
     FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WIDTHS: gl.constexpr,
-    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, RAGGED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]), rows sorted by expert.
 
     As `expert_gemm`, but: x_from where rows are not gathered, and bf16 weights [E * n_rows, K] as w_from, are
-    descriptors of tiles of 64 columns. WIDTHS: 8, 4, or 1 for tiles of TOKENS alone. As many programs as
-    multiprocessors; sort.py leaves their counters in the table of tiles.
+    descriptors of tiles of 64 columns. WIDTHS: 8, 4, or 1 for tiles of TOKENS alone. RAGGED: k_blocks is odd
+    where K_BLOCKS is 2. As many programs as multiprocessors; sort.py leaves their counters in the table of
+    tiles.
     """
     PACKED: gl.constexpr = FORMAT != "bf16"
     SLOTS: gl.constexpr = STAGES * K_BLOCKS
@@ -370,7 +335,7 @@ def expert_gemm_specialised(
         gdc_wait()
         gdc_launch_dependents()
     x, w, scales = tile_memory(FORMAT, SLOTS, ROWS, TOKENS)
-    drawn = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = drawn_memory(STAGES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -387,11 +352,13 @@ def expert_gemm_specialised(
                 x, w, scales, drawn, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
                 n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
                 0, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES,
+                RAGGED,
             )),
             (multiply_tiles, (
                 x, w, scales, drawn, full, empty, alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr,
                 n_rows, k_blocks, out_columns, out_stride, act_alpha, act_beta, act_limit,
                 1, FORMAT, ACTIVATION, GATHER, SCATTER, BIAS, ROWS, TOKENS, WIDTHS, K_BLOCKS, STAGES,
+                RAGGED,
             )),
         ],
         [4, 4], [216, 216],

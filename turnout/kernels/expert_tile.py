@@ -38,46 +38,13 @@ def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.co
 
 
 @gluon.jit
-def tile_at(place, tiles_ptr, n_tiles, num_tiles, GROUP: gl.constexpr):
-    """`locate`, sorted, for a place that exists, below n_tiles * num_tiles."""
-    group = place // (n_tiles * GROUP)
-    size = gl.minimum(num_tiles - group * GROUP, GROUP)
-    rest = place - group * n_tiles * GROUP
-    tile = group * GROUP + rest % size
-    n = rest // size
-    entry = tiles_ptr + 4 + tile * 4
-    expert = gl.load(entry)
-    row = gl.load(entry + 1)
-    end = gl.load(entry + 2)
-    return expert, n, row, end
-
-
-@gluon.jit
-def draw(tiles_ptr, SECOND: gl.constexpr):
-    """A place that no program has; it begins with the place of its number. SECOND: which GEMM's counter."""
-    return gl.num_programs(0) + gl.atomic_add(tiles_ptr + (3 if SECOND else 2), 1, sem="relaxed")
-
-
-@gluon.jit
-def publish(drawn, stage, expert, n, row, end):
-    """Four warps tell others, who wait for `stage`, which tile begins there: drawn int32 [4 * stages, 1]."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    drawn.index(stage * 4).store(gl.full([1], 0, gl.int32, ONE) + expert)
-    drawn.index(stage * 4 + 1).store(gl.full([1], 0, gl.int32, ONE) + n)
-    drawn.index(stage * 4 + 2).store(gl.full([1], 0, gl.int32, ONE) + row)
-    drawn.index(stage * 4 + 3).store(gl.full([1], 0, gl.int32, ONE) + end)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def published(drawn, stage):
-    """Expert, tile of weight rows, first row and end of what `publish` told of `stage`."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    expert = gl.max(drawn.index(stage * 4).load(ONE), 0)
-    n = gl.max(drawn.index(stage * 4 + 1).load(ONE), 0)
-    row = gl.max(drawn.index(stage * 4 + 2).load(ONE), 0)
-    end = gl.max(drawn.index(stage * 4 + 3).load(ONE), 0)
-    return expert, n, row, end
+def gathered_rows(order_ptr, row, end, top_k, x_stride, TOKENS: gl.constexpr, ROWS: gl.constexpr):
+    """`token_rows` of a tile that has any, without predicates: with them, ptxas lets half of a thread's eight
+    loads wait for one another.
+    """
+    r = row + gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
+    pair = gl.load(order_ptr + gl.minimum(r, end - 1))
+    return (pair // top_k).to(gl.int64) * x_stride, r < end
 
 
 @gluon.jit
@@ -163,3 +130,65 @@ def finish(
         y = y * gl.load(weights_ptr + r, mask=exists, other=0.0)[None, :]
     at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
     gl.store(at, y.to(gl.bfloat16), mask=exists[None, :] & (c[:, None] < out_columns))
+
+
+@gluon.jit
+def store_parts(
+    y, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """bf16 y [columns, tokens] of the sorted rows from `row` + FIRST on, SCATTER: to the rows of their pairs.
+
+    64 tokens at a time, for lack of shared memory.
+    """
+    COLUMNS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    if TOKENS > 64:
+        left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
+        HALF: gl.constexpr = TOKENS // 2
+        store_parts(left, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST)
+        store_parts(
+            right, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST + HALF
+        )
+    else:
+        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
+        y = gl.convert_layout(y, STORE)
+        r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
+        exists = r < end
+        if SCATTER:
+            r = gl.load(order_ptr + r, mask=exists, other=0)
+        at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
+        gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
+
+
+@gluon.jit
+def finish_part(
+    acc0, acc1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row, end, out_columns,
+    out_stride, act_alpha, act_beta, act_limit,
+    HELD: gl.constexpr, PACKED: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activation, routing weight; store the sums of HELD blocks of 64 weight rows."""
+    ACC: gl.constexpr = acc0.type.layout
+    WIDTH: gl.constexpr = acc0.shape[1]
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COLUMNS: gl.constexpr = 64 if ACTIVATION == "none" or ACTIVATION == "relu2" else 32
+    if SCATTER:
+        mine = row + gl.arange(0, WIDTH, LINE)
+        pair = gl.load(order_ptr + mine, mask=mine < end, other=0)
+        weight = gl.load(weights_ptr + pair, mask=mine < end, other=0.0)
+    for held in gl.static_range(HELD):
+        y = acc0 if held == 0 else acc1
+        if PACKED:
+            y = y * alpha
+        if BIAS:
+            bias = bias0 if held == 0 else bias1
+            y += gl.convert_layout(bias, gl.SliceLayout(1, ACC), assert_trivial=True)[:, None]
+        y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
+        if SCATTER:
+            y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
+        store_parts(
+            y.to(gl.bfloat16), out_ptr, order_ptr, (block + held) * COLUMNS, row, end, out_columns,
+            out_stride, SCATTER, 0,
+        )  # fmt: skip

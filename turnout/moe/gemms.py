@@ -115,7 +115,8 @@ def specialised(g: Gemm) -> None:
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
         *g.numbers,
         w.format, g.kind, gather, g.pairs and not g.first, w.bias is not None,
-        cut.rows, cut.tokens, widths, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        cut.rows, cut.tokens, widths, cut.k_blocks, cut.stages, cut.group, k_blocks % cut.k_blocks > 0,
+        g.pairs,
         num_warps=4, launch_pdl=g.pairs,
     )  # fmt: skip
 

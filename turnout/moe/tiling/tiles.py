@@ -33,7 +33,7 @@ SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 5, "bf16": 3, "fp8": 1, W4A8: 2}
+REVISIONS = {"packed": 6, "bf16": 4, "fp8": 1, W4A8: 2}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -81,7 +81,7 @@ TileTable = tuple[tuple[int, Tiles], ...]  # tokens of a batch, ascending, and w
 
 SORTED = Tiles(Tiling(256, 128, 1, 4, 4, 8), Tiling(256, 128, 1, 4, 4, 8), sorted=True)
 
-# Tilings of specialised warps, and the mean tokens per expert above which the first of them serves best.
+# Tilings of specialised warps, and the mean tokens per expert above which one serves best.
 SPECIAL: dict[str, tuple[Tiling, ...]] = {
     "packed": (
         Tiling(256, 128, 2, 4, SPECIALISED, 8),
@@ -90,7 +90,10 @@ SPECIAL: dict[str, tuple[Tiling, ...]] = {
     ),
     "bf16": (Tiling(256, 128, 1, 4, SPECIALISED, 8), Tiling(128, 256, 1, 4, SPECIALISED, 8)),
 }
-SPECIAL_ABOVE = {"packed": 48, "bf16": 200}
+SPECIAL_ABOVE: dict[str, tuple[tuple[float, Tiling], ...]] = {
+    "packed": ((48, SPECIAL["packed"][0]), (24, SPECIAL["packed"][1])),
+    "bf16": ((48, SPECIAL["bf16"][0]),),
+}
 
 # Mean tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
 RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
@@ -206,9 +209,9 @@ def rule(shape: ExpertShape, tokens: int, *, one_order: bool = False) -> Tiles:
         return _few(shape, tokens)
     if shape.sortable and per_expert > SORTED_ABOVE:
         return SORTED
-    if shape.kernel in SPECIAL and per_expert > SPECIAL_ABOVE[shape.kernel]:
-        special = SPECIAL[shape.kernel][0]
-        return Tiles(special, special)
+    for above, special in SPECIAL_ABOVE.get(shape.kernel, ()):
+        if per_expert > above:
+            return Tiles(special, special)
     return plain_rule(shape, tokens)
 
 
