@@ -38,10 +38,10 @@ def write_tiles(
 ):  # fmt: skip
     """The table of tiles of `tile_tokens` rows, for experts e whose `rows` begin at `start`.
 
-    int32: how many tiles, how many rows, two counters of those drawn (expert_schedule.py), zero; then (expert,
-    first row, end row, -) of each tile, at 4, 8, ... Expert by expert; WIDEST_FIRST: whole tiles, then those
-    of more than three quarters of the width, of a half, of a quarter, and the rest. The programs share the
-    tiles of each expert.
+    int32: how many tiles, how many rows, two counters of those drawn (expert_schedule.py), zero; then
+    (expert, first row, end row, -) of each tile, at 4, 8, ... Expert by expert; WIDEST_FIRST: whole tiles,
+    then those of more than three quarters of the width, of a half, of a quarter, and the rest. The programs
+    share the tiles of each expert.
     """
     whole = (rows + tile_tokens - 1) // tile_tokens
     if program == 0:
