@@ -16,7 +16,7 @@ from turnout.formats.fragments_fp8 import (
     to_fragments_fp8,
 )
 from turnout.formats.packed import PackedTensor
-from turnout.kernels.expert_gemm_w4a8 import DECODE
+from turnout.kernels.expert_decode_fp8 import DECODE
 
 
 def weights(E: int, N: int, K: int, spread: int = 4) -> PackedTensor:

@@ -150,7 +150,8 @@ def w4a8(g: Gemm, codes: Tensor, scales: Tensor) -> None:
         TensorDescriptor.from_tensor(codes, [cut.tokens, FP8_GROUP], tile), scales,
         TensorDescriptor.from_tensor(w.codes.view(-1, 32), [cut.rows // 2, 32], weight_tile),
         w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
-        n_blocks, g.columns, groups, g.out.stride(0), *g.held, *g.numbers,
-        g.kind, g.pairs and not g.first, w.bias is not None, cut.rows // 64, cut.tokens, cut.stages,
-        cut.group, g.pairs, num_warps=cut.warps, launch_pdl=g.pairs,
+        n_blocks, g.columns, groups, g.out.stride(0), *g.numbers,
+        g.kind, not g.first, g.pairs and not g.first, w.bias is not None, cut.rows // 64, cut.tokens,
+        4 if cut.tokens > 32 else 1, cut.stages, cut.group, g.pairs,
+        num_warps=cut.warps, launch_pdl=g.pairs,
     )  # fmt: skip

@@ -154,6 +154,8 @@ class TritonRunner:
         sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
             self._sort(space, ids_TK, P, tiles)
+        if tiles.sorted or self._w4a8:
+            self._note_places(space, ids_TK, P)
         if tiles.sorted:
             self._fp8_by_expert(space, x_TH, ids_TK, weights_TK, out_TH, tiles)
             return out_TH
@@ -228,7 +230,7 @@ class TritonRunner:
             held=(self._first, self._count), activation=self._spec.activation, processors=self._processors,
         )  # fmt: skip
         if self._w4a8:
-            gemms.w4a8(gemm, *self._quantize_rows(space, gemm, w.blocks[1]))
+            gemms.w4a8(gemm, *self._quantize_rows(space, gemm))
         elif w.format == "fp8":
             gemms.fp8(gemm, *self._quantize(space, x, gemm.pairs))
         elif cut.warps == SPECIALISED:
@@ -242,17 +244,12 @@ class TritonRunner:
         self, space: Workspace, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, tiles: Tiles
     ) -> None:
         """For many tokens, by other kernels: rows stay sorted by expert until they are summed."""
-        from turnout.kernels.expert_gemm_fp8_specialised import gemm, note_places, sum_places
+        from turnout.kernels.expert_gemm_fp8_specialised import gemm, sum_places
 
         (T, H), k, I, P = x_TH.shape, ids_TK.shape[1], self._w2.inner, ids_TK.numel()
         held, kind = (self._first, self._count), self._spec.activation
         limit = math.inf if kind.limit is None else kind.limit
-        counters, block = space.counts.numel(), 1024
-        note_places[(-(-max(P, counters) // block),)](
-            ids_TK, space.order, space.tiles, space.place, space.counts, P, *held, counters, block, True,
-            launch_pdl=True,
-        )  # fmt: skip
-        x = self._quantize(space, x_TH, True)
+        x, block = self._quantize(space, x_TH, True), 1024
         h_PI = space.h.view(torch.float8_e4m3fn)[: P * I].view(P, I)
         h_scale = space.h.view(torch.float32)[P * I // 4 : P * I // 4 + P * I // FP8_GROUP]
         y_PH = space.y[: P * H].view(P, H)
@@ -265,18 +262,34 @@ class TritonRunner:
             )  # fmt: skip
         sum_places[(T, -(-H // block))](y_PH, space.place, out_TH, H, k, block, True, launch_pdl=True)
 
-    def _quantize_rows(self, space: Workspace, g: Gemm, groups: int) -> tuple[Tensor, Tensor]:
-        """e4m3 [R, 128 groups] and float32 [R] of the rows of a GEMM, in the order of experts."""
-        from turnout.kernels.expert_gemm_w4a8 import quantize_rows
+    def _note_places(self, space: Workspace, ids_TK: Tensor, P: int) -> None:
+        from turnout.kernels.expert_gemm_fp8_specialised import note_places
 
-        R, columns = len(g.out), groups * FP8_GROUP
-        padded = _power_of_two(columns)
-        codes_RK = space.quantized[0][: R * columns].view(R, columns)
-        scales_R, at_once = space.quantized[1], max(1, 4096 // padded)
-        quantize_rows[(min(-(-R // at_once), 16 * self._processors),)](
-            g.x, space.order, g.table, codes_RK, scales_R, R, g.x.shape[1], g.x.stride(0), g.top_k, columns,
-            padded, at_once, g.pairs, g.pairs and g.first, g.pairs, launch_pdl=g.pairs,
+        counters, block = space.counts.numel(), 1024
+        note_places[(-(-max(P, counters) // block),)](
+            ids_TK, space.order, space.tiles, space.place, space.counts, P, self._first, self._count,
+            counters, block, True, launch_pdl=True,
         )  # fmt: skip
+
+    def _quantize_rows(self, space: Workspace, g: Gemm) -> tuple[Tensor, Tensor]:
+        """e4m3 [R, K'] and float32 [R] of a GEMM's rows by expert, K' being K up to a multiple of 128."""
+        from turnout.kernels.quantize_rows import quantize_rows, quantize_tokens
+
+        R, (rows, K), columns = len(g.out), g.x.shape, g.w.blocks[1] * FP8_GROUP
+        codes_RK, scales_R = space.quantized[0][: R * columns].view(R, columns), space.quantized[1]
+        padded = _power_of_two(columns)
+        at_once = max(1, 4096 // padded)
+        programs = -(-rows // at_once)
+        if g.pairs and g.first:
+            quantize_tokens[(programs,)](
+                g.x, space.place, codes_RK, scales_R, rows, K, g.x.stride(0), g.top_k, columns, padded,
+                at_once, True, launch_pdl=True,
+            )  # fmt: skip
+        else:
+            quantize_rows[(min(programs, 16 * self._processors),)](
+                g.x, g.table, codes_RK, scales_R, rows, K, g.x.stride(0), columns, padded, at_once, g.pairs,
+                g.pairs, launch_pdl=g.pairs,
+            )  # fmt: skip
         return codes_RK, scales_R
 
     def _quantize(self, space: Workspace, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:

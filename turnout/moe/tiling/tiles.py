@@ -31,9 +31,10 @@ FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastes
 # FP8 with more tokens per expert: rows stay sorted by expert (kernels/expert_gemm_fp8_specialised.py).
 SORTED_ABOVE = 48
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
+SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 6, "bf16": 4, "fp8": 1, W4A8: 2}
+REVISIONS = {"packed": 6, "bf16": 4, "fp8": 1, W4A8: 3}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -122,8 +123,9 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
     W4A8: (
         (12, Tiling(256, 16, 1, 8, 4, 1)),
         (24, Tiling(256, 32, 1, 8, 4, 1)),
-        (72, Tiling(256, 64, 1, 7, 4, 8)),
-        (math.inf, Tiling(256, 128, 1, 5, 4, 8)),
+        (48, Tiling(256, 64, 1, 8, 4, 8)),
+        (96, Tiling(256, 128, 1, 6, 4, 8)),
+        (math.inf, Tiling(128, 256, 1, 5, 4, 8)),
     ),
 }
 
@@ -174,7 +176,7 @@ class ExpertShape:
     def widest_first(self, tiles: Tiles) -> bool:
         """Whether tiles are sorted by their tokens, so that none ends late. An expert's narrow one then reads
         its weights from memory a second time, which only those of 4 bits can afford."""
-        return tiles.specialised and self.kernel == "packed"
+        return self.kernel == W4A8 or (tiles.specialised and self.kernel == "packed")
 
     def per_expert(self, tokens: int) -> float:
         """Mean tokens of an expert that got any."""
@@ -229,7 +231,7 @@ def plain_rule(shape: ExpertShape, tokens: int) -> Tiles:
 
 def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
     """For slabs of `capacity` rows, of which nobody knows how many are filled."""
-    tiling = _by_tokens(shape, capacity)
+    tiling = _by_tokens(shape, min(capacity, SLAB_TOKENS) if shape.format == W4A8 else capacity)
     if shape.format == W4A8:
         return Tiles(tiling, tiling)
     return _narrow(shape, tiling, shape.local_experts * -(-capacity // tiling.tokens))
@@ -295,9 +297,9 @@ def _refuse_specialised(kernel: str, tiling: Tiling) -> str:
 def _runs_w4a8(tiling: Tiling) -> bool:
     rows, tokens, k_blocks, stages, warps, group, _ = tiling
     sums = rows * tokens <= 256 * 128
-    known = rows in (128, 256) and tokens in (16, 32, 64, 128) and (k_blocks, warps) == (1, 4)
-    # beside the stages, room for a block of results on their way to memory
-    held = stages * (128 * tokens + rows // 64 * (4096 + 256)) + 64 * 4 * tokens + 1024
+    known = rows in (128, 256) and tokens in (16, 32, 64, 128, 256) and (k_blocks, warps) == (1, 4)
+    # beside the stages, room for results on their way to memory
+    held = stages * (128 * tokens + rows // 64 * (4096 + 256)) + 5 * 1024
     return known and sums and stages >= 3 and held <= SHARED_BYTES and 1 <= group <= 64
 
 

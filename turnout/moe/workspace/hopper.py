@@ -30,7 +30,7 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
     scale per group; place int32 [P], where sorted rows are, and h has GEMM1's output in e4m3. W4A8:
-    quantized, sorted rows, with columns up to a whole group, and a scale each.
+    quantized, sorted rows, with columns up to a whole group, and a scale each; place.
     """
     fp8, w4a8, H, I = shape.format == "fp8", shape.format == W4A8, shape.hidden, shape.inner
     columns = FP8_GROUP * -(-max(H, I) // FP8_GROUP)
@@ -46,7 +46,7 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     found["tiles"] = 16 * (1 + shape.most_tiles(rows, MIN_TOKENS))
     found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
     if w4a8:
-        found |= {"quantized": pairs * columns, "quantized_scales": 4 * pairs}
+        found |= {"quantized": pairs * columns, "quantized_scales": 4 * pairs, "place": 4 * pairs}
     if fp8:
         found |= _quantized("quantized", max(rows * H, pairs * I))
         found |= {"place": 4 * pairs} if shape.sortable else {}
