@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from turnout.kernels.sort import count_pairs, place_pairs, sum_pairs, tile_slabs
+from turnout.kernels.sort import count_pairs, place_pairs, sum_pairs, sum_places, tile_slabs
 
 results = {}
 
@@ -18,7 +18,7 @@ def power(n: int) -> int:
 
 def sorts(
     pairs: int, local: int, total: int, first: int, width: int,
-    *, block: int = 0, ids=None, widest_first: bool = False,
+    *, block: int = 0, ids=None, widest_first: bool = False, places: bool = False,
 ) -> bool:  # fmt: skip
     draw = torch.Generator().manual_seed(pairs)
     ids = torch.randint(0, total, (pairs,), generator=draw).int() if ids is None else ids
@@ -26,13 +26,14 @@ def sorts(
     block = block or max(16, power(pairs))
     programs = -(-pairs // block)
     counts = torch.zeros(9 * ep, dtype=torch.int32)
-    order = torch.full((pairs,), -7, dtype=torch.int32)
+    order, place = torch.full((2, pairs), -7, dtype=torch.int32)
     tiles = torch.full((4 + 4 * (local + pairs // width + 1),), -7, dtype=torch.int32)
     if not alone:
         count_pairs[(programs,)](ids, counts, pairs, first, local, block, ep, False)
     place_pairs[(programs,)](
-        ids, counts, order, tiles, pairs, first, local, width, programs, block, ep, alone, widest_first, False
-    )
+        ids, counts, order, place, tiles, pairs, first, local, width, programs, block, ep, alone,
+        widest_first, places, False,
+    )  # fmt: skip
     mine = ids - first
     held = ((mine >= 0) & (mine < local)).nonzero().flatten()
     size = torch.bincount(mine[held].long(), minlength=local)
@@ -50,6 +51,9 @@ def sorts(
         wanted.sort(key=lambda tile: (tile[2] - tile[1] < width, -ceil(4 * (tile[2] - tile[1]) / width)))
     good &= tiles[:4].tolist() == [len(wanted), len(held), 0, 0]
     good &= tiles[4 : 4 + 4 * len(wanted)].view(-1, 4)[:, :3].tolist() == wanted
+    if places:
+        good &= torch.equal(order[place[held].long()], held.int())
+        good &= int((place == -1).sum()) == pairs - len(held)
     return good and (not alone or not counts.any())
 
 
@@ -58,6 +62,7 @@ results["one"] = sorts(1, 8, 8, 0, 8)
 results["blocks"] = sorts(600, 16, 16, 0, 16, block=128)
 results["one-expert"] = sorts(200, 4, 4, 0, 24, block=64, ids=torch.full((200,), 3, dtype=torch.int32))
 results["other-ranks"] = sorts(300, 8, 32, 16, 8, block=128)
+results["places"] = sorts(300, 8, 32, 16, 8, block=128, places=True)
 results["widest-first"] = sorts(900, 16, 24, 4, 16, block=128, widest_first=True)
 results["widest-first-alone"] = sorts(40, 8, 8, 0, 8, widest_first=True)
 results["padding"] = sorts(32, 8, 8, 0, 8, ids=torch.full((32,), -1, dtype=torch.int32))
@@ -82,5 +87,17 @@ for name, dtype in (("sum", torch.float32), ("sum-bf16", torch.bfloat16)):
         out.float(), ref.to(dtype).float(), rtol=1e-6 if name == "sum" else 1e-2, atol=1e-6
     )
     results[name] = bool(close and not counters.any())
+
+T, TOP_K, H = 7, 3, 200
+draw = torch.Generator().manual_seed(0)
+y = torch.randn(T * TOP_K, H, generator=draw).bfloat16()
+place = torch.randperm(T * TOP_K, generator=draw).int()
+place[torch.rand(T * TOP_K, generator=draw) < 0.6] = -1
+wanted = (y.float()[place.long()] * (place >= 0)[:, None]).view(T, TOP_K, H).sum(1)
+for few in (False, True):
+    counters, out = torch.ones(700, dtype=torch.int32), torch.full((T, H), torch.nan)
+    sum_places[(T, 2)](y, place, out, counters, H, 600, TOP_K, 128, few, False)
+    cleared = counters.tolist() == [0] * 600 + [1] * 100
+    results[f"sum-places-{few}"] = cleared and torch.allclose(out, wanted, atol=1e-6)
 
 print(json.dumps(results))

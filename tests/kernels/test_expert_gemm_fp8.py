@@ -24,7 +24,7 @@ TYPES = {
     "w_desc": f"tensordesc<fp8e4nv[{SORTED.first.rows}, 128],{TILE!r}>",
     "out_desc": f"tensordesc<bf16[64, 128],{ROWS!r}>",
 }
-TOKENS_TYPE = f"tensordesc<fp8e4nv[{SORTED.first.tokens}, 128],{TILE!r}>"
+TOKENS_TYPE = f"tensordesc<fp8e4nv[64, 128],{TILE!r}>"
 
 
 def products(done) -> set[int]:
@@ -48,16 +48,15 @@ def test_small_tiles(tiles: Tiling, first: bool):
 def test_specialised_warps(first: bool, activation: str):
     tiling = SORTED.first if first else SORTED.second
     constants = {
-        "FIRST": first, "ACTIVATION": activation, "BIAS": True, "TILES_GROUP": tiling.group, "PDL": True,
+        "FIRST": first, "ACTIVATION": activation, "BIAS": True, "GROUP": tiling.group, "PDL": True,
         "STAGES": stages_of(tiling.stages, first=first),
     }  # fmt: skip
-    types = {"x_from": "*fp8e4nv", "out_ptr": "*fp8e4nv"} if first else {"x_from": TOKENS_TYPE}
+    types = {"x_desc": TOKENS_TYPE, "out_ptr": "*fp8e4nv" if first else "*bf16"}
     done = compiled(expert_gemm_fp8_specialised, constants, warps=tiling.warps, **TYPES | types)
     ptx = done.asm["ptx"]
     assert products(done) == {128}
     assert "cp.async.bulk.tensor.2d.shared" in ptx
-    # GEMM1 gathers tokens, GEMM2 lets the TMA store; the multiplying warps take the loading ones' registers.
-    assert ("cp.async.cg.shared.global" in ptx) == first
+    # GEMM2 lets the TMA store; the multiplying warps take the loading one's registers.
     assert ("cp.async.bulk.tensor.2d.global.shared" in ptx) == (not first)
     assert ptx.count("setmaxnreg.inc") > 1
 
@@ -67,6 +66,6 @@ def results() -> dict[str, bool]:
     return interpreted.results("quantize_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["rows", "places", "sum"])
+@pytest.mark.parametrize("case", ["rows", "places"])
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]

@@ -79,8 +79,9 @@ def _write_tile(entry, e, row, end, exists):
 
 @triton.jit
 def place_pairs(
-    ids_ptr, counts_ptr, order_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
-    BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, WIDEST_FIRST: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, counts_ptr, order_ptr, place_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
+    BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, WIDEST_FIRST: tl.constexpr,
+    PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the sorted pairs and the table of tiles.
 
@@ -88,6 +89,7 @@ def place_pairs(
     beforehand. COUNT: one program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs`
     clears them.
     order int32 [P]: pair ids, expert by expert; pairs of other ranks and padding are left out.
+    place int32 [P], where PLACES: where in `order` each pair is; -1: it was left out.
     tiles int32 [4 + 4 * tiles]: see `write_tiles`.
     """
     if PDL:
@@ -103,9 +105,12 @@ def place_pairs(
         pairs = tl.where(e < E, tl.histogram(expert, EP), 0)
     else:
         pairs = tl.load(counts_ptr + e)
-    place = tl.atomic_add(counts_ptr + EP + expert * APART, 1, mask=held, sem="relaxed")
     start = tl.cumsum(pairs, 0) - pairs
-    tl.store(order_ptr + tl.gather(start, expert, 0) + place, i, mask=held)
+    place = tl.gather(start, expert, 0)
+    place += tl.atomic_add(counts_ptr + EP + expert * APART, 1, mask=held, sem="relaxed")
+    tl.store(order_ptr + place, i, mask=held)
+    if PLACES:
+        tl.store(place_ptr + i, tl.where(held, place, -1), mask=i < P)
     write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs, WIDEST_FIRST)
     if COUNT:
         tl.debug_barrier()
@@ -146,3 +151,32 @@ def sum_pairs(
         row = y_ptr + (token * TOP_K + j) * y_stride
         acc += tl.load(row + c, mask=(c < H) & held, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * H + c, acc.to(out_ptr.dtype.element_ty), mask=c < H)
+
+
+@triton.jit
+def sum_places(
+    y_ptr, place_ptr, out_ptr, counts_ptr, H,
+    COUNTERS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]], if there is one. Zeroes COUNTERS counts.
+
+    FEW: most pairs are other ranks', and no registers are kept for them, so that more programs fit.
+    """
+    token = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if (token == 0) & (tl.program_id(1) == 0):
+        for at in tl.static_range(0, COUNTERS, 512):
+            i = at + tl.arange(0, 512)
+            tl.store(counts_ptr + i, tl.zeros([512], tl.int32), mask=i < COUNTERS)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(place_ptr + token * TOP_K + j).to(tl.int64)
+        if FEW:
+            if row >= 0:
+                acc += tl.load(y_ptr + row * H + c, mask=c < H, other=0.0).to(tl.float32)
+        else:
+            acc += tl.load(y_ptr + row * H + c, mask=(c < H) & (row >= 0), other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * H + c, acc.to(out_ptr.dtype.element_ty), mask=c < H)

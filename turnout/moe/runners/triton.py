@@ -154,8 +154,6 @@ class TritonRunner:
         sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
             self._sort(space, ids_TK, P, tiles)
-        if tiles.sorted or self._w4a8:
-            self._note_places(space, ids_TK, P)
         if tiles.sorted:
             self._fp8_by_expert(space, x_TH, ids_TK, weights_TK, out_TH, tiles)
             return out_TH
@@ -214,8 +212,9 @@ class TritonRunner:
             )  # fmt: skip
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
         place_pairs[(programs,)](
-            ids_TK, space.counts, space.order, space.tiles, P, self._first, self._count, tiles.tokens,
-            programs, block, self._padded_count, alone, self.shape.widest_first(tiles), True,
+            ids_TK, space.counts, space.order, space.place, space.tiles, P, self._first, self._count,
+            tiles.tokens, programs, block, self._padded_count, alone, self.shape.widest_first(tiles),
+            tiles.sorted or self._w4a8, True,
             num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
@@ -244,31 +243,38 @@ class TritonRunner:
         self, space: Workspace, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, tiles: Tiles
     ) -> None:
         """For many tokens, by other kernels: rows stay sorted by expert until they are summed."""
-        from turnout.kernels.expert_gemm_fp8_specialised import gemm, sum_places
+        from turnout.kernels.expert_gemm_fp8 import quantize_places
+        from turnout.kernels.expert_gemm_fp8_specialised import gemm
+        from turnout.kernels.sort import sum_places
 
         (T, H), k, I, P = x_TH.shape, ids_TK.shape[1], self._w2.inner, ids_TK.numel()
-        held, kind = (self._first, self._count), self._spec.activation
+        kind, groups = self._spec.activation, H // FP8_GROUP
         limit = math.inf if kind.limit is None else kind.limit
-        x, block = self._quantize(space, x_TH, True), 1024
+        # y is not yet written while x is read.
+        x = space.y.view(torch.float8_e4m3fn)[: P * H].view(P, H)
+        x_scale = space.y.view(torch.float32)[P * H // 4 :][: P * groups]
+        row = _power_of_two(H)
+        quantize_places[(T,)](
+            x_TH, space.place, x, x_scale, H, x_TH.stride(0), k, row, True,
+            num_warps=min(16, max(4, row // 512)), launch_pdl=True,
+        )  # fmt: skip
         h_PI = space.h.view(torch.float8_e4m3fn)[: P * I].view(P, I)
         h_scale = space.h.view(torch.float32)[P * I // 4 : P * I // 4 + P * I // FP8_GROUP]
         y_PH = space.y[: P * H].view(P, H)
-        for first, w, rows, out in ((True, self._w13, x, h_PI), (False, self._w2, (h_PI, h_scale), y_PH)):
+        for first, w, rows, out in (
+            (True, self._w13, (x, x_scale), h_PI),
+            (False, self._w2, (h_PI, h_scale), y_PH),
+        ):
             cut = tiles.first if first else tiles.second
             gemm(
                 *rows, w.codes, w.scales, w.bias, out, h_scale, space.order, space.tiles, weights_TK,
-                first=first, top_k=k, experts=held, activation=(kind.kind, kind.alpha, kind.beta, limit),
+                first=first, activation=(kind.kind, kind.alpha, kind.beta, limit),
                 stages=cut.stages, group=cut.group, programs=self._processors,
             )  # fmt: skip
-        sum_places[(T, -(-H // block))](y_PH, space.place, out_TH, H, k, block, True, launch_pdl=True)
-
-    def _note_places(self, space: Workspace, ids_TK: Tensor, P: int) -> None:
-        from turnout.kernels.expert_gemm_fp8_specialised import note_places
-
-        counters, block = space.counts.numel(), 1024
-        note_places[(-(-max(P, counters) // block),)](
-            ids_TK, space.order, space.tiles, space.place, space.counts, P, self._first, self._count,
-            counters, block, True, launch_pdl=True,
+        few, counters, block = 2 * self._count <= self._spec.num_experts, space.counts.numel(), 1024
+        sum_places[(T, -(-H // block))](
+            y_PH, space.place, out_TH, space.counts, H, counters, k, block, few, True,
+            num_warps=2 if few else 4, launch_pdl=True,
         )  # fmt: skip
 
     def _quantize_rows(self, space: Workspace, g: Gemm) -> tuple[Tensor, Tensor]:

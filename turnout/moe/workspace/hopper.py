@@ -29,8 +29,9 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
     counts: int32, nine for each of a power of two above E (kernels/sort.py), zero between calls, hence first.
     tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y: what
     GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a float32
-    scale per group; place int32 [P], where sorted rows are, and h has GEMM1's output in e4m3. W4A8:
-    quantized, sorted rows, with columns up to a whole group, and a scale each; place.
+    scale per group; place int32 [P], where sorted rows are, for which y has GEMM1's input before GEMM2's
+    output, and h GEMM1's output in e4m3. W4A8: quantized, sorted rows, with columns up to a whole group, and
+    a scale each; place.
     """
     fp8, w4a8, H, I = shape.format == "fp8", shape.format == W4A8, shape.hidden, shape.inner
     columns = FP8_GROUP * -(-max(H, I) // FP8_GROUP)
