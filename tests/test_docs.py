@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-WITHOUT_FILES = {"turnout/assets/tuning"}  # until tables are measured
 OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model", "--model_args"}  # of other programs
 
 
@@ -46,7 +45,7 @@ def test_files_that_are_named_exist(page):
         r"`((?:turnout|tests|tools|benchmarks|docs|moe|kernels|engine|parallel)/[\w./*-]*)`", text(page)
     ):
         found = [*ROOT.glob(name), *(ROOT / "turnout").glob(name)]
-        assert found or name in WITHOUT_FILES, name
+        assert found, name
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -36,6 +36,10 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         if files:
             content = json.loads(files[-1].read_text())
             found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
+    ours, public = (sorted(folder.glob(f"{name}-nvidia-h200*.json")) for name in ("moe", "moe-public"))
+    if ours and public:
+        contents = (json.loads(files[-1].read_text()) for files in (ours, public))
+        found["moe-public-h200"] = beside_public(*contents)
     for file in sorted(tuning.glob("*.json")):
         found[f"tiles-{file.stem}"] = tilings(file)
     return found
@@ -102,6 +106,29 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
         body = table(["shape", *(f"T={tokens}" for tokens in sizes)], lines)
         parts.append(f"**{format}**{routes} ({about})\n\n{body}")
     return "\n\n".join(parts)
+
+
+def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
+    """How many times as fast as the fastest public kernel of each point, which was timed in another run."""
+
+    def points(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
+        return {
+            (row["format"], row["shape"], row["tokens"]): row["time_us"]
+            for row in rows
+            if row["routing"] == "uniform" and not row.get("peer")
+        }
+
+    ours, theirs = points(content["rows"]), points(public["rows"])
+    lines = []
+    for format in dict.fromkeys(format for format, *_ in theirs):
+        ratios = {point: us / ours[point] for point, us in theirs.items() if point[0] == format}
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        behind = [
+            f"{shape} T={T} {ratios[_, shape, T]:.2f}" for _, shape, T in ratios if ratios[_, shape, T] < 1
+        ]
+        cells = [f"{mean:.2f}", f"{min(ratios.values()):.2f}", f"{max(ratios.values()):.2f}"]
+        lines.append([format, *cells, ", ".join(behind) or "none"])
+    return table(["format", "geometric mean", "least", "most", "where the public kernel is ahead"], lines)
 
 
 def beside_triton(content: dict[str, Any]) -> str:

@@ -316,7 +316,8 @@ def draw_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x float32 [T, H], ids int32 [T, k], weights float32 [T, k] summing to 1."""
     draw = torch.Generator(device).manual_seed(seed)
-    x_TH = torch.randn(tokens, shape.hidden, generator=draw, device=device)
+    # Weights drawn with the same seed begin with the same numbers: reversed, or tokens would be their rows.
+    x_TH = torch.randn(tokens, shape.hidden, generator=draw, device=device).flip(-1)
     E, k = shape.experts, shape.top_k
     skew = _skew(routing) or 0.0
     rank_E = torch.zeros(E, device=device)

@@ -12,7 +12,16 @@ from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.tiling.search import candidates
 from turnout.moe.tiling.tiles import ExpertShape, Tiles, Tiling, choose, refuse, rule
-from turnout.moe.tiling.times import BETWEEN, TOKENS, _settle, _tune, copies, tile_times, to_compile
+from turnout.moe.tiling.times import (
+    BETWEEN,
+    TOKENS,
+    _settle,
+    _tune,
+    calls_in_graph,
+    copies,
+    tile_times,
+    to_compile,
+)
 from turnout.registry import RUNNERS
 
 SHAPE = ExpertShape(
@@ -64,6 +73,13 @@ def test_the_rule_stays_unless_it_is_beaten_by_more_than_noise():
 
 def test_enough_copies_of_weights_to_leave_the_cache():
     assert [copies(size) for size in (10**6, 60_000_000, 10**10)] == [6, 6, 2]
+
+
+def test_few_tokens_are_timed_with_every_draw_of_routes():
+    assert calls_in_graph(100.0, 2, 4) == 4
+    assert calls_in_graph(30.0, 6, 4) == 12
+    assert calls_in_graph(1000.0, 2, 4) == 2, "many tokens are alike"
+    assert calls_in_graph(1000.0, 6, 4) == 6
 
 
 @pytest.mark.gpu

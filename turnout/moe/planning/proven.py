@@ -21,7 +21,7 @@ RUNS: dict[str, dict[str, str]] = {
     "nvlink": {"NVIDIA H200": "2026-11-22"},
     "nvlink-experts": {"NVIDIA H200": "2026-11-22"},
     "torch": {"NVIDIA H200": "2026-11-21"},
-    "triton": {"NVIDIA H200": "2026-11-21"},
+    "triton": {"NVIDIA H200": "2026-11-22"},
 }
 
 

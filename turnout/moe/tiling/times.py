@@ -131,6 +131,14 @@ def _settle(timer: _Timer, shape: ExpertShape, tokens: int, found: Iterable[Tile
     )
 
 
+def calls_in_graph(once_us: float, runners: int, batches: int) -> int:
+    """How many calls of `once_us` each are timed together: GRAPH_US at least, and all runners alike; of short
+    ones all batches alike too, since a rank's few tokens may choose none of its experts, or many.
+    """
+    turn = math.lcm(runners, batches) if once_us < GRAPH_US else runners
+    return turn * max(1, math.ceil(GRAPH_US / once_us / turn))
+
+
 class _Timer:
     """Times of calls in graphs, by tokens and tiles."""
 
@@ -168,7 +176,7 @@ class _Timer:
         end.record()
         end.synchronize()
         once_us = 1e3 * start.elapsed_time(end)
-        calls = len(runners) * max(1, math.ceil(GRAPH_US / once_us / len(runners)))
+        calls = calls_in_graph(once_us, len(runners), len(batches))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(calls):
