@@ -32,7 +32,7 @@ from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.runners.triton import TritonRunner
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISIONS, ExpertShape
+from turnout.moe.tiling.tiles import REVISIONS, LayerShape
 from turnout.moe.tiling.times import TOKENS, copies, tile_times, to_compile
 from turnout.moe.tiling.tuned import Table, TileFile
 from turnout.parallel import hardware
@@ -112,13 +112,13 @@ def left_of(formats: Sequence[str], names: Sequence[str], tables: Sequence[Table
     """The layers, by name and format, that no table is of."""
     done = {table.shape for table in tables}
     every = [(name, format) for format in formats for name in names if _holds(name, format)]
-    return [layer for layer in every if expert_shape(*layer) not in done]
+    return [layer for layer in every if layer_shape(*layer) not in done]
 
 
-def expert_shape(name: str, format: str) -> ExpertShape:
+def layer_shape(name: str, format: str) -> LayerShape:
     """As the runner of the layer has it."""
     shape = SHAPES[name]
-    return ExpertShape.of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
+    return LayerShape.of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
 
 
 def main() -> None:

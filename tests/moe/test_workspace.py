@@ -16,7 +16,7 @@ from turnout.moe.backends import RUNNER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import ExpertShape
+from turnout.moe.tiling.tiles import LayerShape
 from turnout.moe.workspace.hopper import ALIGN, arena_bytes, regions, workspace_bytes
 from turnout.moe.workspace.share import Share
 from turnout.registry import RUNNERS
@@ -41,7 +41,7 @@ def planned(spec: MoESpec, layout: str, rows: int) -> int:
 
 def test_regions_lie_apart_and_fill_the_arena():
     spec = make_spec(format="fp8", hidden_size=256, intermediate_size=256)
-    shape = ExpertShape.of(spec, num_local_experts=8, expert_tp=1)
+    shape = LayerShape.of(spec, num_local_experts=8, expert_tp=1)
     sets = {"tokens": regions(shape, "tokens", 100), "experts": regions(shape, "experts", 9)}
     arena = Arena(CPU, sets)
     for layout, sizes in sets.items():

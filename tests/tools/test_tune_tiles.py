@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.tune_tiles import begun, expert_shape, left_of
+from tools.tune_tiles import begun, layer_shape, left_of
 from turnout.moe.tiling import tuned
 from turnout.moe.tiling.tiles import REVISIONS, rule
 from turnout.moe.tiling.tuned import Entry, Table, TileFile
@@ -15,7 +15,7 @@ NAMES = ["qwen3-30b", "gptoss-20b"]
 
 
 def table(name: str, format: str) -> Table:
-    shape = expert_shape(name, format)
+    shape = layer_shape(name, format)
     first, second, by_expert, *_ = rule(shape, 16)
     entry = Entry(tokens=16, first=first, second=second, sorted=by_expert, us=1.0, rule_us=1.0)
     return Table(shape=shape, revision=REVISIONS[shape.kernel], date="2026-01-01", entries=(entry,))

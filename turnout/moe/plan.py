@@ -46,7 +46,7 @@ from turnout.moe.planning.division import layer_refusals
 from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
 from turnout.moe.spec import MoESpec
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import ExpertShape, TileTable
+from turnout.moe.tiling.tiles import LayerShape, TileTable
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
@@ -127,7 +127,7 @@ def plan(
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
     measured: Times = MappingProxyType({}),
-    tiles: Callable[[ExpertShape], TileTable] | None = None,
+    tiles: Callable[[LayerShape], TileTable] | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
@@ -275,12 +275,12 @@ def _hint(
     return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
 
 
-def _tiles(case: Case, best: Candidate, find: Callable[[ExpertShape], TileTable]) -> TileTable:
+def _tiles(case: Case, best: Candidate, find: Callable[[LayerShape], TileTable]) -> TileTable:
     """Under --deterministic the rule alone: every machine then runs the same kernels."""
     if not best.runner.tiled or case.wishes.deterministic:
         return ()
     return find(
-        ExpertShape.of(
+        LayerShape.of(
             case.spec,
             num_local_experts=case.num_local_experts,
             expert_tp=case.topology.expert_tp,

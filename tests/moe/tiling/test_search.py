@@ -10,15 +10,15 @@ import pytest
 
 from turnout.bench.moe import SHAPES
 from turnout.moe.tiling.search import as_tiles, candidates
-from turnout.moe.tiling.tiles import SORTED, ExpertShape, Tiles, Tiling, refuse, rule
+from turnout.moe.tiling.tiles import SORTED, LayerShape, Tiles, Tiling, refuse, rule
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MOST = 40  # timings for one batch size
 
 
-def shape_named(name: str, format: str) -> ExpertShape:
+def shape_named(name: str, format: str) -> LayerShape:
     shape = SHAPES[name]
-    return ExpertShape.of(shape.spec(format), num_local_experts=shape.experts // shape.ep, expert_tp=1)
+    return LayerShape.of(shape.spec(format), num_local_experts=shape.experts // shape.ep, expert_tp=1)
 
 
 def measured() -> dict[tuple[str, int, str], dict[Tiling, float]]:

@@ -11,7 +11,7 @@ from turnout.moe.tiling.tiles import (
     SORTED,
     SPECIAL,
     SPECIAL_ABOVE,
-    ExpertShape,
+    LayerShape,
     Tiles,
     Tiling,
     choose,
@@ -22,11 +22,11 @@ from turnout.moe.tiling.tiles import (
 )
 
 
-def shape(format: str = "mxfp4", **fields) -> ExpertShape:
+def shape(format: str = "mxfp4", **fields) -> LayerShape:
     sizes = {
         "hidden": 2048, "inner": 768, "w13_rows": 1536, "num_experts": 128, "local_experts": 128, "top_k": 8,
     }  # fmt: skip
-    return ExpertShape(format=format, **(sizes | fields))
+    return LayerShape(format=format, **(sizes | fields))
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "nvfp4"])

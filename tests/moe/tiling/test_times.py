@@ -11,7 +11,7 @@ import torch
 from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.tiling.search import candidates
-from turnout.moe.tiling.tiles import ExpertShape, Tiles, Tiling, choose, refuse, rule
+from turnout.moe.tiling.tiles import LayerShape, Tiles, Tiling, choose, refuse, rule
 from turnout.moe.tiling.times import (
     BETWEEN,
     TOKENS,
@@ -24,7 +24,7 @@ from turnout.moe.tiling.times import (
 )
 from turnout.registry import RUNNERS
 
-SHAPE = ExpertShape(
+SHAPE = LayerShape(
     format="mxfp4", hidden=2048, inner=768, w13_rows=1536, num_experts=128, local_experts=128, top_k=8
 )
 

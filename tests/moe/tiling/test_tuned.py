@@ -13,7 +13,7 @@ from turnout.errors import UserError
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISIONS, ExpertShape, Tiling, rule
+from turnout.moe.tiling.tiles import REVISIONS, LayerShape, Tiling, rule
 from turnout.moe.tiling.tuned import Entry, Table, TileFile
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology
@@ -21,7 +21,7 @@ from turnout.parallel.topology import Topology
 H200 = Hardware(
     name="NVIDIA H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=True, devices=1
 )
-SHAPE = ExpertShape.of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
+SHAPE = LayerShape.of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
 FIRST, SECOND = Tiling(128, 16, 2, 4, 4, 1), Tiling(64, 16, 2, 4, 4, 1)
 
 
@@ -55,9 +55,9 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
     assert list(file.parent.iterdir()) == [file]
     assert len(file.read_text().splitlines()) == 9  # an entry a line
     for other in (
-        ExpertShape.of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1),
-        ExpertShape.of(make_spec(format="mxfp4"), num_local_experts=4, expert_tp=1),
-        ExpertShape.of(make_spec(format="mxfp4", top_k=1), num_local_experts=8, expert_tp=1),
+        LayerShape.of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1),
+        LayerShape.of(make_spec(format="mxfp4"), num_local_experts=4, expert_tp=1),
+        LayerShape.of(make_spec(format="mxfp4", top_k=1), num_local_experts=8, expert_tp=1),
     ):
         assert tuned.find(other, H200, tmp_path) == ()
     elsewhere = Hardware(name="NVIDIA H100", device="cuda", architecture=90, memory_bytes=GB, present=True)
@@ -147,7 +147,7 @@ def test_what_is_shipped_for_an_h200_counts_there(
         assert [tokens for tokens, _ in found] == [entry.tokens for entry in table.entries]
         assert {1, 16, 256, 4096, 16384} <= {entry.tokens for entry in table.entries}
     known = [
-        ExpertShape.of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
+        LayerShape.of(shape.spec(format), num_local_experts=shape.local, expert_tp=1)
         for name, shape in SHAPES.items()
         for format in ("mxfp4", "nvfp4", "bf16", "fp8")
         if name != "cpu-small"
@@ -166,7 +166,7 @@ def test_the_rule_is_within_a_quarter_of_what_was_measured_best():
 
 def test_parts_are_put_together_without_what_kernels_have_outgrown():
     entry = Entry(tokens=1, first=SECOND, second=SECOND, us=1.0, rule_us=1.0)
-    other = ExpertShape.of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1)
+    other = LayerShape.of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1)
     old, new = table((entry,)), table((entry,), commit="newer")
     stale = table((entry,), shape=other, revision=0)
     parts = [

@@ -35,7 +35,7 @@ from turnout.moe.spec import MoESpec
 from turnout.moe.tiling.tiles import (
     SPECIALISED,
     W4A8,
-    ExpertShape,
+    LayerShape,
     Tiles,
     TileTable,
     choose,
@@ -63,7 +63,7 @@ class Workspace:
     quantized: tuple[Tensor, Tensor]
 
 
-def workspaces(shape: ExpertShape, plan: MoEPlan, device: torch.device) -> tuple[Arena, dict[str, Workspace]]:
+def workspaces(shape: LayerShape, plan: MoEPlan, device: torch.device) -> tuple[Arena, dict[str, Workspace]]:
     """The arena of a plan's layers, and what each of its layouts uses of it."""
     rows: dict[str, int] = {}
     for phase in (plan.prefill, plan.decode):
@@ -111,7 +111,7 @@ class TritonRunner:
         gated = self._spec.activation.gated
         self._w13 = Matrix(experts.w13, experts.b13, gated, self._device, w4a8=self._w4a8)
         self._w2 = Matrix(experts.w2, experts.b2, False, self._device, w4a8=self._w4a8)
-        self.shape = ExpertShape(
+        self.shape = LayerShape(
             format=W4A8 if self._w4a8 else self._w13.format,
             hidden=self._w2.rows, inner=self._w2.inner, w13_rows=self._w13.rows,
             num_experts=self._spec.num_experts, local_experts=self._count, top_k=self._spec.top_k,

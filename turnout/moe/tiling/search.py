@@ -24,7 +24,7 @@ from turnout.moe.tiling.tiles import (
     SORTED,
     SPECIAL,
     W4A8,
-    ExpertShape,
+    LayerShape,
     Tiles,
     Tiling,
     plain_rule,
@@ -54,7 +54,7 @@ class Choices:
     second: tuple[Tiling, ...]
 
 
-def candidates(shape: ExpertShape, tokens: int) -> list[Choices]:
+def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
     """For batches of `tokens`: by width, the most promising first; what the rule says is among them. The W4A8
     kernel has few enough tilings to time them all."""
     said = rule(shape, tokens)
@@ -85,7 +85,7 @@ def candidates(shape: ExpertShape, tokens: int) -> list[Choices]:
     return choices
 
 
-def _few_choices(shape: ExpertShape, tokens: int, said: Tiles) -> Choices:
+def _few_choices(shape: LayerShape, tokens: int, said: Tiles) -> Choices:
     """For few tokens per expert: what may be best at any number of programs is few enough to time it all."""
 
     def one(K: int, own: Tiling) -> tuple[Tiling, ...]:
@@ -105,7 +105,7 @@ def as_tiles(first: Tiling, second: Tiling) -> Tiles:
     return SORTED if first == SORTED.first else Tiles(first, second)
 
 
-def modelled_us(shape: ExpertShape, tiling: Tiling, tokens: int, N: int, K: int) -> float:
+def modelled_us(shape: LayerShape, tiling: Tiling, tokens: int, N: int, K: int) -> float:
     """About what one GEMM takes, uniformly routed."""
     touched, tiles = _tiles(shape, tokens, tiling.tokens)
     programs = max(1.0, tiles * -(-N // tiling.rows))
@@ -132,7 +132,7 @@ def modelled_us(shape: ExpertShape, tiling: Tiling, tokens: int, N: int, K: int)
     return sum(stream**4 for stream in streams) ** 0.25 * (1 + 0.4 / resident)
 
 
-def _possible(shape: ExpertShape) -> list[Tiling]:
+def _possible(shape: LayerShape) -> list[Tiling]:
     """All that this kernel runs; sharing weights in turn matters only to tall stacks of tiles."""
     axes = product((64, 128, 256), (8, 16, 32, 64, 128, 256), (1, 2), (3, 4, 5, 6), (4, 8))
     found = [
@@ -145,7 +145,7 @@ def _possible(shape: ExpertShape) -> list[Tiling]:
 
 
 def _best(
-    shape: ExpertShape, tokens: int, tilings: list[Tiling], N: int, K: int, own: Tiling | None
+    shape: LayerShape, tokens: int, tilings: list[Tiling], N: int, K: int, own: Tiling | None
 ) -> tuple[float, tuple[Tiling, ...]]:
     """The modelled time of the best, and those near it; `own` is always one of them."""
     timed = sorted((modelled_us(shape, tiling, tokens, N, K), tiling) for tiling in tilings)
@@ -160,7 +160,7 @@ def _best(
     return best, tuple(kept)
 
 
-def _tiles(shape: ExpertShape, tokens: int, width: int) -> tuple[float, float]:
+def _tiles(shape: LayerShape, tokens: int, width: int) -> tuple[float, float]:
     """Experts of this rank that get a token, and tiles that these fall into, as expected of even routes."""
     if tokens * shape.top_k <= 16:
         pairs = tokens * shape.top_k * shape.local_experts / shape.num_experts

@@ -33,7 +33,7 @@ SORTED_ABOVE = 12
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
-# Of the kernels, by `ExpertShape.kernel`; raised when tables must be measured again.
+# Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
 REVISIONS = {"packed": 6, "bf16": 4, "fp8": 2, W4A8: 3}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
@@ -138,7 +138,7 @@ _DEEP = Tiles(Tiling(64, 16, 2, 6, 4, 1), Tiling(128, 16, 2, 6, 4, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertShape:
+class LayerShape:
     """One rank's share of a layer, as far as tilings depend on it."""
 
     format: str  # of the weights, or W4A8
@@ -152,7 +152,7 @@ class ExpertShape:
     @classmethod
     def of(
         cls, spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
-    ) -> ExpertShape:
+    ) -> LayerShape:
         """One rank's share of `spec`. activations: what the GEMMs multiply with."""
         return cls(
             format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
@@ -201,7 +201,7 @@ class ExpertShape:
         return pairs if self.direct(tokens) else min(self.local_experts, pairs) + pairs // width
 
 
-def choose(shape: ExpertShape, table: TileTable, tokens: int, *, one_order: bool = False) -> Tiles:
+def choose(shape: LayerShape, table: TileTable, tokens: int, *, one_order: bool = False) -> Tiles:
     """For a batch of `tokens`: the nearest entry of `table`, as a ratio; without one, what `rule` says."""
     if not table:
         return rule(shape, tokens, one_order=one_order)
@@ -211,7 +211,7 @@ def choose(shape: ExpertShape, table: TileTable, tokens: int, *, one_order: bool
     return table[after][1]
 
 
-def rule(shape: ExpertShape, tokens: int, *, one_order: bool = False) -> Tiles:
+def rule(shape: LayerShape, tokens: int, *, one_order: bool = False) -> Tiles:
     """By the mean number of tokens of an expert. one_order: of a row's sums, whatever the batch."""
     per_expert = shape.per_expert(tokens)
     if shape.kernel == "packed" and per_expert <= FEW_TOKENS and not one_order:
@@ -224,7 +224,7 @@ def rule(shape: ExpertShape, tokens: int, *, one_order: bool = False) -> Tiles:
     return plain_rule(shape, tokens)
 
 
-def plain_rule(shape: ExpertShape, tokens: int) -> Tiles:
+def plain_rule(shape: LayerShape, tokens: int) -> Tiles:
     """Among tilings for any number of tokens per expert."""
     tiling = _by_tokens(shape, shape.per_expert(tokens))
     if shape.format == W4A8:
@@ -240,7 +240,7 @@ def plain_rule(shape: ExpertShape, tokens: int) -> Tiles:
     return tiles
 
 
-def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
+def slab_rule(shape: LayerShape, capacity: int) -> Tiles:
     """For slabs of `capacity` rows, of which nobody knows how many are filled."""
     tiling = _by_tokens(shape, min(capacity, SLAB_TOKENS) if shape.format == W4A8 else capacity)
     if shape.format == W4A8:
@@ -248,7 +248,7 @@ def slab_rule(shape: ExpertShape, capacity: int) -> Tiles:
     return _narrow(shape, tiling, shape.local_experts * -(-capacity // tiling.tokens))
 
 
-def refuse(shape: ExpertShape, tiles: Tiles) -> str:
+def refuse(shape: LayerShape, tiles: Tiles) -> str:
     """Why no kernel runs `tiles`; "" if one does."""
     if tiles.first.tokens != tiles.second.tokens:
         return "the two GEMMs share a table of tiles, and differ in their tokens"
@@ -324,7 +324,7 @@ def _refuse_few(kernel: str, tiling: Tiling) -> str:
     return reason or ("" if 1 <= group <= 64 else f"{group} tiles taking turns")
 
 
-def _few(shape: ExpertShape, tokens: int) -> Tiles:
+def _few(shape: LayerShape, tokens: int) -> Tiles:
     touched = shape.touched(tokens)
 
     def one(N: int, K: int) -> Tiling:
@@ -334,11 +334,11 @@ def _few(shape: ExpertShape, tokens: int) -> Tiles:
     return Tiles(one(shape.w13_rows, shape.hidden), one(shape.hidden, shape.inner))
 
 
-def _by_tokens(shape: ExpertShape, per_expert: float) -> Tiling:
+def _by_tokens(shape: LayerShape, per_expert: float) -> Tiling:
     return next(tiling for bound, tiling in RULES[shape.kernel] if per_expert <= bound)
 
 
-def _narrow(shape: ExpertShape, tiling: Tiling, most_tiles: int) -> Tiles:
+def _narrow(shape: LayerShape, tiling: Tiling, most_tiles: int) -> Tiles:
     """With half the rows where there would be few programs."""
 
     def one(rows: int) -> Tiling:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.tiling.search import as_tiles, candidates
-from turnout.moe.tiling.tiles import ExpertShape, Tiles, TileTable, rule
+from turnout.moe.tiling.tiles import LayerShape, Tiles, TileTable, rule
 from turnout.moe.tiling.tuned import Entry
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Tiled(Protocol):
     """A runner whose tilings can be chosen."""
 
     @property
-    def shape(self) -> ExpertShape: ...
+    def shape(self) -> LayerShape: ...
 
     def use_tiles(self, table: TileTable) -> None:
         """Cut by `table` from now on; empty: by rule."""
@@ -99,7 +99,7 @@ def tile_times(runners: Sequence[Tiled], batches: Batches, most: int, progress: 
     return entries
 
 
-def _tune(timer: _Timer, shape: ExpertShape, tokens: int) -> Entry:
+def _tune(timer: _Timer, shape: LayerShape, tokens: int) -> Entry:
     said = rule(shape, tokens)
     best, best_us = said, timer.time(tokens, said)
     for choices in candidates(shape, tokens):
@@ -115,7 +115,7 @@ def _tune(timer: _Timer, shape: ExpertShape, tokens: int) -> Entry:
     return _settle(timer, shape, tokens, (best,))
 
 
-def _settle(timer: _Timer, shape: ExpertShape, tokens: int, found: Iterable[Tiles]) -> Entry:
+def _settle(timer: _Timer, shape: LayerShape, tokens: int, found: Iterable[Tiles]) -> Entry:
     said = rule(shape, tokens)
     times = timer.in_turn(tokens, list(dict.fromkeys((said, *found))))
     best = min(times, key=times.__getitem__)

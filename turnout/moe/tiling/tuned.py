@@ -26,7 +26,7 @@ import msgspec
 
 from turnout.errors import UserError
 from turnout.moe.planning.packages import versions_of
-from turnout.moe.tiling.tiles import REVISIONS, ExpertShape, Tiles, TileTable, Tiling, refuse
+from turnout.moe.tiling.tiles import REVISIONS, LayerShape, Tiles, TileTable, Tiling, refuse
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "tuning"
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One layer's entries, by ascending tokens, and which kernels and whose code they were measured with."""
 
-    shape: ExpertShape
+    shape: LayerShape
     revision: int
     date: str
     commit: str = ""
@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
     return versions_of(PACKAGES)
 
 
-def find(shape: ExpertShape, hardware: Hardware, folder: Path | None = None) -> TileTable:
+def find(shape: LayerShape, hardware: Hardware, folder: Path | None = None) -> TileTable:
     """The table that counts for a layer on `hardware`; empty if none does. folder: of this machine's own."""
     if hardware.device != "cuda" or not hardware.present:
         return ()
@@ -92,7 +92,7 @@ def shipped(device: str) -> Path:
     return SHIPPED / f"{device.lower().replace(' ', '_')}.json"
 
 
-def path(folder: Path, shape: ExpertShape, hardware: Hardware) -> Path:
+def path(folder: Path, shape: LayerShape, hardware: Hardware) -> Path:
     key: dict[str, Any] = {"device": hardware.name, "shape": dataclasses.asdict(shape)}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / "tiles" / f"{digest[:32]}.json"
@@ -126,7 +126,7 @@ def merged(files: Sequence[TileFile]) -> TileFile:
     devices = {content.device for content in files}
     if len(devices) != 1:
         raise UserError(f"tables of more than one device: {', '.join(sorted(devices))}")
-    tables: dict[ExpertShape, Table] = {}
+    tables: dict[LayerShape, Table] = {}
     for content in files:
         if content.versions == versions():
             fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.kernel])
@@ -134,7 +134,7 @@ def merged(files: Sequence[TileFile]) -> TileFile:
     return TileFile(device=devices.pop(), versions=versions(), tables=tuple(tables.values()))
 
 
-def _read(file: Path, shape: ExpertShape, hardware: Hardware) -> TileTable:
+def _read(file: Path, shape: LayerShape, hardware: Hardware) -> TileTable:
     try:
         content = msgspec.json.decode(file.read_bytes(), type=TileFile)
     except FileNotFoundError:

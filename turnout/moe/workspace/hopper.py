@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from turnout.moe.budget import aligned
-from turnout.moe.tiling.tiles import MIN_TOKENS, W4A8, ExpertShape
+from turnout.moe.tiling.tiles import MIN_TOKENS, W4A8, LayerShape
 from turnout.moe.workspace.share import Share
 
 ALIGN = 256
@@ -23,7 +23,7 @@ def arena_bytes(regions: Mapping[str, int]) -> int:
     return sum(aligned(size, ALIGN) for size in regions.values())
 
 
-def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
+def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
     """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
 
     counts: int32, nine for each of a power of two above E (kernels/sort.py), zero between calls, hence first.
@@ -57,7 +57,7 @@ def regions(shape: ExpertShape, layout: str, rows: int) -> dict[str, int]:
 def workspace_bytes(share: Share) -> int:
     """The arena for batches in one layout, and the output that a call hands out."""
     experts = share.num_local_experts
-    shape = ExpertShape.of(
+    shape = LayerShape.of(
         share.spec, num_local_experts=experts, expert_tp=share.expert_tp, activations=share.activations
     )
     rows_out = share.rows * (experts if share.layout == "experts" else 1)
