@@ -14,6 +14,7 @@ import torch
 from tests.ranks import Pools, Rank
 from turnout.bench import a2a
 from turnout.bench.collectives import Recorded, repeat
+from turnout.bench.results import check_measured
 from turnout.errors import UserError
 from turnout.moe.budget import token_bytes
 
@@ -88,12 +89,12 @@ def test_what_was_measured_is_kept_when_interrupted(tmp_path):
     assert 1 <= len(json.loads(path.read_text())["rows"]) < 399
 
 
-def test_nothing_measured_is_an_error_with_the_reason(tmp_path):
-    path = tmp_path / "a2a.json"
-    few = {"world_size": 1, "hidden": 64, "experts": 8, "top_k": 2, "tokens": [3], "formats": ["fp8"]}
-    with pytest.raises(UserError, match=r"nothing was measured, all 1 points failed: .* at hidden size 64"):
-        a2a.run(**few, dispatchers=["collective"], device="cpu", output=path)
-    assert len(json.loads(path.read_text())["rows"]) == 1, "saved all the same"
+def test_nothing_measured_is_an_error_with_the_reasons():
+    failed = {"error_message": "no such thing"}
+    with pytest.raises(UserError, match=r"nothing was measured, all 2 points failed: no such thing$"):
+        check_measured([failed, failed, {"peer": True, "time_us": 1.0}])
+    check_measured([failed, {"time_us": 1.0}])
+    check_measured([])
 
 
 def record(rank: Rank) -> tuple[int, list[int]]:

@@ -170,7 +170,7 @@ def test_the_demo_model_quantised_still_solves_its_problems(format, tmp_path):
     assert (done.returncode, done.stdout) == (0, f"wrote {out}\n"), done.stderr
     assert "quantising" in done.stderr
     assert ("calibrating" in done.stderr) == (format == "nvfp4")
-    questions = load_task("wordmath", 8, seed=11)
+    questions = load_task("wordmath", 4, seed=11)
     wish = "nvfp4" if format == "nvfp4" else "auto"  # W4A4, as calibrated
     with LLM(str(out), device="cpu", moe_activation_dtype=wish, load_progress=False) as llm:
         assert llm.info()["description"]["moe"]["format"] == format
@@ -178,7 +178,7 @@ def test_the_demo_model_quantised_still_solves_its_problems(format, tmp_path):
         chats = [[{"role": "user", "content": q.text}] for q in questions]
         answers = llm.chat(chats, SamplingParams(max_tokens=256, temperature=0))
     right = [is_correct(a.text, q) for a, q in zip(answers, questions, strict=True)]
-    assert sum(right) >= 6
+    assert sum(right) >= 3
 
 
 def test_weights_alone_from_the_command_line(tiny, tmp_path):
