@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
                 at = row["shape"], row["tokens"]
                 peers[at] = min(row["time_us"], peers.get(at, math.inf))
         efficiency = [row["efficiency"] for row in ours.values() if "efficiency" in row]
-        mean = math.exp(sum(map(math.log, efficiency)) / len(efficiency))
+        mean = statistics.geometric_mean(efficiency)
         error = max(row["error"] for row in ours.values() if "error" in row)
         sizes = [tokens for tokens in TOKENS if any(tokens == at[1] for at in ours)]
         lines = [
@@ -122,11 +123,8 @@ def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
     lines = []
     for format in dict.fromkeys(format for format, *_ in theirs):
         ratios = {point: us / ours[point] for point, us in theirs.items() if point[0] == format}
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        behind = [
-            f"{shape} T={T} {ratios[_, shape, T]:.2f}" for _, shape, T in ratios if ratios[_, shape, T] < 1
-        ]
-        cells = [f"{mean:.2f}", f"{min(ratios.values()):.2f}", f"{max(ratios.values()):.2f}"]
+        behind = [f"{shape} T={T} {ratio:.2f}" for (_, shape, T), ratio in ratios.items() if ratio < 1]
+        cells = [f"{of(ratios.values()):.2f}" for of in (statistics.geometric_mean, min, max)]
         lines.append([format, *cells, ", ".join(behind) or "none"])
     return table(["format", "geometric mean", "least", "most", "where the public kernel is ahead"], lines)
 

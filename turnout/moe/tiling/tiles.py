@@ -230,13 +230,16 @@ def plain_rule(shape: LayerShape, tokens: int) -> Tiles:
     if shape.format == W4A8:
         return Tiles(tiling, tiling)
     tiles = _narrow(shape, tiling, shape.most_tiles(tokens, tiling.tokens))
-    programs = shape.touched(tokens) * -(-shape.w13_rows // tiles.first.rows)
-    if tiles.tokens == MIN_TOKENS and shape.direct(tokens) and programs < _IDLE_PROGRAMS:
-        tiles = tiles._replace(first=tiles.first._replace(rows=64))
-    programs = shape.touched(tokens) * -(-shape.w13_rows // _DEEP.first.rows)
-    few_and_long = programs <= _MULTIPROCESSORS and shape.hidden >= _LONG
-    if shape.format == "bf16" and shape.direct(tokens) and few_and_long:
+
+    def programs(first: Tiling) -> float:
+        return shape.touched(tokens) * -(-shape.w13_rows // first.rows)
+
+    if not shape.direct(tokens):
+        return tiles
+    if shape.format == "bf16" and shape.hidden >= _LONG and programs(_DEEP.first) <= _MULTIPROCESSORS:
         return _DEEP
+    if tiles.tokens == MIN_TOKENS and programs(tiles.first) < _IDLE_PROGRAMS:
+        tiles = tiles._replace(first=tiles.first._replace(rows=64))
     return tiles
 
 
