@@ -12,7 +12,8 @@ weight row's factor and a token's scale once, at the end. A float needs no finer
 
 Two steps make a turn of the loop: a group waits for all its products once a turn, not once a step, and
 gives the first stage back as the second's products begin. A tile of fewer tokens takes as many quarters
-of the width as it needs. Factors and biases are loaded before a tile's products.
+of the width as it needs. Factors, biases, the tokens' scales and the rows that results go to are loaded
+before a tile's products.
 
 Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens of GPT-OSS-20B, where W4A16 takes 470,
 1599 and 5924 in the same run (w4a8-rows-nvidia-h200-2026-11-21.json in benchmarks/results):
@@ -26,6 +27,10 @@ Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens of GPT-OSS-20B
   experts, 340, 1009 and 3836; all tiles of full width, in the order of experts, 362, 1028 and 3714; every
   132nd instead of drawn, 369, 1035 and 3842; results through shared memory in float32, factors last, and
   five stages for six, 373, 1127 and 4092.
+
+What is looked up for the end of a tile, looked up in its beginning and once instead of five times: 1.02
+times as fast over those shapes and sizes, 1.51 times W4A16's speed for 1.48; eighths of the width instead of
+quarters lose what they gain (w4a8-ends-nvidia-h200-2026-11-22.json).
 
 Measured before that, W4A16 taking 545, 1555 and 5688 us:
 
@@ -55,7 +60,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.expert_decode_fp8 import decode_from
 from turnout.kernels.expert_schedule import draw, drawn_memory, publish, published, tile_at
-from turnout.kernels.expert_tile import activate, store_parts
+from turnout.kernels.expert_tile import activate
 
 
 @gluon.jit
@@ -136,33 +141,60 @@ def multiply_step(
 
 
 @gluon.jit
+def store_rows(y, r, out_ptr, column, out_columns, out_stride):
+    """bf16 y [columns, tokens] to rows r of out, none below 0; 64 at a time, for lack of shared memory."""
+    COLUMNS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
+    if TOKENS > 64:
+        left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
+        r_left, r_right = gl.split(r.reshape([2, TOKENS // 2]).permute([1, 0]))
+        store_rows(left, r_left, out_ptr, column, out_columns, out_stride)
+        store_rows(right, r_right, out_ptr, column, out_columns, out_stride)
+    else:
+        y = gl.convert_layout(y, STORE)
+        r = gl.convert_layout(r, gl.SliceLayout(0, STORE), assert_trivial=True)
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
+        at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
+        gl.store(at, y, mask=(r >= 0)[None, :] & (c[:, None] < out_columns))
+
+
+@gluon.jit
 def finish_part(
-    acc0, acc1, factor0, factor1, bias0, bias1, x_scale_ptr, out_ptr, order_ptr, weights_ptr, block, row, end,
-    out_columns, out_stride, act_alpha, act_beta, act_limit,
+    acc0, acc1, factor0, factor1, bias0, bias1, to, s_x, out_ptr, weights_ptr, block, out_columns, out_stride,
+    act_alpha, act_beta, act_limit,
     OWN: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, activation, routing weight; store the sums of OWN blocks of 64 weight rows."""
+    """Scales, bias, activation, routing weight; sums of OWN blocks of 64 weight rows go to rows `to`."""
     ACC: gl.constexpr = acc0.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    TOKENS: gl.constexpr = gl.SliceLayout(0, ACC)
     COLUMNS: gl.constexpr = 64 if ACTIVATION == "none" or ACTIVATION == "relu2" else 32
-    mine = row + gl.arange(0, acc0.shape[1], gl.BlockedLayout([1], [32], [4], [0]))
-    s_x = gl.load(x_scale_ptr + mine, mask=mine < end, other=0.0)
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
     if SCATTER:
-        pair = gl.load(order_ptr + mine, mask=mine < end, other=0)
-        weight = gl.load(weights_ptr + pair, mask=mine < end, other=0.0)
+        weight = gl.load(weights_ptr + gl.maximum(to, 0))
+    r = gl.convert_layout(to, gl.SliceLayout(0, STORE))
     for own in gl.static_range(OWN):
         y = acc0 if own == 0 else acc1
         factor = gl.convert_layout(factor0 if own == 0 else factor1, ROWS, assert_trivial=True)
-        y = y * factor[:, None] * gl.convert_layout(s_x, gl.SliceLayout(0, ACC))[None, :]
+        y = y * factor[:, None] * gl.convert_layout(s_x, TOKENS)[None, :]
         if BIAS:
             y += gl.convert_layout(bias0 if own == 0 else bias1, ROWS, assert_trivial=True)[:, None]
         y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
         if SCATTER:
             y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
-        store_parts(
-            y.to(gl.bfloat16), out_ptr, order_ptr, (block + own) * COLUMNS, row, end, out_columns, out_stride,
-            SCATTER, 0,
-        )  # fmt: skip
+        store_rows(y.to(gl.bfloat16), r, out_ptr, (block + own) * COLUMNS, out_columns, out_stride)
+
+
+@gluon.jit
+def of_tokens(order_ptr, x_scale_ptr, row, end, WIDTH: gl.constexpr, SCATTER: gl.constexpr):
+    """Where results of sorted rows from `row` on go, -1 from `end` on, and the rows' scales."""
+    mine = row + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+    held = gl.minimum(mine, end - 1)
+    to = mine
+    if SCATTER:
+        to = gl.load(order_ptr + held)
+    return gl.where(mine < end, to, -1), gl.load(x_scale_ptr + held)
 
 
 @gluon.jit
@@ -182,6 +214,9 @@ def multiply_tile(
     more1 = gl.zeros([64, max(MORE, 8)], gl.float32, ACC_MORE)
     block = n * BLOCKS + HALF * OWN
     factor0, factor1, bias0, bias1 = of_rows(alpha_ptr, bias_ptr, expert, block, n_blocks, ACC, BIAS)
+    to, s_x = of_tokens(order_ptr, x_scale_ptr, row, end, WIDTH, SCATTER)
+    if MORE:
+        to_more, s_x_more = of_tokens(order_ptr, x_scale_ptr, row + WIDTH, end, MORE, SCATTER)
     for _ in range(0, groups // 2):
         stage = used % STAGES
         after = (used + 1) % STAGES
@@ -208,14 +243,13 @@ def multiply_tile(
         mbarrier.arrive(empty.index(stage), count=1)
         used += 1
     finish_part(
-        acc0, acc1, factor0, factor1, bias0, bias1, x_scale_ptr, out_ptr, order_ptr, weights_ptr, block, row,
-        end, out_columns, out_stride, act_alpha, act_beta, act_limit, OWN, ACTIVATION, SCATTER, BIAS,
+        acc0, acc1, factor0, factor1, bias0, bias1, to, s_x, out_ptr, weights_ptr, block, out_columns,
+        out_stride, act_alpha, act_beta, act_limit, OWN, ACTIVATION, SCATTER, BIAS,
     )  # fmt: skip
     if MORE:
         finish_part(
-            more0, more1, factor0, factor1, bias0, bias1, x_scale_ptr, out_ptr, order_ptr, weights_ptr,
-            block, row + WIDTH, end, out_columns, out_stride, act_alpha, act_beta, act_limit, OWN, ACTIVATION,
-            SCATTER, BIAS,
+            more0, more1, factor0, factor1, bias0, bias1, to_more, s_x_more, out_ptr, weights_ptr, block,
+            out_columns, out_stride, act_alpha, act_beta, act_limit, OWN, ACTIVATION, SCATTER, BIAS,
         )  # fmt: skip
     return used
 

@@ -34,7 +34,7 @@ W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 6, "bf16": 4, "fp8": 2, W4A8: 3}
+REVISIONS = {"packed": 6, "bf16": 4, "fp8": 2, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
