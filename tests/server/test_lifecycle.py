@@ -82,7 +82,7 @@ def test_a_killed_engine_fails_every_request_and_starts_anew(tiny_folder: Path):
         refused = httpx.get(f"{root}/ready")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
         assert "retry-after" in refused.headers
-        assert eventually(lambda: is_ready(root), 20)
+        assert eventually(lambda: is_ready(root))
         again = httpx.post(f"{root}/v1/completions", json=body | {"max_tokens": 3}, timeout=60)
         assert again.json()["usage"]["completion_tokens"] == 3
         assert httpx.get(f"{root}/server_info").json()["restarts"] == 1
