@@ -7,7 +7,8 @@ import json
 import torch
 
 from turnout.formats import fp8
-from turnout.kernels.expert_gemm_fp8 import quantize_places, quantize_rows
+from turnout.kernels.quantize_groups import quantize_places, quantize_rows, sort_and_quantize
+from turnout.kernels.sort import place_pairs
 
 results = {}
 R, K, GROUPS = 11, 384, 3
@@ -44,6 +45,29 @@ results["places"] = (
     torch.equal(codes_P[at].float(), q[held // TOP_K].float())
     and torch.equal(scales_P[at], s[held // TOP_K])
     and int((scales_P != 0).any(1).sum()) == len(held)
+)
+
+# Beside the sort: what either launch alone leaves.
+ids = torch.randint(-1, 9, (R * 2,), generator=draw).int()
+E, EP = 5, 8
+
+
+def sorted_pairs(quantised: bool) -> list[torch.Tensor]:
+    counts, order, tiles = (torch.zeros(n).int() for n in (EP * 9, R * 2, 4 + 4 * (E + R)))
+    codes, scales = torch.zeros(R, K, dtype=torch.float8_e4m3fn), torch.zeros(R, GROUPS)
+    pairs = (R * 2, 1, E, 4, 1)
+    if quantised:
+        sort_and_quantize[(1 + 5,)](
+            ids, counts, order, tiles, x, codes, scales, *pairs, R, K, K, 32, EP, True, GROUPS, 8, False
+        )
+    else:
+        place_pairs[(1,)](ids, counts, order, order, tiles, *pairs, 32, EP, True, False, False, False)
+        quantize_rows[(5,)](x, codes, scales, R, K, K, GROUPS, 8, False)
+    return [counts, order, tiles, codes.float(), scales]
+
+
+results["beside the sort"] = all(
+    torch.equal(one, other) for one, other in zip(sorted_pairs(True), sorted_pairs(False), strict=True)
 )
 
 print(json.dumps(results))

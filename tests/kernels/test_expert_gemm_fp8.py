@@ -15,13 +15,17 @@ from tests.kernels import interpreted
 from tests.kernels.compiled import compiled
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_specialised import expert_gemm_fp8_specialised, stages_of
-from turnout.moe.tiling.tiles import RULES, SORTED, Tiling
+from turnout.moe.tiling.tiles import FP8_WIDER, MIN_TOKENS, RULES, SORTED, Tiling, quantizes
 
 TILE, ROWS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
+
+
+def weights_type(rows: int) -> str:
+    return f"tensordesc<fp8e4nv[{rows}, 128],{TILE!r}>"
+
+
 TYPES = {
-    "x_ptr": "*fp8e4nv",
-    "w_ptr": "*fp8e4nv",
-    "w_desc": f"tensordesc<fp8e4nv[{SORTED.first.rows}, 128],{TILE!r}>",
+    "w_desc": weights_type(SORTED.first.rows),
     "out_desc": f"tensordesc<bf16[64, 128],{ROWS!r}>",
 }
 TOKENS_TYPE = f"tensordesc<fp8e4nv[64, 128],{TILE!r}>"
@@ -32,16 +36,34 @@ def products(done) -> set[int]:
     return {int(n) for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k32\.f32\.e4m3\.e4m3", done.asm["ptx"])}
 
 
+# Pairs that are not sorted are tiles of their own.
+SMALL = [
+    (tiles, direct)
+    for tiles in (*(t for _, t in RULES["fp8"]), FP8_WIDER)
+    for direct in ((False, True) if tiles.tokens == MIN_TOKENS else (False,))
+]
+
+
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tiles", [t for _, t in RULES["fp8"]], ids=lambda t: "-".join(map(str, t)))
-def test_small_tiles(tiles: Tiling, first: bool):
+@pytest.mark.parametrize(("tiles", "direct"), SMALL, ids=str)
+def test_small_tiles(tiles: Tiling, direct: bool, first: bool):
+    groups = 7  # no whole number of steps
+    inside = quantizes(tiles, 128 * groups, first=first, direct=direct)
+    assert inside == (direct or (not first and tiles.tokens == MIN_TOKENS))
     constants = {
-        "ACTIVATION": "silu" if first else "none", "GATHER": first, "SCATTER": not first, "DIRECT": False,
-        "PAIRED": first, "BIAS": False, "BLOCK_N": tiles.rows, "TOKENS": tiles.tokens,
-        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "TILES_GROUP": tiles.group, "PDL": True,
-        "num_warps": tiles.warps,
+        "GROUPS": groups, "INSIDE": inside, "ACTIVATION": "silu" if first else "none", "GATHER": first,
+        "SCATTER": not first, "DIRECT": direct, "PAIRED": first, "BIAS": False, "BLOCK_N": tiles.rows,
+        "TOKENS": tiles.tokens, "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages,
+        "TILES_GROUP": tiles.group, "PDL": True, "num_warps": tiles.warps,
     }  # fmt: skip
-    assert products(compiled(expert_gemm_fp8, constants, warps=tiles.warps, **TYPES)) == {tiles.tokens}
+    types = {"x_ptr": "*bf16" if inside else "*fp8e4nv", "w_desc": weights_type(tiles.rows)}
+    done = compiled(expert_gemm_fp8, constants, warps=tiles.warps, **types)
+    ptx = done.asm["ptx"]
+    assert products(done) == {tiles.tokens}
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx if inside else "cvt.rn.satfinite.e4m3x2.f32" not in ptx
+    # GEMM2's programs ask for weights before they wait for GEMM1's results.
+    weights, wait = ptx.index("cp.async.bulk.tensor.2d.shared"), ptx.index("griddepcontrol.wait")
+    assert (weights < wait) == (inside and not first)
 
 
 @pytest.mark.parametrize(("first", "activation"), [(True, "silu"), (True, "relu2"), (False, "none")])
@@ -66,6 +88,6 @@ def results() -> dict[str, bool]:
     return interpreted.results("quantize_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["rows", "places"])
+@pytest.mark.parametrize("case", ["rows", "places", "beside the sort"])
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]

@@ -121,16 +121,22 @@ def specialised(g: Gemm) -> None:
     )  # fmt: skip
 
 
-def fp8(g: Gemm, codes: Tensor, scales: Tensor) -> None:
-    """W8A8. codes, scales: x as `quantize_rows` leaves it."""
+def fp8(g: Gemm, quantized: tuple[Tensor, Tensor] | None) -> None:
+    """W8A8. quantized: x as `quantize_rows` leaves it; without, programs quantise their own rows of it."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 
     w, cut = g.w, g.cut
+    rows, scales = (g.x, w.scales) if quantized is None else quantized
+    box, tile = [cut.rows, FP8_GROUP], NVMMASharedLayout(128, 8, 2)
     expert_gemm_fp8[(g.bound * -(-w.rows // cut.rows),)](
-        codes, scales, w.codes, w.scales, w.any_bias, g.out, g.order, g.table, g.any_weights,
-        w.inner, w.rows, g.columns, w.inner // FP8_GROUP, w.inner, g.out.stride(0), g.top_k,
-        *g.held, *g.numbers,
-        g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.paired, w.bias is not None,
+        rows, scales, TensorDescriptor.from_tensor(w.codes.view(-1, w.inner), box, tile), w.scales,
+        w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.rows, g.columns, g.x.stride(0), g.out.stride(0), g.top_k, *g.held, *g.numbers,
+        w.inner // FP8_GROUP, quantized is None, g.kind, g.pairs and g.first, g.pairs and not g.first,
+        g.direct, w.paired, w.bias is not None,
         cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
         num_warps=cut.warps, launch_pdl=g.pairs,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 Three or four launches, none of which waits for the host: sort the pairs by expert (left out when there are
 so few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 with the routing weights,
-and the sum over a token's pairs. Each is launched before its predecessor has ended (programmatic dependent
-launch), so that their beginnings overlap.
+and the sum over a token's pairs. FP8's tokens are quantised beside the sort, or in the GEMM that takes them;
+with 16 tokens a tile or more, GEMM2's by a launch of their own. Each is launched before its predecessor has
+ended (programmatic dependent launch), so that their beginnings overlap.
 
 The same batch gives the same bits, and a token's do not depend on the tokens it shares the batch with as long
 as the batch stays within one entry of the table of tiles. Under a deterministic plan they never do: no kernel
@@ -39,6 +40,7 @@ from turnout.moe.tiling.tiles import (
     Tiles,
     TileTable,
     choose,
+    quantizes,
     slab_rule,
 )
 from turnout.moe.workspace.hopper import regions
@@ -153,7 +155,7 @@ class TritonRunner:
         tiles = self._tiles(T)
         sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
         if sort:
-            self._sort(space, ids_TK, P, tiles)
+            self._sort(space, ids_TK, x_TH, tiles)
         if tiles.sorted:
             self._fp8_by_expert(space, x_TH, ids_TK, weights_TK, out_TH, tiles)
             return out_TH
@@ -199,9 +201,12 @@ class TritonRunner:
             raise ValueError(f"{rows} {layout}, but the plan bounds them by {space.rows}")
         return space
 
-    def _sort(self, space: Workspace, ids_TK: Tensor, P: int, tiles: Tiles) -> None:
+    def _sort(self, space: Workspace, ids_TK: Tensor, x_TH: Tensor, tiles: Tiles) -> None:
+        """FP8, unless for many tokens: also quantise x_TH."""
+        from turnout.kernels.quantize_groups import sort_and_quantize
         from turnout.kernels.sort import count_pairs, place_pairs
 
+        P = ids_TK.numel()
         alone = P <= COUNT_PAIRS
         block = max(16, _power_of_two(P)) if alone else 1024
         programs = -(-P // block)
@@ -211,6 +216,16 @@ class TritonRunner:
                 num_warps=8, launch_pdl=True,
             )  # fmt: skip
         warps = 4 if block <= 256 else 8 if block <= 1024 else 16
+        if self.shape.format == "fp8" and not tiles.sorted:
+            (T, H), at_once = x_TH.shape, 4 * warps
+            groups = -(-H // FP8_GROUP)
+            sort_and_quantize[(programs + -(-T * groups // at_once),)](
+                ids_TK, space.counts, space.order, space.tiles, x_TH, *space.quantized,
+                P, self._first, self._count, tiles.tokens, programs, T, H, x_TH.stride(0),
+                block, self._padded_count, alone, groups, at_once, True,
+                num_warps=warps, launch_pdl=True,
+            )  # fmt: skip
+            return
         place_pairs[(programs,)](
             ids_TK, space.counts, space.order, space.place, space.tiles, P, self._first, self._count,
             tiles.tokens, programs, block, self._padded_count, alone, self.shape.widest_first(tiles),
@@ -231,7 +246,7 @@ class TritonRunner:
         if self._w4a8:
             gemms.w4a8(gemm, *self._quantize_rows(space, gemm))
         elif w.format == "fp8":
-            gemms.fp8(gemm, *self._quantize(space, x, gemm.pairs))
+            gemms.fp8(gemm, self._fp8_rows(space, gemm))
         elif cut.warps == SPECIALISED:
             gemms.specialised(gemm)
         elif cut.slices:
@@ -243,8 +258,8 @@ class TritonRunner:
         self, space: Workspace, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, tiles: Tiles
     ) -> None:
         """For many tokens, by other kernels: rows stay sorted by expert until they are summed."""
-        from turnout.kernels.expert_gemm_fp8 import quantize_places
         from turnout.kernels.expert_gemm_fp8_specialised import gemm
+        from turnout.kernels.quantize_groups import quantize_places
         from turnout.kernels.sort import sum_places
 
         (T, H), k, I, P = x_TH.shape, ids_TK.shape[1], self._w2.inner, ids_TK.numel()
@@ -298,16 +313,21 @@ class TritonRunner:
             )  # fmt: skip
         return codes_RK, scales_R
 
-    def _quantize(self, space: Workspace, x_RK: Tensor, dependent: bool) -> tuple[Tensor, Tensor]:
-        """x as e4m3 [R, K'] and float32 [R, K' / 128], flat; K' is K up to a multiple of 128."""
-        from turnout.kernels.expert_gemm_fp8 import quantize_rows
+    def _fp8_rows(self, space: Workspace, g: Gemm) -> tuple[Tensor, Tensor] | None:
+        """g.x as e4m3 [R, K'] and float32 [R, K' / 128], flat, K' being K up to a multiple of 128. None: the
+        GEMM quantises it."""
+        from turnout.kernels.quantize_groups import quantize_rows
 
-        R, K = x_RK.shape
-        groups = -(-K // FP8_GROUP)
+        R, K = g.x.shape
+        if quantizes(g.cut, K, first=g.first, direct=g.direct):
+            return None
         codes, scales = space.quantized
+        if g.first and g.pairs and not g.direct:
+            return codes, scales  # as `_sort` left it
+        groups = -(-K // FP8_GROUP)
         block = 64 if R * groups > 1 << 16 else 16
         quantize_rows[(-(-R * groups // block),)](
-            x_RK, codes, scales, R, K, x_RK.stride(0), groups, block, dependent, launch_pdl=dependent
+            g.x, codes, scales, R, K, g.x.stride(0), groups, block, g.pairs, launch_pdl=g.pairs
         )
         return codes, scales
 

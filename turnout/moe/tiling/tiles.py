@@ -134,6 +134,9 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
 }
 
 
+# GEMM2's programs quantise their tokens (`quantizes`): with as many rows, half as often. For more tokens per
+# expert than one, else programs are too few.
+FP8_WIDER = Tiling(128, 8, 1, 4, 4, 1)
 _DEEP = Tiles(Tiling(64, 16, 2, 6, 4, 1), Tiling(128, 16, 2, 6, 4, 1))
 
 
@@ -235,7 +238,8 @@ def plain_rule(shape: LayerShape, tokens: int) -> Tiles:
         return shape.touched(tokens) * -(-shape.w13_rows // first.rows)
 
     if not shape.direct(tokens):
-        return tiles
+        wider = shape.format == "fp8" and tiling.tokens == MIN_TOKENS and shape.per_expert(tokens) > 1
+        return tiles._replace(second=FP8_WIDER) if wider else tiles
     if shape.format == "bf16" and shape.hidden >= _LONG and programs(_DEEP.first) <= _MULTIPROCESSORS:
         return _DEEP
     if tiles.tokens == MIN_TOKENS and programs(tiles.first) < _IDLE_PROGRAMS:
@@ -278,6 +282,19 @@ def shared_bytes(kernel: str, tiling: Tiling) -> int:
         "fp8": 128 * (rows + tokens) + 4 * tokens,
     }[kernel]
     return tiling.stages * tiling.k_blocks * one + _EPILOGUE_BYTES * (tiling.warps == SPECIALISED)
+
+
+def quantizes(tiling: Tiling, K: int, *, first: bool, direct: bool) -> bool:
+    """Whether programs of FP8's kernel quantise the rows of x that they multiply (expert_gemm_fp8.py): where
+    pairs are not sorted, which spares a launch in either GEMM, and in GEMM2 of the narrowest tiles.
+
+    first, direct: as of `moe.gemms.Gemm`.
+    """
+    groups = 1 << (-(-K // 128) - 1).bit_length()
+    held = groups * ((128 + 4) * tiling.tokens + 8) + 256 * groups * direct
+    stages = tiling.stages * (tiling.k_blocks * 128 * tiling.rows + 8)
+    wanted = direct or (not first and tiling.tokens == MIN_TOKENS)
+    return wanted and held + stages <= SHARED_BYTES
 
 
 def _refuse_one(kernel: str, tiling: Tiling) -> str:
