@@ -25,6 +25,7 @@ def compiled(
     *,
     warps: int,
     multiples: tuple[str, ...] = MULTIPLES,
+    most_registers: int | None = None,
     **types: str,
 ) -> Any:
     """`kernel` with `constants`. types: of its pointers and descriptors, where not TYPES'; else *fp32.
@@ -43,8 +44,9 @@ def compiled(
             signature[name] = "fp32" if name.startswith("act_") else "i32"
             if name in multiples:
                 attributes[(place,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": warps} | ({} if most_registers is None else {"maxnreg": most_registers})
     source = GluonASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
-    done = compile_kernel(source, target=TARGET, options={"num_warps": warps})
+    done = compile_kernel(source, target=TARGET, options=options)
     assert done.metadata.shared <= SHARED_BYTES
     return done
 

@@ -124,3 +124,39 @@ def decode_block(
     w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4 5, odd 6, lower 7, right 8
     w = w.permute([0, 1, 7, 2, 4, 5, 8, 3, 6]).reshape([BLOCKS * 64, 64])
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def decode_halves(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
+    """`decode_block` for four warps: columns 0 to 31, and 32 to 63."""
+    AXES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+    )
+    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as there
+    PER: gl.constexpr = 2 if NVFP4 else 1
+    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
+    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    word0, word1 = _halves(gl.convert_layout(codes.reshape(SHAPE), AXES))
+    upper0, upper1 = _halves(gl.convert_layout(upper, AXES).broadcast_to(SHAPE))
+    lower0, lower1 = _halves(gl.convert_layout(lower, AXES).broadcast_to(SHAPE))
+    return _decode_half(word0, upper0, lower0, OPERAND), _decode_half(word1, upper1, lower1, OPERAND)
+
+
+@gluon.jit
+def _halves(word):
+    """What belongs to columns below and above 32."""
+    return gl.split(word.permute([0, 1, 2, 3, 5, 4]))
+
+
+@gluon.jit
+def _decode_half(word, upper, lower, OPERAND: gl.constexpr):
+    """int32 [BLOCKS, 4, 8, 4, 2] -> bf16 [64 * BLOCKS, 32]."""
+    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
+    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    w = gl.join(
+        left, right
+    )  # block 0, warp 1, lane / 4 2, lane % 4 3, column / 16 4, odd 5, lower 6, right 7
+    w = w.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([word.shape[0] * 64, 32])
+    return gl.convert_layout(w, OPERAND, assert_trivial=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnout.formats.hopper import FP8_GROUP, Matrix
 from turnout.moe.spec import Activation
 from turnout.moe.tiling.few import chunks
-from turnout.moe.tiling.tiles import Tiling
+from turnout.moe.tiling.tiles import Tiling, most_registers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +61,35 @@ class Gemm:
 
 
 def plain(g: Gemm) -> None:
-    """Weights of 4 bits or bf16, any number of tokens."""
+    """Weights in bf16, any number of tokens."""
     from turnout.kernels.expert_gemm import expert_gemm
 
     w, cut = g.w, g.cut
     n_blocks, k_blocks = w.blocks
     expert_gemm[(g.bound * -(-n_blocks // (cut.rows // 64)),)](
+        g.x, w.codes, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
+        *g.held, *g.numbers,
+        g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.bias is not None,
+        cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
+        num_warps=cut.warps, launch_pdl=g.pairs,
+    )  # fmt: skip
+
+
+def packed(g: Gemm) -> None:
+    """Weights of 4 bits, any number of tokens."""
+    from turnout.kernels.expert_gemm_packed import expert_gemm_packed, rest_of
+
+    w, cut = g.w, g.cut
+    n_blocks, k_blocks = w.blocks
+    expert_gemm_packed[(g.bound * -(-n_blocks // (cut.rows // 64)),)](
         g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
         *g.held, *g.numbers,
         w.format, g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.bias is not None,
-        cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
-        num_warps=cut.warps, launch_pdl=g.pairs,
+        cut.rows, cut.tokens, cut.stages, rest_of(k_blocks, cut.stages), w.inner % 64 == 0, cut.group,
+        g.pairs,
+        num_warps=4, maxnreg=most_registers(cut), launch_pdl=g.pairs,
     )  # fmt: skip
 
 
@@ -95,7 +112,7 @@ def few(g: Gemm) -> None:
 
 
 def specialised(g: Gemm) -> None:
-    """The same for many."""
+    """Weights of 4 bits or bf16, many tokens per expert."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

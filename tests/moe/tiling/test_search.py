@@ -22,12 +22,13 @@ def shape_named(name: str, format: str) -> LayerShape:
 
 
 def measured() -> dict[tuple[str, int, str], dict[Tiling, float]]:
-    """Times of GEMM1 by shape, tokens and format, from sweeps of when the kernels were written."""
+    """Times of GEMM1 by shape, tokens and format, from sweeps of when the kernels were written; weights of 4
+    bits have taken another since."""
     found: dict[tuple[str, int, str], dict[Tiling, float]] = defaultdict(dict)
     content = json.loads((RESULTS / "expert-gemm-nvidia-h200-2026-11-21.json").read_text())
     for row in content["rows"]:
         parts = row["tiling"].replace("(", "").replace(")", "").split(",")
-        if row["kernel"] == "staged" and len(parts) == 6:
+        if row["kernel"] == "staged" and len(parts) == 6 and row["format"] in ("bf16", "fp8"):
             times = found[row["shape"], row["tokens"], row["format"]]
             tiling = Tiling(*map(int, parts))
             times[tiling] = min(row["gemm1_us"], times.get(tiling, row["gemm1_us"]))
@@ -42,7 +43,7 @@ def test_what_is_kept_holds_what_was_measured_best_or_its_equal():
         kept = {tiling for choices in candidates(shape, tokens) for tiling in choices.first}
         assert min(us for tiling, us in times.items() if tiling in kept) <= 1.03 * min(times.values())
         compared += len(times) > 3
-    assert compared > 20
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "nvfp4"])

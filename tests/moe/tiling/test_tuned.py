@@ -22,7 +22,7 @@ H200 = Hardware(
     name="NVIDIA H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=True, devices=1
 )
 SHAPE = LayerShape.of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
-FIRST, SECOND = Tiling(128, 16, 2, 4, 4, 1), Tiling(64, 16, 2, 4, 4, 1)
+FIRST, SECOND = Tiling(128, 16, 1, 4, 4, 1), Tiling(64, 16, 1, 4, 4, 1)
 
 
 def table(entries: tuple[Entry, ...], **fields) -> Table:
@@ -69,7 +69,7 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
     [
         (lambda text: text[: len(text) // 2], "cannot be read"),
         (lambda text: text.replace('"entries"', '"lines"'), "cannot be read"),
-        (lambda text: text.replace("[128, 16, 2, 4, 4, 1, 0]", '["wide"]'), "cannot be read"),
+        (lambda text: text.replace("[128, 16, 1, 4, 4, 1, 0]", '["wide"]'), "cannot be read"),
         (lambda text: text.replace('"top_k": 2', '"top_k": 4'), "it holds no tilings of this layer"),
         (lambda text: text.replace("NVIDIA H200", "NVIDIA H20"), "no tilings of this layer on NVIDIA H200"),
         (lambda text: text.replace('"revision": ', '"revision": 9'), "kernels of revision 9"),
@@ -77,11 +77,11 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
         (lambda text: text.replace('"tokens": 64', '"tokens": 1'), "its batches do not ascend"),
         (lambda text: text.replace('"us": 10.0', '"us": -1.0'), "the times at 1 tokens are none"),
         (
-            lambda text: text.replace("[128, 16, 2, 4, 4, 1, 0]", "[128, 16, 2, 4, 2, 1, 0]"),
+            lambda text: text.replace("[128, 16, 1, 4, 4, 1, 0]", "[128, 16, 1, 4, 2, 1, 0]"),
             "no kernel runs what it has for 1 tokens: 128 rows with 2 warps",
         ),
         (
-            lambda text: text.replace("[64, 16, 2, 4, 4, 1, 0]", "[64, 32, 2, 4, 4, 1, 0]"),
+            lambda text: text.replace("[64, 16, 1, 4, 4, 1, 0]", "[64, 32, 1, 4, 4, 1, 0]"),
             "differ in their tokens",
         ),
     ],

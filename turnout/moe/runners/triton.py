@@ -251,6 +251,8 @@ class TritonRunner:
             gemms.specialised(gemm)
         elif cut.slices:
             gemms.few(gemm)
+        elif w.format != "bf16":
+            gemms.packed(gemm)
         else:
             gemms.plain(gemm)
 

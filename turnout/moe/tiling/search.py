@@ -180,6 +180,6 @@ def _tiles(shape: LayerShape, tokens: int, width: int) -> tuple[float, float]:
 def _resident(kernel: str, tiling: Tiling) -> int:
     """Programs that one multiprocessor holds."""
     threads = 32 * tiling.warps
-    operands = 48 * tiling.rows // (16 * tiling.warps) if kernel == "packed" else 0
-    registers = threads * min(255, tiling.rows * tiling.tokens // threads + 64 + operands)
+    others = 48 * tiling.rows // 64 if kernel == "packed" else 64
+    registers = threads * min(255, tiling.rows * tiling.tokens // threads + others)
     return max(1, min(SHARED_BYTES // (shared_bytes(kernel, tiling) + 2048), REGISTERS // registers, 16))

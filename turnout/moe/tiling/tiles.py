@@ -34,7 +34,7 @@ W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 6, "bf16": 4, "fp8": 2, W4A8: 4}
+REVISIONS = {"packed": 7, "bf16": 4, "fp8": 2, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -96,16 +96,16 @@ SPECIAL: dict[str, tuple[Tiling, ...]] = {
     "bf16": (Tiling(256, 128, 1, 4, SPECIALISED, 8), Tiling(128, 256, 1, 4, SPECIALISED, 8)),
 }
 SPECIAL_ABOVE: dict[str, tuple[tuple[float, Tiling], ...]] = {
-    "packed": ((48, SPECIAL["packed"][0]), (24, SPECIAL["packed"][1])),
+    "packed": ((48, SPECIAL["packed"][0]),),
     "bf16": ((48, SPECIAL["bf16"][0]),),
 }
 
 # Mean tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
 RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
     "packed": (
-        (5, Tiling(128, 8, 2, 5, 4, 1)),
-        (12, Tiling(128, 16, 2, 4, 4, 1)),
-        (24, Tiling(128, 32, 1, 5, 4, 1)),
+        (5, Tiling(128, 8, 1, 5, 4, 1)),
+        (12, Tiling(128, 16, 1, 5, 4, 1)),
+        (28, Tiling(128, 32, 1, 5, 4, 1)),
         (72, Tiling(128, 64, 1, 5, 4, 1)),
         (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
     ),
@@ -297,6 +297,11 @@ def quantizes(tiling: Tiling, K: int, *, first: bool, direct: bool) -> bool:
     return wanted and held + stages <= SHARED_BYTES
 
 
+def most_registers(tiling: Tiling) -> int | None:
+    """Of a thread of kernels/expert_gemm_packed.py, so that three programs of 64 tokens fit; None: any."""
+    return 168 if tiling.rows * tiling.tokens == 128 * 64 else None
+
+
 def _refuse_one(kernel: str, tiling: Tiling) -> str:
     if tiling.slices:
         return _refuse_few(kernel, tiling)
@@ -311,7 +316,11 @@ def _refuse_one(kernel: str, tiling: Tiling) -> str:
         return f"{rows} x {tokens} sums in the registers of {warps} warps"
     if shared_bytes(kernel, tiling) > SHARED_BYTES:
         return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
-    return "" if 1 <= group <= 64 else f"{group} tiles taking turns"
+    if not 1 <= group <= 64:
+        return f"{group} tiles taking turns"
+    if kernel == "packed" and (rows, k_blocks, warps) not in ((64, 1, 4), (128, 1, 4)):
+        return f"4-bit weights in {rows} rows with {warps} warps, {k_blocks} blocks a step"
+    return ""
 
 
 def _refuse_specialised(kernel: str, tiling: Tiling) -> str:
