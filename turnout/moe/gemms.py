@@ -13,6 +13,7 @@ from torch import Tensor
 from turnout.formats.hopper import FP8_GROUP, Matrix
 from turnout.moe.spec import Activation
 from turnout.moe.tiling.few import chunks
+from turnout.moe.tiling.pairs import whole_chunks
 from turnout.moe.tiling.tiles import Tiling, most_registers
 
 
@@ -74,6 +75,31 @@ def plain(g: Gemm) -> None:
         cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, g.pairs,
         num_warps=cut.warps, launch_pdl=g.pairs,
     )  # fmt: skip
+
+
+def pairs(g: Gemm) -> None:
+    """So few pairs that none is sorted. GEMM2 gives the sums of tokens, in the dtype of `out`."""
+    from turnout.kernels.expert_gemm_pairs import gemm_of_pairs, gemm_of_tokens
+
+    w, cut, ids = g.w, g.cut, g.table
+    (T, k), (n_blocks, k_blocks) = ids.shape, w.blocks
+    n_tiles = -(-w.padded_rows // cut.rows)
+    whole = whole_chunks(w.inner, cut.slices, cut.k_blocks) if w.format == "bf16" else 0
+    found = 32 if (T * k if g.first else k) <= 32 else 64
+    sizes = w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), k, *g.held
+    count = chunks(w.inner, cut.slices, cut.k_blocks)
+    if g.first:
+        gemm_of_pairs[(T * k * n_tiles,)](
+            g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, w.inner, T * k, *sizes, *g.numbers,
+            w.format, g.kind, w.bias is not None, found, cut.rows, cut.k_blocks, count, whole, cut.slices,
+            cut.stages, False, True, num_warps=cut.warps, launch_pdl=True,
+        )  # fmt: skip
+    else:
+        gemm_of_tokens[(T * n_tiles,)](
+            g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, g.any_weights, w.inner, *sizes,
+            w.format, w.bias is not None, found, cut.rows, cut.k_blocks, count, whole, cut.group, cut.slices,
+            cut.stages, cut.group >= k, True, num_warps=cut.warps, launch_pdl=True,
+        )  # fmt: skip
 
 
 def packed(g: Gemm) -> None:

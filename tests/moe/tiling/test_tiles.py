@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from turnout.moe.tiling.few import chunks
+from turnout.moe.tiling.pairs import columns, whole_chunks
 from turnout.moe.tiling.tiles import (
     RULES,
     SORTED,
@@ -36,14 +38,14 @@ def test_the_rule_gives_what_kernels_run_and_wider_tiles_to_larger_batches(forma
     assert not any(refuse(some, tiles) for tiles in found)
     widths = [tiles.tokens for tiles in found]
     assert widths == sorted(widths)
-    assert widths[0] == 8
+    assert widths[0] == (8 if format == "fp8" else 1)
     assert widths[-1] >= 128
     assert found[-1].sorted == (format == "fp8")
     assert not any(refuse(some, slab_rule(some, capacity)) for capacity in (1, 40, 4000))
 
 
 def test_few_programs_are_made_of_fewer_rows():
-    assert rule(shape("bf16", hidden=1024), 1).second.rows == 64
+    assert rule(shape("bf16", hidden=1024), 1, one_order=True).second.rows == 64
     assert rule(shape("mxfp4"), 64, one_order=True).first.rows == 128
     dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
     assert [tiling.rows for tiling in rule(dsv3, 2, one_order=True)[:2]] == [64, 128]
@@ -51,16 +53,69 @@ def test_few_programs_are_made_of_fewer_rows():
 
 def test_few_tokens_of_4_bit_weights_are_multiplied_by_warps_that_share_columns():
     small = shape("nvfp4")
-    slices = [rule(small, tokens).first.slices for tokens in (1, 4, 64, 256)]
-    assert slices == [2, 1, 1, 0]
+    slices = [rule(small, tokens).first.slices for tokens in (6, 64, 256)]
+    assert slices == [1, 1, 0]
     assert [tiling.rows for tiling in rule(small, 64)[:2]] == [128, 64]
     dsv3 = shape(hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
-    assert [tiling.slices for tiling in rule(dsv3, 1)[:2]] == [4, 2]
+    assert [tiling.slices for tiling in rule(dsv3, 6)[:2]] == [2, 1]
     for other in (shape("bf16"), shape("fp8")):
-        assert rule(other, 1).first.slices == 0
+        assert rule(other, 6).first.slices == 0
     for tokens in (1, 4, 64):
         assert rule(small, tokens, one_order=True).first.slices == 0
         assert choose(small, (), tokens, one_order=True) == rule(small, tokens, one_order=True)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4"])
+def test_few_pairs_are_not_sorted_and_share_warps_as_this_rank_holds_them(format: str):
+    whole = rule(shape(format), 1)
+    assert whole.pairs
+    assert whole.second.group * whole.second.slices == 8 == whole.second.group
+    dsv3 = shape(format, hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
+    assert rule(dsv3, 1).second.group == 1
+    assert not any(rule(some, 1, one_order=True).pairs for some in (shape(format), dsv3))
+    assert not rule(shape(format), 9).pairs
+    table = ((1, whole), (16, rule(shape(format), 16)))
+    assert [choose(shape(format), table, tokens).pairs for tokens in (1, 3)] == [True, True]
+    odd = shape(format, top_k=30)  # 90 pairs
+    assert choose(odd, table, 3) == rule(odd, 3)
+    assert not rule(odd, 3).pairs
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ({"group": 2}, {}, "2 pairs at once in GEMM1"),
+        ({"rows": 48}, {}, "48 weight rows"),
+        ({"warps": 6}, {}, "6 warps"),
+        ({"slices": 8}, {}, "4 warps for 1 pairs in 8 slices"),
+        ({"rows": 128}, {}, "8 strips of a warp"),
+        ({"stages": 5}, {}, "5 chunks ahead"),
+        ({"k_blocks": 1}, {}, "1 blocks at once"),
+        ({}, {"group": 3}, "3 pairs"),
+    ],
+)
+def test_what_the_kernels_for_few_pairs_do_not_run_is_refused(first: dict, second: dict, why: str):
+    for format in ("bf16", "mxfp4"):
+        fine = rule(shape(format), 1)
+        assert why in refuse(
+            shape(format), Tiles(fine.first._replace(**first), fine.second._replace(**second))
+        )
+        wide = shape(format, inner=16384)
+        assert "bytes of shared memory" in refuse(wide, fine)
+    assert "pairs that are not sorted" in refuse(shape("fp8"), fine)
+    assert "differ in their tokens" in refuse(shape(), Tiles(fine.first, rule(shape(), 64).second))
+
+
+def test_chunks_without_bounds_are_within_every_slice():
+    for K in (64, 256, 768, 2048, 2880, 2896, 7168):
+        for slices in (1, 2, 4, 8):
+            for k_blocks in (2, 4):
+                blocks = math.ceil(math.ceil(K / 64) / slices)
+                whole, all_chunks = whole_chunks(K, slices, k_blocks), chunks(K, slices, k_blocks)
+                ends = [(part * blocks + whole * k_blocks) * 64 for part in range(slices)]
+                assert whole == 0 or max(ends) <= K
+                assert whole * k_blocks <= blocks <= all_chunks * k_blocks
+                assert columns(K, slices, k_blocks) >= all_chunks * k_blocks * 64
 
 
 def test_pairs_of_4_bit_weights_are_sorted_later_than_others():

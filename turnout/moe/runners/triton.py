@@ -153,7 +153,12 @@ class TritonRunner:
             return out_TH
         space = self._space("tokens", T)
         tiles = self._tiles(T)
-        sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised
+        if tiles.pairs:
+            h_PI = space.h[: P * self._w2.inner].view(P, -1)
+            for first, w, x, out in ((True, self._w13, x_TH, h_PI), (False, self._w2, h_PI, out_TH)):
+                self._gemm(space, w, x, out, ids_TK, weights_TK, P, k, tiles, first=first, direct=True)
+            return out_TH
+        sort = not self.shape.direct(T) or self._w4a8 or tiles.specialised or tiles.first.slices > 0
         if sort:
             self._sort(space, ids_TK, x_TH, tiles)
         if tiles.sorted:
@@ -249,6 +254,8 @@ class TritonRunner:
             gemms.fp8(gemm, self._fp8_rows(space, gemm))
         elif cut.warps == SPECIALISED:
             gemms.specialised(gemm)
+        elif tiles.pairs:
+            gemms.pairs(gemm)
         elif cut.slices:
             gemms.few(gemm)
         elif w.format != "bf16":

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from turnout.moe.tiling import few
+from turnout.moe.tiling import few, pairs
 from turnout.moe.tiling.tiles import (
     FEW_TOKENS,
     MIN_TOKENS,
@@ -61,7 +61,7 @@ def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
     if shape.kernel == W4A8:
         near = [tiling for _, tiling in RULES[W4A8] if 0.5 <= tiling.tokens / said.tokens <= 2]
         return [Choices(first=(tiling,), second=(tiling,)) for tiling in near]
-    plain = plain_rule(shape, tokens) if said.specialised else said
+    plain = plain_rule(shape, tokens) if said.specialised or said.pairs else said
     by_width: dict[int, list[tuple[float, Tiling]]] = {}
     found: list[tuple[float, Choices]] = []
     for tiling in _possible(shape):
@@ -78,20 +78,37 @@ def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
     special = [t for t in SPECIAL.get(shape.kernel, ()) if 4 * shape.per_expert(tokens) > t.tokens]
     choices = [Choices(first=(tiling,), second=(tiling,)) for tiling in special]
     choices += [choice for _, choice in kept]
-    if shape.kernel == "packed" and shape.per_expert(tokens) <= FEW_TOKENS:
-        choices.insert(0, _few_choices(shape, tokens, said))
+    if shape.kernel == "packed" and shape.per_expert(tokens) <= FEW_TOKENS and not shape.direct(tokens):
+        choices.insert(0, _few_choices(said, shape))
+    if shape.kernel in pairs.KERNELS and tokens * shape.top_k <= pairs.MOST_PAIRS:
+        choices.insert(0, _pair_choices(said, shape))
     if shape.sortable and shape.per_expert(tokens) > 8:
         choices.append(Choices(first=(SORTED.first,), second=(SORTED.second,)))
     return choices
 
 
-def _few_choices(shape: LayerShape, tokens: int, said: Tiles) -> Choices:
+def _pair_choices(said: Tiles, shape: LayerShape) -> Choices:
+    """For so few pairs that none need be sorted."""
+    held = shape.top_k * shape.local_experts / shape.num_experts
+
+    def those(own: Tiling, cuts: list[pairs.Cut]) -> tuple[Tiling, ...]:
+        found = [own] if said.pairs else []
+        return tuple(dict.fromkeys(found + [Tiling(*cut) for cut in cuts]))
+
+    first = those(said.first, pairs.first_choices(shape.kernel))
+    second = those(said.second, pairs.second_choices(shape.top_k, held, shape.kernel))
+    return Choices(
+        first=tuple(t for t in first if not refuse(shape, Tiles(t, second[0]))),
+        second=tuple(t for t in second if not refuse(shape, Tiles(first[0], t))),
+    )
+
+
+def _few_choices(said: Tiles, shape: LayerShape) -> Choices:
     """For few tokens per expert: what may be best at any number of programs is few enough to time it all."""
 
     def one(K: int, own: Tiling) -> tuple[Tiling, ...]:
-        cuts = ((64, 4, 1), (128, 4, 1), (64, 8, 2), (32, 4, 2), (16, 4, 4), (32, 8, 4))
         found = [own] if own.slices else []
-        for rows, warps, slices in cuts if shape.direct(tokens) else cuts[:3]:
+        for rows, warps, slices in ((64, 4, 1), (128, 4, 1), (64, 8, 2)):
             whole = few.chunks(K, slices, few.CHUNK)
             stages = whole if 2 * MIN_TOKENS * K <= few.WHOLE_BYTES and slices > 1 else few.STAGES
             found.append(Tiling(rows, MIN_TOKENS, few.CHUNK, max(2, stages), warps, 1, slices))

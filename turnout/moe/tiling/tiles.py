@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling import few
+from turnout.moe.tiling import few, pairs
 
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
@@ -34,7 +34,7 @@ W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 7, "bf16": 4, "fp8": 2, W4A8: 4}
+REVISIONS = {"packed": 8, "bf16": 5, "fp8": 2, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -76,6 +76,11 @@ class Tiles(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.first.tokens
+
+    @property
+    def pairs(self) -> bool:
+        """Whether nothing is sorted, and programs find their pairs (pairs.py)."""
+        return self.first.tokens == pairs.PAIR
 
     @property
     def specialised(self) -> bool:
@@ -211,12 +216,20 @@ def choose(shape: LayerShape, table: TileTable, tokens: int, *, one_order: bool 
     after = bisect_left(table, tokens, key=lambda entry: entry[0])
     if after == len(table) or (after and tokens**2 < table[after - 1][0] * table[after][0]):
         after -= 1
-    return table[after][1]
+    tiles = table[after][1]
+    return tiles if holds(shape, tiles, tokens) else rule(shape, tokens, one_order=one_order)
+
+
+def holds(shape: LayerShape, tiles: Tiles, tokens: int) -> bool:
+    """Whether `tiles` are for batches as large as `tokens`."""
+    return not tiles.pairs or tokens * shape.top_k <= pairs.MOST_PAIRS
 
 
 def rule(shape: LayerShape, tokens: int, *, one_order: bool = False) -> Tiles:
     """By the mean number of tokens of an expert. one_order: of a row's sums, whatever the batch."""
     per_expert = shape.per_expert(tokens)
+    if shape.kernel in pairs.KERNELS and shape.direct(tokens) and not one_order:
+        return _pairs(shape, tokens)
     if shape.kernel == "packed" and per_expert <= FEW_TOKENS and not one_order:
         return _few(shape, tokens)
     if shape.sortable and per_expert > SORTED_ABOVE:
@@ -264,6 +277,8 @@ def refuse(shape: LayerShape, tiles: Tiles) -> str:
         return "" if known else "no tiling of W4A8"
     if tiles.sorted:
         return "" if shape.sortable and tiles == SORTED else "the TMA kernel has one tiling, and whole tiles"
+    if tiles.pairs:
+        return _refuse_pairs(shape, tiles)
     for tiling in tiles[:2]:
         reason = _refuse_one(shape.kernel, tiling)
         if reason:
@@ -351,6 +366,26 @@ def _refuse_few(kernel: str, tiling: Tiling) -> str:
     if not reason and shared_bytes(kernel, tiling) > SHARED_BYTES:
         reason = f"{shared_bytes(kernel, tiling)} bytes of shared memory"
     return reason or ("" if 1 <= group <= 64 else f"{group} tiles taking turns")
+
+
+def _refuse_pairs(shape: LayerShape, tiles: Tiles) -> str:
+    if shape.kernel not in pairs.KERNELS:
+        return f"{shape.kernel} weights of pairs that are not sorted"
+    if tiles.first.group != 1:
+        return f"{tiles.first.group} pairs at once in GEMM1"
+    for tiling, K in zip(tiles[:2], (shape.hidden, shape.inner), strict=True):
+        reason = pairs.refuse(tiling)
+        if reason:
+            return reason
+        if pairs.shared_bytes(tiling, K) > SHARED_BYTES:
+            return f"{pairs.shared_bytes(tiling, K)} bytes of shared memory"
+    return ""
+
+
+def _pairs(shape: LayerShape, tokens: int) -> Tiles:
+    held = shape.top_k * shape.local_experts / shape.num_experts
+    first = pairs.cut_first(shape.touched(tokens) * shape.w13_rows / 16, shape.kernel)
+    return Tiles(Tiling(*first), Tiling(*pairs.cut_second(shape.top_k, held, shape.kernel)))
 
 
 def _few(shape: LayerShape, tokens: int) -> Tiles:

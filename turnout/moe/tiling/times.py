@@ -22,7 +22,7 @@ from torch import Tensor
 
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.tiling.search import as_tiles, candidates
-from turnout.moe.tiling.tiles import LayerShape, Tiles, TileTable, rule
+from turnout.moe.tiling.tiles import LayerShape, Tiles, TileTable, holds, rule
 from turnout.moe.tiling.tuned import Entry
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def tile_times(runners: Sequence[Tiled], batches: Batches, most: int, progress: 
     for tokens in BETWEEN:
         below, above = (found.get(size) for size in (tokens // 2, 2 * tokens))
         if below is not None and above is not None:
-            found[tokens] = _settle(timer, shape, tokens, (below.tiles, above.tiles))
+            near = (tiles for tiles in (below.tiles, above.tiles) if holds(shape, tiles, tokens))
+            found[tokens] = _settle(timer, shape, tokens, near)
     progress(len(sizes), len(sizes))
     entries = [found[tokens] for tokens in sorted(found)]
     timer.use(tuple((entry.tokens, entry.tiles) for entry in entries))

@@ -1,0 +1,91 @@
+"""How the kernels for so few pairs that none is sorted cut a layer (kernels/expert_gemm_pairs.py).
+
+Their tilings are those of tiles of PAIR tokens, of which some fields mean something else: `stages` are the
+chunks that a warp loads ahead of the one it multiplies; `group`, of GEMM2, the pairs of a token that a
+program multiplies at once. Bounds are those seen on an H200 (docs/performance.md).
+
+No torch here. Legend: N weight rows, K columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+from turnout.moe.tiling import few
+
+PAIR = 1  # tokens of a tile
+MOST_PAIRS = 64  # of a batch: two for each lane of a warp
+KERNELS = ("packed", "bf16")  # of RULES, that have weights these kernels read
+MOST_AHEAD = 4
+MANY_STRIPS = 1150  # of 16 weight rows, over all pairs, from which on programs of GEMM1 are of four
+MOST_GROUP = 8
+
+Cut = tuple[int, int, int, int, int, int, int]  # a Tiling's fields
+
+
+def cut_first(strips: float, kernel: str) -> Cut:
+    if kernel == "bf16":
+        return (16, PAIR, 4, 2, 4, 1, 4)
+    return (64, PAIR, 4, 1, 8, 1, 2) if strips >= MANY_STRIPS else (16, PAIR, 4, 2, 4, 1, 4)
+
+
+def cut_second(top_k: int, held: float, kernel: str) -> Cut:
+    """held: mean pairs of a token that are this rank's."""
+    blocks, ahead = (2, 2) if kernel == "bf16" else (few.CHUNK, 1)
+    if held > top_k / 2:
+        group = min(MOST_GROUP, 1 << (top_k - 1).bit_length())
+        return (16, PAIR, blocks, ahead, 8, group, 8 // group)
+    group = min(4, 1 << max(0, round(math.log2(held))))
+    return (16, PAIR, blocks, ahead, 4, group, 4 // group)
+
+
+def first_choices(kernel: str) -> list[Cut]:
+    """What may be best for GEMM1, at whatever size."""
+    if kernel == "bf16":
+        cuts = ((16, 4, 2, 4, 4), (16, 2, 3, 4, 4), (16, 2, 4, 2, 2), (32, 2, 2, 8, 4), (16, 2, 2, 8, 8))
+    else:
+        cuts = ((16, 4, 2, 4, 4), (16, 4, 1, 4, 4), (16, 4, 3, 2, 2), (64, 4, 1, 8, 2), (32, 4, 1, 8, 4))
+    return [(rows, PAIR, blocks, ahead, warps, 1, slices) for rows, blocks, ahead, warps, slices in cuts]
+
+
+def second_choices(top_k: int, held: float, kernel: str) -> list[Cut]:
+    """The same for GEMM2."""
+    blocks = 2 if kernel == "bf16" else few.CHUNK
+    if held > top_k / 2:
+        group = min(MOST_GROUP, 1 << (top_k - 1).bit_length())
+        cuts = [(16, 1, 8, group, 8 // group), (16, 3, 8, group, 8 // group), (32, 1, 16, group, 8 // group)]
+        cuts += [(16, 2, 16, group, 16 // group)] if group < 16 else []
+    else:
+        cuts = [(16, 1, 4, 1, 4), (16, 1, 4, 2, 2), (16, 1, 4, 4, 1), (16, 2, 8, 2, 4), (16, 1, 2, 1, 2)]
+    return [(rows, PAIR, blocks, ahead, warps, group, slices) for rows, ahead, warps, group, slices in cuts]
+
+
+def whole_chunks(K: int, slices: int, k_blocks: int) -> int:
+    """Chunks of bf16 whose columns exist and are their slice's, whichever slice."""
+    blocks = math.ceil(math.ceil(K / 64) / slices)
+    return max(0, min(blocks // k_blocks, (K // 64 - (slices - 1) * blocks) // k_blocks))
+
+
+def columns(K: int, slices: int, k_blocks: int) -> int:
+    """Of a slice's tokens in shared memory."""
+    chunks = few.chunks(K, slices, k_blocks)
+    return k_blocks * 64 << max(0, chunks - 1).bit_length()
+
+
+def shared_bytes(cut: Cut, K: int) -> int:
+    rows, _, k_blocks, _, _, group, slices = cut
+    return group * slices * (2 * columns(K, slices, k_blocks) + 4 * rows)
+
+
+def refuse(cut: Cut) -> str:
+    """Why the kernels do not run it; "" if they do. Shared memory apart."""
+    rows, tokens, k_blocks, ahead, warps, group, slices = cut
+    if rows not in (16, 32, 64, 128) or tokens != PAIR or warps not in (2, 4, 8, 16):
+        return f"tiles of {rows} weight rows and {tokens} pairs with {warps} warps"
+    slots = group * slices
+    if group not in (1, 2, 4, 8) or slices not in (1, 2, 4, 8) or warps % slots:
+        return f"{warps} warps for {group} pairs in {slices} slices"
+    strips = rows * slots / (16 * warps)
+    if strips not in (1, 2) or k_blocks not in (2, 4) or not 1 <= ahead <= MOST_AHEAD:
+        return f"{strips:g} strips of a warp, {k_blocks} blocks at once, {ahead} chunks ahead"
+    return ""
