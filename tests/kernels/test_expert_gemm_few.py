@@ -28,7 +28,7 @@ CASES = [
 def test_compiles_as_designed(format: str, tiles: Tiling, whole: bool):
     constants = {
         "FORMAT": format, "ACTIVATION": "swiglu" if whole else "none", "GATHER": whole, "SCATTER": not whole,
-        "DIRECT": whole, "BIAS": True, "BLOCK_N": tiles.rows, "TOKENS": tiles.tokens,
+        "BIAS": True, "BLOCK_N": tiles.rows, "TOKENS": tiles.tokens,
         "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "GROUP": tiles.group, "SLICES": tiles.slices,
         "WHOLE": whole, "PDL": True, "num_warps": tiles.warps,
     }  # fmt: skip

@@ -5,7 +5,8 @@ loads the fragments of 16 weight rows (fragments.py) into its own registers, a c
 chunk it decodes, and multiplies them with `mma`, not `wgmma`, which four warps would have to enter together.
 Weights see no shared memory and no barrier; tokens do, of which a program keeps all columns, if they fit, or
 the next few chunks. Where programs are few, SLICES of a program's warps share the columns of its rows, and
-their sums are added last: so one token keeps a GPU busy without partial sums in memory.
+their sums are added last: so few tokens keep a GPU busy without partial sums in memory. Pairs that are too
+few to be sorted take expert_gemm_pairs.py.
 
 Measured on an H200, whole layers in MXFP4, us, with the best tilings found; beside it, expert_gemm.py in the
 same run (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
@@ -28,8 +29,6 @@ Rejected:
 * Eight slices: 35 us for one token of GPT-OSS-20B instead of 24. Two blocks of columns at once instead of
   four: too few loads in flight, 32 instead of 29. Two slices where strips are many: 98 instead of 95.
 * Weights that stay in the caches after use: 3 % slower in GEMM2 at 64 tokens.
-* That programs of one token find the nth pair of this rank's experts, so that those without work come last:
-  finding it costs more than it saves, 52 us and, in another run, 46 for 4 tokens of DeepSeek-V3 on one of 8.
 
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, S slices.
 """
@@ -142,7 +141,7 @@ def expert_gemm_few(
     K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
     act_alpha, act_beta, act_limit,
     FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    DIRECT: gl.constexpr, BIAS: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr,
+    BIAS: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr,
     K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
     WHOLE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -173,7 +172,7 @@ def expert_gemm_few(
     if PDL and GATHER:
         gdc_wait()
     expert, n, row, end = locate(
-        gl.program_id(0), tiles_ptr, n_tiles, first_expert, num_experts, DIRECT, GROUP
+        gl.program_id(0), tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP
     )
     if expert < 0:
         return
@@ -196,9 +195,7 @@ def expert_gemm_few(
     r = row + gl.arange(0, TOKENS, COPY_ROWS)
     exists = r < end
     if GATHER:
-        if not DIRECT:
-            r = gl.load(order_ptr + r, mask=exists, other=0)
-        r = r // top_k
+        r = gl.load(order_ptr + r, mask=exists, other=0) // top_k
     offset = r.to(gl.int64) * x_stride
     if WHOLE:
         for i in range(0, chunks):
@@ -244,6 +241,6 @@ def expert_gemm_few(
 
     finish(
         gl.sum(acc, 0), alpha_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, n, n_rows, row, end,
-        out_columns, out_stride, act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, DIRECT, BIAS, True,
+        out_columns, out_stride, act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, False, BIAS, True,
         BLOCK_N, TOKENS, SUM, num_warps,
     )  # fmt: skip

@@ -130,7 +130,7 @@ def few(g: Gemm) -> None:
         g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
         *g.held, *g.numbers,
-        w.format, g.kind, g.first, not g.first, g.direct, w.bias is not None,
+        w.format, g.kind, g.first, not g.first, w.bias is not None,
         cut.rows, cut.tokens, cut.k_blocks, cut.stages, cut.group, cut.slices,
         chunks(w.inner, cut.slices, cut.k_blocks) <= cut.stages, True,
         num_warps=cut.warps, launch_pdl=True,

@@ -73,6 +73,14 @@ def test_few_pairs_are_not_sorted_and_share_warps_as_this_rank_holds_them(format
     dsv3 = shape(format, hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
     assert rule(dsv3, 1).second.group == 1
     assert not any(rule(some, 1, one_order=True).pairs for some in (shape(format), dsv3))
+    for wide in (14336, 28672):
+        for top_k in (1, 2, 8, 10):
+            for experts in (16, 64):
+                some = shape(
+                    format, hidden=wide, inner=wide, num_experts=64, local_experts=experts, top_k=top_k
+                )
+                assert rule(some, 1).pairs
+                assert not refuse(some, rule(some, 1))
     assert not rule(shape(format), 9).pairs
     table = ((1, whole), (16, rule(shape(format), 16)))
     assert [choose(shape(format), table, tokens).pairs for tokens in (1, 3)] == [True, True]

@@ -19,24 +19,32 @@ KERNELS = ("packed", "bf16")  # of RULES, that have weights these kernels read
 MOST_AHEAD = 4
 MANY_STRIPS = 1150  # of 16 weight rows, over all pairs, from which on programs of GEMM1 are of four
 MOST_GROUP = 8
+MOST_CHUNKS = 16  # of a slice: the kernels' code has each
 
 Cut = tuple[int, int, int, int, int, int, int]  # a Tiling's fields
 
 
-def cut_first(strips: float, kernel: str) -> Cut:
+def cut_first(strips: float, K: int, kernel: str) -> Cut:
+    if few.chunks(K, 4, few.CHUNK) > MOST_CHUNKS:
+        return (16, PAIR, few.CHUNK, 1, 8, 1, 8)
     if kernel == "bf16":
-        return (16, PAIR, 4, 2, 4, 1, 4)
-    return (64, PAIR, 4, 1, 8, 1, 2) if strips >= MANY_STRIPS else (16, PAIR, 4, 2, 4, 1, 4)
+        return (16, PAIR, few.CHUNK, 2, 4, 1, 4)
+    if strips >= MANY_STRIPS and few.chunks(K, 2, few.CHUNK) <= MOST_CHUNKS:
+        return (64, PAIR, few.CHUNK, 1, 8, 1, 2)
+    return (16, PAIR, few.CHUNK, 2, 4, 1, 4)
 
 
-def cut_second(top_k: int, held: float, kernel: str) -> Cut:
+def cut_second(top_k: int, held: float, K: int, kernel: str) -> Cut:
     """held: mean pairs of a token that are this rank's."""
     blocks, ahead = (2, 2) if kernel == "bf16" else (few.CHUNK, 1)
     if held > top_k / 2:
-        group = min(MOST_GROUP, 1 << (top_k - 1).bit_length())
-        return (16, PAIR, blocks, ahead, 8, group, 8 // group)
-    group = min(4, 1 << max(0, round(math.log2(held))))
-    return (16, PAIR, blocks, ahead, 4, group, 4 // group)
+        warps, group = 8, min(MOST_GROUP, 1 << (top_k - 1).bit_length())
+    else:
+        warps, group = 4, min(4, 1 << max(0, round(math.log2(held))))
+    while group > 1 and few.chunks(K, warps // group, blocks) > MOST_CHUNKS:
+        group //= 2
+    warps = warps if few.chunks(K, warps // group, blocks) <= MOST_CHUNKS else 8
+    return (16, PAIR, blocks, ahead, warps, group, warps // group)
 
 
 def first_choices(kernel: str) -> list[Cut]:

@@ -384,8 +384,9 @@ def _refuse_pairs(shape: LayerShape, tiles: Tiles) -> str:
 
 def _pairs(shape: LayerShape, tokens: int) -> Tiles:
     held = shape.top_k * shape.local_experts / shape.num_experts
-    first = pairs.cut_first(shape.touched(tokens) * shape.w13_rows / 16, shape.kernel)
-    return Tiles(Tiling(*first), Tiling(*pairs.cut_second(shape.top_k, held, shape.kernel)))
+    strips = shape.touched(tokens) * shape.w13_rows / 16
+    first = pairs.cut_first(strips, shape.hidden, shape.kernel)
+    return Tiles(Tiling(*first), Tiling(*pairs.cut_second(shape.top_k, held, shape.inner, shape.kernel)))
 
 
 def _few(shape: LayerShape, tokens: int) -> Tiles:
