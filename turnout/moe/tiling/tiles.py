@@ -95,13 +95,12 @@ SORTED = Tiles(Tiling(256, 128, 1, 4, 4, 8), Tiling(256, 128, 1, 4, 4, 8), sorte
 SPECIAL: dict[str, tuple[Tiling, ...]] = {
     "packed": (
         Tiling(256, 128, 2, 4, SPECIALISED, 8),
-        Tiling(256, 64, 2, 6, SPECIALISED, 8),
         Tiling(128, 256, 1, 6, SPECIALISED, 8),
     ),
     "bf16": (Tiling(256, 128, 1, 4, SPECIALISED, 8), Tiling(128, 256, 1, 4, SPECIALISED, 8)),
 }
 SPECIAL_ABOVE: dict[str, tuple[tuple[float, Tiling], ...]] = {
-    "packed": ((48, SPECIAL["packed"][0]),),
+    "packed": ((64, SPECIAL["packed"][0]),),
     "bf16": ((48, SPECIAL["bf16"][0]),),
 }
 
@@ -109,8 +108,8 @@ SPECIAL_ABOVE: dict[str, tuple[tuple[float, Tiling], ...]] = {
 RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
     "packed": (
         (5, Tiling(128, 8, 1, 5, 4, 1)),
-        (12, Tiling(128, 16, 1, 5, 4, 1)),
-        (28, Tiling(128, 32, 1, 5, 4, 1)),
+        (13, Tiling(128, 16, 1, 5, 4, 1)),
+        (31, Tiling(128, 32, 1, 5, 4, 1)),
         (72, Tiling(128, 64, 1, 5, 4, 1)),
         (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
     ),
