@@ -88,11 +88,13 @@ def pairs(g: Gemm) -> None:
     found = 32 if (T * k if g.first else k) <= 32 else 64
     sizes = w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), k, *g.held
     count = chunks(w.inner, cut.slices, cut.k_blocks)
+    # Four slices of 4 bits take so short that GEMM2's first loads, which come early, would be in their way.
+    late = cut.slices == 4 and w.format != "bf16"
     if g.first:
         gemm_of_pairs[(T * k * n_tiles,)](
             g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, w.inner, T * k, *sizes, *g.numbers,
             w.format, g.kind, w.bias is not None, found, cut.rows, cut.k_blocks, count, whole, cut.slices,
-            cut.stages, False, True, num_warps=cut.warps, launch_pdl=True,
+            cut.stages, late, True, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
     else:
         gemm_of_tokens[(T * n_tiles,)](

@@ -69,7 +69,8 @@ def test_few_tokens_of_4_bit_weights_are_multiplied_by_warps_that_share_columns(
 def test_few_pairs_are_not_sorted_and_share_warps_as_this_rank_holds_them(format: str):
     whole = rule(shape(format), 1)
     assert whole.pairs
-    assert whole.second.group * whole.second.slices == 8 == whole.second.group
+    assert whole.second.group == 8 == whole.second.warps
+    assert rule(shape(format, top_k=4), 1).second[4:] == (8, 4, 2)
     dsv3 = shape(format, hidden=7168, inner=2048, w13_rows=4096, num_experts=256, local_experts=32)
     assert rule(dsv3, 1).second.group == 1
     assert not any(rule(some, 1, one_order=True).pairs for some in (shape(format), dsv3))
@@ -135,6 +136,9 @@ def test_pairs_of_4_bit_weights_are_sorted_later_than_others():
     ]
     few = {"num_experts": 32, "local_experts": 32, "top_k": 4}
     assert [shape(**few).direct(tokens) for tokens in (1, 3, 4)] == [True, True, False]
+    assert [shape(**few).unsorted(tokens) for tokens in (3, 4, 5)] == [True, True, False]
+    assert [shape("bf16", **few).unsorted(tokens) for tokens in (3, 4)] == [True, False]
+    assert not shape("fp8").unsorted(1)
     assert shape().touched(5) == 40
     assert 120 < shape().touched(64) < 128
     assert shape(local_experts=32).touched(5) == 10

@@ -18,6 +18,10 @@ MOST_PAIRS = 64  # of a batch: two for each lane of a warp
 KERNELS = ("packed", "bf16")  # of RULES, that have weights these kernels read
 MOST_AHEAD = 4
 MANY_STRIPS = 1150  # of 16 weight rows, over all pairs, from which on programs of GEMM1 are of four
+FULL, OVERFULL = (
+    150,
+    400,
+)  # programs of GEMM2 of one strip, beyond which they are of two, and share no columns
 MOST_GROUP = 8
 MOST_CHUNKS = 16  # of a slice: the kernels' code has each
 
@@ -31,28 +35,32 @@ def cut_first(strips: float, K: int, kernel: str) -> Cut:
         return (16, PAIR, few.CHUNK, 2, 4, 1, 4)
     if strips >= MANY_STRIPS and few.chunks(K, 2, few.CHUNK) <= MOST_CHUNKS:
         return (64, PAIR, few.CHUNK, 1, 8, 1, 2)
-    return (16, PAIR, few.CHUNK, 2, 4, 1, 4)
+    return (16, PAIR, few.CHUNK, 3, 4, 1, 4)
 
 
-def cut_second(top_k: int, held: float, K: int, kernel: str) -> Cut:
+def cut_second(tokens: int, top_k: int, held: float, N: int, K: int, kernel: str) -> Cut:
     """held: mean pairs of a token that are this rank's."""
     blocks, ahead = (2, 2) if kernel == "bf16" else (few.CHUNK, 1)
+    rows, strips = 16, tokens * N / 16
     if held > top_k / 2:
-        warps, group = 8, min(MOST_GROUP, 1 << (top_k - 1).bit_length())
+        slots, group = 8, _group_of_all(top_k)
+        if kernel != "bf16" and strips > FULL:
+            rows, slots = 32, slots if strips <= OVERFULL else group
     else:
-        warps, group = 4, min(4, 1 << max(0, round(math.log2(held))))
-    while group > 1 and few.chunks(K, warps // group, blocks) > MOST_CHUNKS:
+        slots, group = 4, min(4, 1 << max(0, round(math.log2(held))))
+    while group > 1 and few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
         group //= 2
-    warps = warps if few.chunks(K, warps // group, blocks) <= MOST_CHUNKS else 8
-    return (16, PAIR, blocks, ahead, warps, group, warps // group)
+    if few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
+        slots = 8
+    return (rows, PAIR, blocks, ahead, slots * rows // 16, group, slots // group)
 
 
 def first_choices(kernel: str) -> list[Cut]:
     """What may be best for GEMM1, at whatever size."""
     if kernel == "bf16":
-        cuts = ((16, 4, 2, 4, 4), (16, 2, 3, 4, 4), (16, 2, 4, 2, 2), (32, 2, 2, 8, 4), (16, 2, 2, 8, 8))
+        cuts = [(16, 4, 2, 4, 4), (16, 2, 4, 4, 4), (16, 2, 4, 2, 2), (16, 2, 2, 8, 8)]
     else:
-        cuts = ((16, 4, 2, 4, 4), (16, 4, 1, 4, 4), (16, 4, 3, 2, 2), (64, 4, 1, 8, 2), (32, 4, 1, 8, 4))
+        cuts = [(16, 4, 3, 4, 4), (16, 4, 1, 4, 4), (64, 4, 1, 8, 2), (16, 4, 3, 2, 2), (32, 4, 1, 4, 4)]
     return [(rows, PAIR, blocks, ahead, warps, 1, slices) for rows, blocks, ahead, warps, slices in cuts]
 
 
@@ -60,12 +68,21 @@ def second_choices(top_k: int, held: float, kernel: str) -> list[Cut]:
     """The same for GEMM2."""
     blocks = 2 if kernel == "bf16" else few.CHUNK
     if held > top_k / 2:
-        group = min(MOST_GROUP, 1 << (top_k - 1).bit_length())
-        cuts = [(16, 1, 8, group, 8 // group), (16, 3, 8, group, 8 // group), (32, 1, 16, group, 8 // group)]
-        cuts += [(16, 2, 16, group, 16 // group)] if group < 16 else []
+        group = _group_of_all(top_k)
+        slices = 8 // group
+        cuts = [(16, 1, 8, group, slices), (16, 4 if kernel == "bf16" else 3, 8, group, slices)]
+        cuts += [(32, 1, 16, group, slices), (32, 1, 8, group, slices), (32, 1, 2 * group, group, 1)]
     else:
-        cuts = [(16, 1, 4, 1, 4), (16, 1, 4, 2, 2), (16, 1, 4, 4, 1), (16, 2, 8, 2, 4), (16, 1, 2, 1, 2)]
-    return [(rows, PAIR, blocks, ahead, warps, group, slices) for rows, ahead, warps, group, slices in cuts]
+        cuts = [(16, 1, 4, 1, 4), (16, 1, 4, 2, 2), (32, 1, 4, 2, 2), (16, 1, 2, 1, 2), (16, 1, 8, 2, 4)]
+    least = 2 if kernel == "bf16" else 1
+    return [
+        (rows, PAIR, blocks, max(least, ahead), warps, group, slices)
+        for rows, ahead, warps, group, slices in cuts
+    ]
+
+
+def _group_of_all(top_k: int) -> int:
+    return min(MOST_GROUP, 1 << (top_k - 1).bit_length())
 
 
 def whole_chunks(K: int, slices: int, k_blocks: int) -> int:

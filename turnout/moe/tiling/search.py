@@ -78,7 +78,7 @@ def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
     special = [t for t in SPECIAL.get(shape.kernel, ()) if 4 * shape.per_expert(tokens) > t.tokens]
     choices = [Choices(first=(tiling,), second=(tiling,)) for tiling in special]
     choices += [choice for _, choice in kept]
-    if shape.kernel == "packed" and shape.per_expert(tokens) <= FEW_TOKENS and not shape.direct(tokens):
+    if shape.kernel == "packed" and shape.per_expert(tokens) <= FEW_TOKENS and not said.pairs:
         choices.insert(0, _few_choices(said, shape))
     if shape.kernel in pairs.KERNELS and tokens * shape.top_k <= pairs.MOST_PAIRS:
         choices.insert(0, _pair_choices(said, shape))

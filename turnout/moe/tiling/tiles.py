@@ -24,9 +24,9 @@ from turnout.moe.tiling import few, pairs
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
 SORT_PAIRS_PACKED = 40  # with 4-bit weights, which take less time to read twice
-# Pairs are sorted sooner where a smaller share than this goes to experts of its own: 4 tokens of GPT-OSS-20B
-# take 61 us sorted and 66 unsorted, of Qwen3-30B-A3B 28 and 25 (MXFP4).
-DISTINCT = 0.87
+# Pairs are sorted sooner where a smaller share than this goes to experts of its own: 4 tokens of GPT-OSS-20B,
+# of whose pairs 0.83 do, take 66 us sorted and 61 by kernels/expert_gemm_pairs.py (MXFP4).
+DISTINCT, DISTINCT_PACKED = 0.87, 0.8
 FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
 # FP8 with more tokens per expert: rows stay sorted by expert (kernels/expert_gemm_fp8_specialised.py).
 SORTED_ABOVE = 12
@@ -183,9 +183,18 @@ class LayerShape:
 
     def direct(self, tokens: int) -> bool:
         """Whether each pair is a tile of its own, and nothing is sorted."""
+        return self._few_distinct(tokens, DISTINCT)
+
+    def unsorted(self, tokens: int) -> bool:
+        """The same where kernels/expert_gemm_pairs.py takes them."""
+        distinct = DISTINCT_PACKED if self.kernel == "packed" else DISTINCT
+        return self.kernel in pairs.KERNELS and self._few_distinct(tokens, distinct)
+
+    def _few_distinct(self, tokens: int, share: float) -> bool:
+        """Whether pairs are few, and as large a share of them goes to experts of its own."""
         most = SORT_PAIRS_PACKED if self.kernel == "packed" else SORT_PAIRS
         pairs, spread = tokens * self.top_k, (1 - self.top_k / self.num_experts) ** tokens
-        return pairs <= most and self.num_experts * (1 - spread) >= DISTINCT * pairs
+        return pairs <= most and self.num_experts * (1 - spread) >= share * pairs
 
     def widest_first(self, tiles: Tiles) -> bool:
         """Whether tiles are sorted by their tokens, so that none ends late. An expert's narrow one then reads
@@ -227,7 +236,7 @@ def holds(shape: LayerShape, tiles: Tiles, tokens: int) -> bool:
 def rule(shape: LayerShape, tokens: int, *, one_order: bool = False) -> Tiles:
     """By the mean number of tokens of an expert. one_order: of a row's sums, whatever the batch."""
     per_expert = shape.per_expert(tokens)
-    if shape.kernel in pairs.KERNELS and shape.direct(tokens) and not one_order:
+    if shape.unsorted(tokens) and not one_order:
         return _pairs(shape, tokens)
     if shape.kernel == "packed" and per_expert <= FEW_TOKENS and not one_order:
         return _few(shape, tokens)
@@ -385,7 +394,8 @@ def _pairs(shape: LayerShape, tokens: int) -> Tiles:
     held = shape.top_k * shape.local_experts / shape.num_experts
     strips = shape.touched(tokens) * shape.w13_rows / 16
     first = pairs.cut_first(strips, shape.hidden, shape.kernel)
-    return Tiles(Tiling(*first), Tiling(*pairs.cut_second(shape.top_k, held, shape.inner, shape.kernel)))
+    second = pairs.cut_second(tokens, shape.top_k, held, shape.hidden, shape.inner, shape.kernel)
+    return Tiles(Tiling(*first), Tiling(*second))
 
 
 def _few(shape: LayerShape, tokens: int) -> Tiles:
