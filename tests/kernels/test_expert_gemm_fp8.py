@@ -15,7 +15,8 @@ from tests.kernels import interpreted
 from tests.kernels.compiled import compiled
 from turnout.kernels.expert_gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.expert_gemm_fp8_specialised import expert_gemm_fp8_specialised, stages_of
-from turnout.moe.tiling.tiles import FP8_WIDER, MIN_TOKENS, RULES, SORTED, Tiling, quantizes
+from turnout.moe.tiling import fp8
+from turnout.moe.tiling.tiles import MIN_TOKENS, RULES, SORTED, Tiling, quantizes
 
 TILE, ROWS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
 
@@ -39,7 +40,7 @@ def products(done) -> set[int]:
 # Pairs that are not sorted are tiles of their own.
 SMALL = [
     (tiles, direct)
-    for tiles in (*(t for _, t in RULES["fp8"]), FP8_WIDER)
+    for tiles in (*(t for _, t in RULES["fp8"]), *(Tiling(*cut, 1) for cut in fp8.WIDER.values()))
     for direct in ((False, True) if tiles.tokens == MIN_TOKENS else (False,))
 ]
 

@@ -27,7 +27,7 @@ geometric means over four shapes, the same bits
 * Tiles drawn: 1.05 times as fast at 1024, 4096 and 16384 tokens. And no rows of empty halves, a short end of
   GEMM1: 1.06. And rows by expert: 1.06, 1.10 and 1.11 (1.01 to 1.14); then GEMM1 takes 834 and 998 us at
   16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks, before 915 and 1213.
-* Down to 16 tokens per expert that is as fast as small tiles or faster, with fewer up to a tenth slower.
+* Down to 20 tokens per expert that is as fast as small tiles or faster (expert_gemm_fp8.py).
 * Rejected: widest tiles first (0.99 at 4096, for weights are read again); the first scales of a tile's rows
   prefetched by the loading warps; both groups multiplying whatever they have (0.98 at 1024, 1.00 above); the
   groups meeting at the end of a tile; 16 tiles of tokens in turn with the same weights (0.99).

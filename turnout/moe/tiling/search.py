@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from turnout.moe.tiling import few, pairs
+from turnout.moe.tiling import few, fp8, pairs
 from turnout.moe.tiling.tiles import (
     FEW_TOKENS,
     MIN_TOKENS,
@@ -61,6 +61,8 @@ def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
     if shape.kernel == W4A8:
         near = [tiling for _, tiling in RULES[W4A8] if 0.5 <= tiling.tokens / said.tokens <= 2]
         return [Choices(first=(tiling,), second=(tiling,)) for tiling in near]
+    if shape.kernel == "fp8":
+        return _fp8_choices(shape, tokens)
     plain = plain_rule(shape, tokens) if said.specialised or said.pairs else said
     by_width: dict[int, list[tuple[float, Tiling]]] = {}
     found: list[tuple[float, Choices]] = []
@@ -82,9 +84,24 @@ def candidates(shape: LayerShape, tokens: int) -> list[Choices]:
         choices.insert(0, _few_choices(said, shape))
     if shape.kernel in pairs.KERNELS and tokens * shape.top_k <= pairs.MOST_PAIRS:
         choices.insert(0, _pair_choices(said, shape))
-    if shape.sortable and shape.per_expert(tokens) > 8:
-        choices.append(Choices(first=(SORTED.first,), second=(SORTED.second,)))
     return choices
+
+
+def _fp8_choices(shape: LayerShape, tokens: int) -> list[Choices]:
+    """What small tiles are fast is known, whatever the model says (fp8.py), and one tiling is for the TMA."""
+    plain = plain_rule(shape, tokens)
+
+    def those(own: Tiling, cuts: tuple[fp8.Cut, ...]) -> tuple[Tiling, ...]:
+        found = [Tiling(*cut, 1) for cut in cuts]
+        return tuple(dict.fromkeys([own, *found] if own.tokens == found[0].tokens else found))
+
+    found = [
+        Choices(first=those(plain.first, first), second=those(plain.second, second))
+        for first, second in fp8.choices(plain.tokens, direct=shape.direct(tokens))
+    ]
+    if shape.sortable and shape.per_expert(tokens) > 8:
+        found.append(Choices(first=(SORTED.first,), second=(SORTED.second,)))
+    return found
 
 
 def _pair_choices(said: Tiles, shape: LayerShape) -> Choices:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling import few, pairs
+from turnout.moe.tiling import few, fp8, pairs
 
 MIN_TOKENS = 8  # the smallest tile
 SORT_PAIRS = 16  # up to so many pairs, each is a tile of its own
@@ -29,12 +29,12 @@ SORT_PAIRS_PACKED = 40  # with 4-bit weights, which take less time to read twice
 DISTINCT, DISTINCT_PACKED = 0.87, 0.8
 FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
 # FP8 with more tokens per expert: rows stay sorted by expert (kernels/expert_gemm_fp8_specialised.py).
-SORTED_ABOVE = 12
+SORTED_ABOVE = 18
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 8, "bf16": 5, "fp8": 2, W4A8: 4}
+REVISIONS = {"packed": 8, "bf16": 5, "fp8": 3, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -121,13 +121,7 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
         (400, Tiling(256, 128, 1, 4, 8, 8)),
         (math.inf, Tiling(128, 256, 1, 4, 8, 8)),
     ),
-    "fp8": (
-        (1, Tiling(64, 8, 2, 4, 4, 1)),
-        (5, Tiling(64, 8, 2, 3, 4, 1)),
-        (12, Tiling(64, 16, 1, 5, 4, 1)),
-        (24, Tiling(128, 32, 1, 4, 4, 1)),
-        (math.inf, Tiling(128, 64, 1, 4, 4, 1)),
-    ),
+    "fp8": tuple((bound, Tiling(*cut, 1)) for bound, cut in fp8.RULES),
     W4A8: (
         (12, Tiling(256, 16, 1, 8, 4, 1)),
         (24, Tiling(256, 32, 1, 8, 4, 1)),
@@ -138,9 +132,6 @@ RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
 }
 
 
-# GEMM2's programs quantise their tokens (`quantizes`): with as many rows, half as often. For more tokens per
-# expert than one, else programs are too few.
-FP8_WIDER = Tiling(128, 8, 1, 4, 4, 1)
 _DEEP = Tiles(Tiling(64, 16, 2, 6, 4, 1), Tiling(128, 16, 2, 6, 4, 1))
 
 
@@ -259,8 +250,11 @@ def plain_rule(shape: LayerShape, tokens: int) -> Tiles:
         return shape.touched(tokens) * -(-shape.w13_rows // first.rows)
 
     if not shape.direct(tokens):
-        wider = shape.format == "fp8" and tiling.tokens == MIN_TOKENS and shape.per_expert(tokens) > 1
-        return tiles._replace(second=FP8_WIDER) if wider else tiles
+        if shape.format == "fp8" and tiles.tokens in fp8.WIDER:
+            wider = Tiling(*fp8.WIDER[tiles.tokens], 1)
+            if shape.most_tiles(tokens, wider.tokens) * shape.hidden > fp8.WIDER_PROGRAMS * wider.rows:
+                return tiles._replace(second=wider)
+        return tiles
     if shape.format == "bf16" and shape.hidden >= _LONG and programs(_DEEP.first) <= _MULTIPROCESSORS:
         return _DEEP
     if tiles.tokens == MIN_TOKENS and programs(tiles.first) < _IDLE_PROGRAMS:
@@ -308,16 +302,8 @@ def shared_bytes(kernel: str, tiling: Tiling) -> int:
 
 
 def quantizes(tiling: Tiling, K: int, *, first: bool, direct: bool) -> bool:
-    """Whether programs of FP8's kernel quantise the rows of x that they multiply (expert_gemm_fp8.py): where
-    pairs are not sorted, which spares a launch in either GEMM, and in GEMM2 of the narrowest tiles.
-
-    first, direct: as of `moe.gemms.Gemm`.
-    """
-    groups = 1 << (-(-K // 128) - 1).bit_length()
-    held = groups * ((128 + 4) * tiling.tokens + 8) + 256 * groups * direct
-    stages = tiling.stages * (tiling.k_blocks * 128 * tiling.rows + 8)
-    wanted = direct or (not first and tiling.tokens == MIN_TOKENS)
-    return wanted and held + stages <= SHARED_BYTES
+    """As `fp8.quantizes`, of a whole multiprocessor."""
+    return fp8.quantizes(tiling, K, SHARED_BYTES, first=first, direct=direct)
 
 
 def most_registers(tiling: Tiling) -> int | None:
