@@ -2,9 +2,10 @@
 
 Two to four launches, none of which waits for the host: sort the pairs by expert (left out when there are so
 few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 with the routing weights, and the
-sum over a token's pairs (where none is sorted and weights are of 4 bits or bf16, GEMM2 adds them up). FP8's tokens are quantised beside the sort, or in the GEMM that takes them;
-with 16 tokens a tile or more, GEMM2's by a launch of their own. Each is launched before its predecessor has
-ended (programmatic dependent launch), so that their beginnings overlap.
+sum over a token's pairs (where none is sorted and weights are of 4 bits or bf16, GEMM2 adds them up). FP8's
+tokens are quantised beside the sort, or in the GEMM that takes them; with 16 tokens a tile or more, GEMM2's
+by a launch of their own. Each is launched before its predecessor has ended (programmatic dependent launch),
+so that their beginnings overlap.
 
 The same batch gives the same bits, and a token's do not depend on the tokens it shares the batch with as long
 as the batch stays within one entry of the table of tiles. Under a deterministic plan they never do: no kernel
