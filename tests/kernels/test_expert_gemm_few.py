@@ -36,6 +36,9 @@ def test_compiles_as_designed(format: str, tiles: Tiling, whole: bool):
     products = len(re.findall(r"mma\.sync\S*m16n8k16", text))
     held = tiles.rows * tiles.slices // (16 * tiles.warps)  # strips of a warp
     assert products == 2 * held * tiles.k_blocks * 4 * tiles.tokens // 8  # in the loop, and of the last chunk
+    end = text[text.rindex("mma.sync") :]
+    assert "ld.global" not in end  # nothing is waited for any more, and eight columns are stored at once
+    assert re.search(r"st\.global\S*\.v4\.b32", end)
     body = text[: text.rindex("mma.sync")]  # weights go from memory into operands, by no detour
     assert "st.shared" not in body
     assert "shfl" not in body

@@ -93,7 +93,7 @@ def test_few_pairs_are_not_sorted_and_share_warps_as_this_rank_holds_them(format
 @pytest.mark.parametrize(
     ("first", "second", "why"),
     [
-        ({"group": 2}, {}, "2 pairs at once in GEMM1"),
+        ({"group": 4}, {}, "4 is no time for GEMM2 to start"),
         ({"rows": 48}, {}, "48 weight rows"),
         ({"warps": 6}, {}, "6 warps"),
         ({"slices": 8}, {}, "4 warps for 1 pairs in 8 slices"),

@@ -2,7 +2,8 @@
 
 Their tilings are those of tiles of PAIR tokens, of which some fields mean something else: `stages` are the
 chunks that a warp loads ahead of the one it multiplies; `group`, of GEMM2, the pairs of a token that a
-program multiplies at once. Bounds are those seen on an H200 (docs/performance.md).
+program multiplies at once; of GEMM1, whether GEMM2's programs start when its tokens are on their way (SOON)
+or its products done (LATE). Bounds are those seen on an H200 (docs/performance.md).
 
 No torch here. Legend: N weight rows, K columns.
 """
@@ -14,12 +15,14 @@ import math
 from turnout.moe.tiling import few
 
 PAIR = 1  # tokens of a tile
+SOON, LATE = 1, 2
 MOST_PAIRS = 64  # of a batch: two for each lane of a warp
 KERNELS = ("packed", "bf16")  # of RULES, that have weights these kernels read
 MOST_AHEAD = 4
-MANY_STRIPS = 1150  # of 16 weight rows, over all pairs, from which on programs of GEMM1 are of four
+# Strips of 16 weight rows of GEMM1, over this rank's pairs, from which on its programs are of two or of four.
+SOME_STRIPS, MANY_STRIPS = 600, 1150
 FULL, OVERFULL = (
-    150,
+    200,
     400,
 )  # programs of GEMM2 of one strip, beyond which they are of two, and share no columns
 MOST_GROUP = 8
@@ -28,40 +31,63 @@ MOST_CHUNKS = 16  # of a slice: the kernels' code has each
 Cut = tuple[int, int, int, int, int, int, int]  # a Tiling's fields
 
 
-def cut_first(strips: float, K: int, kernel: str) -> Cut:
+def cut_first(strips: float, K: int, kernel: str, *, shared: bool) -> Cut:
+    """shared: other ranks hold experts, too."""
     if few.chunks(K, 4, few.CHUNK) > MOST_CHUNKS:
-        return (16, PAIR, few.CHUNK, 1, 8, 1, 8)
+        return (16, PAIR, few.CHUNK, 1, 8, SOON, 8)
     if kernel == "bf16":
-        return (16, PAIR, few.CHUNK, 2, 4, 1, 4)
+        blocks = 2 if few.chunks(K, 4, 2) <= MOST_CHUNKS else few.CHUNK
+        return (16, PAIR, blocks, 8 // blocks, 4, SOON, 4)
     if strips >= MANY_STRIPS and few.chunks(K, 2, few.CHUNK) <= MOST_CHUNKS:
-        return (64, PAIR, few.CHUNK, 1, 8, 1, 2)
-    return (16, PAIR, few.CHUNK, 3, 4, 1, 4)
+        return (64, PAIR, few.CHUNK, 1, 8, SOON, 2)
+    if shared and strips >= SOME_STRIPS:
+        return (32, PAIR, few.CHUNK, 1, 4, SOON, 4)
+    return (16, PAIR, few.CHUNK, 3, 4, LATE if shared else SOON, 4)
 
 
 def cut_second(tokens: int, top_k: int, held: float, N: int, K: int, kernel: str) -> Cut:
     """held: mean pairs of a token that are this rank's."""
-    blocks, ahead = (2, 2) if kernel == "bf16" else (few.CHUNK, 1)
-    rows, strips = 16, tokens * N / 16
+    bf16, strips = kernel == "bf16", tokens * N / 16
+    blocks, ahead = (2, 2) if bf16 else (few.CHUNK, 1)
     if held > top_k / 2:
-        slots, group = 8, _group_of_all(top_k)
-        if kernel != "bf16" and strips > FULL:
-            rows, slots = 32, slots if strips <= OVERFULL else group
+        group = _group_of_all(top_k)
+        rows, warps, slots = 16, 8, 8
+        if not bf16 and strips > FULL:
+            slots = slots if strips <= OVERFULL else group
+            rows, warps = 32, 2 * slots
+        elif not bf16:
+            ahead = 3
     else:
-        slots, group = 4, min(4, 1 << max(0, round(math.log2(held))))
+        group = min(4, 1 << max(0, round(math.log2(held))))
+        warps = slots = 8 if bf16 and group > 1 else 4
+        rows = 32 if not bf16 and group > 1 and strips > OVERFULL else 16
     while group > 1 and few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
         group //= 2
     if few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
-        slots = 8
-    return (rows, PAIR, blocks, ahead, slots * rows // 16, group, slots // group)
+        rows, warps, slots = 16, 8, 8
+    return (rows, PAIR, blocks, ahead, warps, group, slots // group)
 
 
 def first_choices(kernel: str) -> list[Cut]:
     """What may be best for GEMM1, at whatever size."""
     if kernel == "bf16":
-        cuts = [(16, 4, 2, 4, 4), (16, 2, 4, 4, 4), (16, 2, 4, 2, 2), (16, 2, 2, 8, 8)]
+        cuts = [
+            (16, 4, 2, 4, SOON, 4),
+            (16, 2, 4, 4, SOON, 4),
+            (16, 2, 4, 2, SOON, 2),
+            (16, 2, 2, 8, SOON, 8),
+        ]
     else:
-        cuts = [(16, 4, 3, 4, 4), (16, 4, 1, 4, 4), (64, 4, 1, 8, 2), (16, 4, 3, 2, 2), (32, 4, 1, 4, 4)]
-    return [(rows, PAIR, blocks, ahead, warps, 1, slices) for rows, blocks, ahead, warps, slices in cuts]
+        cuts = [
+            (16, 4, 3, 4, SOON, 4),
+            (16, 4, 3, 4, LATE, 4),
+            (16, 4, 1, 4, SOON, 4),
+            (16, 4, 1, 4, LATE, 4),
+        ]
+        cuts += [(64, 4, 1, 8, SOON, 2), (16, 4, 3, 2, SOON, 2), (32, 4, 1, 4, SOON, 4)]
+    return [
+        (rows, PAIR, blocks, ahead, warps, when, parts) for rows, blocks, ahead, warps, when, parts in cuts
+    ]
 
 
 def second_choices(top_k: int, held: float, kernel: str) -> list[Cut]:

@@ -365,9 +365,10 @@ def _refuse_few(kernel: str, tiling: Tiling) -> str:
 def _refuse_pairs(shape: LayerShape, tiles: Tiles) -> str:
     if shape.kernel not in pairs.KERNELS:
         return f"{shape.kernel} weights of pairs that are not sorted"
-    if tiles.first.group != 1:
-        return f"{tiles.first.group} pairs at once in GEMM1"
-    for tiling, K in zip(tiles[:2], (shape.hidden, shape.inner), strict=True):
+    if tiles.first.group not in (pairs.SOON, pairs.LATE):
+        return f"{tiles.first.group} is no time for GEMM2 to start"
+    one = tiles.first._replace(group=1)
+    for tiling, K in ((one, shape.hidden), (tiles.second, shape.inner)):
         reason = pairs.refuse(tiling)
         if reason:
             return reason
@@ -379,7 +380,8 @@ def _refuse_pairs(shape: LayerShape, tiles: Tiles) -> str:
 def _pairs(shape: LayerShape, tokens: int) -> Tiles:
     held = shape.top_k * shape.local_experts / shape.num_experts
     strips = shape.touched(tokens) * shape.w13_rows / 16
-    first = pairs.cut_first(strips, shape.hidden, shape.kernel)
+    shared = shape.local_experts < shape.num_experts
+    first = pairs.cut_first(strips, shape.hidden, shape.kernel, shared=shared)
     second = pairs.cut_second(tokens, shape.top_k, held, shape.hidden, shape.inner, shape.kernel)
     return Tiles(Tiling(*first), Tiling(*second))
 
