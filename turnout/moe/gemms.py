@@ -13,7 +13,7 @@ from torch import Tensor
 from turnout.formats.hopper import FP8_GROUP, Matrix
 from turnout.moe.spec import Activation
 from turnout.moe.tiling.few import chunks
-from turnout.moe.tiling.pairs import whole_chunks
+from turnout.moe.tiling.pairs import LATE, whole_chunks
 from turnout.moe.tiling.tiles import Tiling, most_registers
 
 
@@ -88,13 +88,11 @@ def pairs(g: Gemm) -> None:
     found = 32 if (T * k if g.first else k) <= 32 else 64
     sizes = w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), k, *g.held
     count = chunks(w.inner, cut.slices, cut.k_blocks)
-    # Four slices of 4 bits take so short that GEMM2's first loads, which come early, would be in their way.
-    late = cut.slices == 4 and w.format != "bf16"
     if g.first:
         gemm_of_pairs[(T * k * n_tiles,)](
             g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, w.inner, T * k, *sizes, *g.numbers,
             w.format, g.kind, w.bias is not None, found, cut.rows, cut.k_blocks, count, whole, cut.slices,
-            cut.stages, late, True, num_warps=cut.warps, launch_pdl=True,
+            cut.stages, cut.group == LATE, True, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
     else:
         gemm_of_tokens[(T * n_tiles,)](
@@ -152,21 +150,15 @@ def specialised(g: Gemm) -> None:
     tile = NVMMASharedLayout(128, 16, 2)
     if w.format == "bf16":
         codes = TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile)
-    tokens = 1 << cut.tokens.bit_length() - 1
-    extra = cut.tokens - tokens
     # Narrow tiles of bf16 wait for their weights, however few their products.
-    widths = 4 if w.format == "bf16" else min(8, tokens // 16)
-
-    def rows(count: int) -> Tensor | TensorDescriptor:
-        return g.x if gather or not count else TensorDescriptor.from_tensor(g.x, [count, 64], tile)
-
+    widths = 4 if w.format == "bf16" else min(8, cut.tokens // 16)
     expert_gemm_specialised[(g.processors,)](
-        rows(tokens), rows(extra), codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table,
-        g.any_weights,
+        g.x if gather else TensorDescriptor.from_tensor(g.x, [cut.tokens, 64], tile),
+        codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
         *g.numbers,
         w.format, g.kind, gather, g.pairs and not g.first, w.bias is not None,
-        cut.rows, tokens, extra, widths, cut.k_blocks, cut.stages, cut.group, k_blocks % cut.k_blocks > 0,
+        cut.rows, cut.tokens, widths, cut.k_blocks, cut.stages, cut.group, k_blocks % cut.k_blocks > 0,
         g.pairs,
         num_warps=4, launch_pdl=g.pairs,
     )  # fmt: skip
