@@ -129,10 +129,18 @@ def decode_block(
 @gluon.jit
 def decode_halves(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
     """`decode_block` for four warps: columns 0 to 31, and 32 to 63."""
+    left, right = halves(codes, scales, NVFP4)
+    return decode_half(left, OPERAND), decode_half(right, OPERAND)
+
+
+@gluon.jit
+def halves(codes, scales, NVFP4: gl.constexpr):
+    """What `decode_half` takes of [64 * BLOCKS, 64]: of columns 0 to 31, and of 32 to 63."""
     AXES: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
     )
-    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as there
+    BLOCKS: gl.constexpr = codes.shape[0]
+    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as in decode_block
     PER: gl.constexpr = 2 if NVFP4 else 1
     upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
     upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
@@ -140,7 +148,17 @@ def decode_halves(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPER
     word0, word1 = _halves(gl.convert_layout(codes.reshape(SHAPE), AXES))
     upper0, upper1 = _halves(gl.convert_layout(upper, AXES).broadcast_to(SHAPE))
     lower0, lower1 = _halves(gl.convert_layout(lower, AXES).broadcast_to(SHAPE))
-    return _decode_half(word0, upper0, lower0, OPERAND), _decode_half(word1, upper1, lower1, OPERAND)
+    return (word0, upper0, lower0), (word1, upper1, lower1)
+
+
+@gluon.jit
+def halves_held(w, scales, slot, BLOCK: gl.constexpr):
+    """`halves` of 64 weight rows in shared memory, w int32 [., ., 512] and scales [., ., 32 or 64]."""
+    WORDS: gl.constexpr = scales.shape[2]
+    CODES: gl.constexpr = codes_layout(1, 1)
+    SCALES: gl.constexpr = scales_layout(1, 1, WORDS)
+    codes = w.index(slot).slice(BLOCK, 1).load(CODES)
+    return halves(codes, scales.index(slot).slice(BLOCK, 1).load(SCALES), WORDS == 64)
 
 
 @gluon.jit
@@ -150,13 +168,12 @@ def _halves(word):
 
 
 @gluon.jit
-def _decode_half(word, upper, lower, OPERAND: gl.constexpr):
-    """int32 [BLOCKS, 4, 8, 4, 2] -> bf16 [64 * BLOCKS, 32]."""
+def decode_half(words, OPERAND: gl.constexpr):
+    """-> bf16 [64 * BLOCKS, 32]."""
+    word, upper, lower = words
     a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
     left = gl.join(gl.join(a0, a1), gl.join(b0, b1))
     right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
-    w = gl.join(
-        left, right
-    )  # block 0, warp 1, lane / 4 2, lane % 4 3, column / 16 4, odd 5, lower 6, right 7
+    w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4, odd 5, lower 6, right 7
     w = w.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([word.shape[0] * 64, 32])
     return gl.convert_layout(w, OPERAND, assert_trivial=True)

@@ -38,13 +38,13 @@ def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.co
 
 
 @gluon.jit
-def gathered_rows(order_ptr, row, end, top_k, x_stride, TOKENS: gl.constexpr, ROWS: gl.constexpr):
-    """`token_rows` of a tile that has any, without predicates: with them, ptxas lets half of a thread's eight
-    loads wait for one another.
+def gathered_tokens(order_ptr, row, end, top_k, TOKENS: gl.constexpr, ROWS: gl.constexpr):
+    """Whose tokens a tile's rows from `row` on are, and which exist; some row does. Without predicates: with
+    them, ptxas lets half of a thread's eight loads wait for one another.
     """
     r = row + gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
     pair = gl.load(order_ptr + gl.minimum(r, end - 1))
-    return (pair // top_k).to(gl.int64) * x_stride, r < end
+    return pair // top_k, r < end
 
 
 @gluon.jit
@@ -133,51 +133,48 @@ def finish(
 
 
 @gluon.jit
-def store_parts(
-    y, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
-    """bf16 y [columns, tokens] of the sorted rows from `row` + FIRST on, SCATTER: to the rows of their pairs.
+def result_rows(order_ptr, row, end, WIDTH: gl.constexpr, SCATTER: gl.constexpr):
+    """Where results of sorted rows from `row` on go, -1 from `end` on; SCATTER: to their pairs' rows."""
+    mine = row + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+    to = mine
+    if SCATTER:
+        to = gl.load(order_ptr + gl.minimum(mine, end - 1))
+    return gl.where(mine < end, to, -1)
 
-    64 tokens at a time, for lack of shared memory.
-    """
+
+@gluon.jit
+def store_rows(y, r, out_ptr, column, out_columns, out_stride):
+    """bf16 y [columns, tokens] to rows r of out, none below 0; 64 at a time, for lack of shared memory."""
     COLUMNS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
     if TOKENS > 64:
         left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
-        HALF: gl.constexpr = TOKENS // 2
-        store_parts(left, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST)
-        store_parts(
-            right, out_ptr, order_ptr, column, row, end, out_columns, out_stride, SCATTER, FIRST + HALF
-        )
+        r_left, r_right = gl.split(r.reshape([2, TOKENS // 2]).permute([1, 0]))
+        store_rows(left, r_left, out_ptr, column, out_columns, out_stride)
+        store_rows(right, r_right, out_ptr, column, out_columns, out_stride)
     else:
-        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
         y = gl.convert_layout(y, STORE)
-        r = row + FIRST + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+        r = gl.convert_layout(r, gl.SliceLayout(0, STORE), assert_trivial=True)
         c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
-        exists = r < end
-        if SCATTER:
-            r = gl.load(order_ptr + r, mask=exists, other=0)
         at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
-        gl.store(at, y, mask=exists[None, :] & (c[:, None] < out_columns))
+        gl.store(at, y, mask=(r >= 0)[None, :] & (c[:, None] < out_columns))
 
 
 @gluon.jit
 def finish_part(
-    acc0, acc1, alpha, bias0, bias1, out_ptr, order_ptr, weights_ptr, block, row, end, out_columns,
-    out_stride, act_alpha, act_beta, act_limit,
+    acc0, acc1, alpha, bias0, bias1, to, out_ptr, weights_ptr, block, out_columns, out_stride,
+    act_alpha, act_beta, act_limit,
     HELD: gl.constexpr, PACKED: gl.constexpr, ACTIVATION: gl.constexpr, SCATTER: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Scale, bias, activation, routing weight; store the sums of HELD blocks of 64 weight rows."""
+    """Scale, bias, activation, routing weight; sums of HELD blocks of 64 weight rows go to rows `to`."""
     ACC: gl.constexpr = acc0.type.layout
-    WIDTH: gl.constexpr = acc0.shape[1]
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     COLUMNS: gl.constexpr = 64 if ACTIVATION == "none" or ACTIVATION == "relu2" else 32
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
     if SCATTER:
-        mine = row + gl.arange(0, WIDTH, LINE)
-        pair = gl.load(order_ptr + mine, mask=mine < end, other=0)
-        weight = gl.load(weights_ptr + pair, mask=mine < end, other=0.0)
+        weight = gl.load(weights_ptr + gl.maximum(to, 0))
+    r = gl.convert_layout(to, gl.SliceLayout(0, STORE))
     for held in gl.static_range(HELD):
         y = acc0 if held == 0 else acc1
         if PACKED:
@@ -188,7 +185,4 @@ def finish_part(
         y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
         if SCATTER:
             y = y * gl.convert_layout(weight, gl.SliceLayout(0, y.type.layout))[None, :]
-        store_parts(
-            y.to(gl.bfloat16), out_ptr, order_ptr, (block + held) * COLUMNS, row, end, out_columns,
-            out_stride, SCATTER, 0,
-        )  # fmt: skip
+        store_rows(y.to(gl.bfloat16), r, out_ptr, (block + held) * COLUMNS, out_columns, out_stride)

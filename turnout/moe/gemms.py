@@ -150,15 +150,21 @@ def specialised(g: Gemm) -> None:
     tile = NVMMASharedLayout(128, 16, 2)
     if w.format == "bf16":
         codes = TensorDescriptor.from_tensor(codes.view(-1, w.inner), [cut.rows, 64], tile)
+    tokens = 1 << cut.tokens.bit_length() - 1
+    extra = cut.tokens - tokens
     # Narrow tiles of bf16 wait for their weights, however few their products.
-    widths = 4 if w.format == "bf16" else min(8, cut.tokens // 16)
+    widths = 4 if w.format == "bf16" else min(8, tokens // 16)
+
+    def rows(count: int) -> Tensor | TensorDescriptor:
+        return g.x if gather or not count else TensorDescriptor.from_tensor(g.x, [count, 64], tile)
+
     expert_gemm_specialised[(g.processors,)](
-        g.x if gather else TensorDescriptor.from_tensor(g.x, [cut.tokens, 64], tile),
-        codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
+        rows(tokens), rows(extra), codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table,
+        g.any_weights,
         w.inner, w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), g.top_k,
         *g.numbers,
         w.format, g.kind, gather, g.pairs and not g.first, w.bias is not None,
-        cut.rows, cut.tokens, widths, cut.k_blocks, cut.stages, cut.group, k_blocks % cut.k_blocks > 0,
+        cut.rows, tokens, extra, widths, cut.k_blocks, cut.stages, cut.group, k_blocks % cut.k_blocks > 0,
         g.pairs,
         num_warps=4, launch_pdl=g.pairs,
     )  # fmt: skip

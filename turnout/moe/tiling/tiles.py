@@ -34,7 +34,7 @@ W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 8, "bf16": 5, "fp8": 3, W4A8: 4}
+REVISIONS = {"packed": 9, "bf16": 6, "fp8": 3, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -95,7 +95,7 @@ SORTED = Tiles(Tiling(256, 128, 1, 4, 4, 8), Tiling(256, 128, 1, 4, 4, 8), sorte
 SPECIAL: dict[str, tuple[Tiling, ...]] = {
     "packed": (
         Tiling(256, 128, 2, 4, SPECIALISED, 8),
-        Tiling(128, 256, 1, 6, SPECIALISED, 8),
+        Tiling(256, 144, 2, 4, SPECIALISED, 8),
     ),
     "bf16": (Tiling(256, 128, 1, 4, SPECIALISED, 8), Tiling(128, 256, 1, 4, SPECIALISED, 8)),
 }
@@ -336,7 +336,8 @@ def _refuse_specialised(kernel: str, tiling: Tiling) -> str:
     rows, tokens, k_blocks, stages, _, group, _ = tiling
     if kernel not in SPECIAL or k_blocks not in (1, 2) or not 3 <= stages <= 12:
         return f"{kernel} weights with specialised warps, {k_blocks} blocks a step and {stages} stages"
-    if rows not in (128, 256) or tokens not in (64, 128, 256) or rows * tokens > 1 << 15:
+    widths = (64, 128, 144, 160) if kernel == "packed" else (64, 128, 256)
+    if rows not in (128, 256) or tokens not in widths or rows * tokens > 256 * 160:
         return f"tiles of {rows} weight rows by {tokens} tokens with specialised warps"
     if shared_bytes(kernel, tiling) > SHARED_BYTES:
         return f"{shared_bytes(kernel, tiling)} bytes of shared memory"
