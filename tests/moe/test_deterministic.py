@@ -21,6 +21,7 @@ from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import MoESpec
+from turnout.moe.tiling.tiles import SPECIAL, Tiles, plain_rule
 from turnout.registry import RUNNERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -121,6 +122,25 @@ def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
     )
     x_TH = torch.randn(4096, 640, generator=torch.Generator().manual_seed(1)).bfloat16().to(CUDA)
     assert_alone_as_in_company(layer, x_TH, (3, 5, 9, 20, 40, 80, 160, 500, 1100, 4096))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4"])
+def test_every_tiling_of_specialised_warps_gives_the_same_bits_on_a_gpu(format: str):
+    """Also those that tables alone take; with whole tiles and with narrow ones."""
+    spec = make_spec("swiglu", format, hidden_size=640, intermediate_size=320, top_k=4)
+    fields = {"runner": "triton", "weight_storage": "packed", "compute_dtype": "bfloat16"}
+    layer = layer_of(spec, CUDA, 1100, **fields)
+    draw = torch.Generator().manual_seed(1)
+    for tokens in (30, 290, 1100):
+        x_TH = torch.randn(tokens, 640, generator=draw).bfloat16().to(CUDA)
+        found = []
+        plain = plain_rule(layer._runner.shape, tokens)
+        special = SPECIAL["bf16" if format == "bf16" else "packed"]
+        for tiles in (plain, *(Tiles(tiling, tiling) for tiling in special)):
+            layer._runner.use_tiles(((tokens, tiles),))
+            found.append(layer(x_TH))
+        assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.gpu
