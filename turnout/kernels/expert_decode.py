@@ -177,3 +177,43 @@ def decode_half(words, OPERAND: gl.constexpr):
     w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4, odd 5, lower 6, right 7
     w = w.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([word.shape[0] * 64, 32])
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def decode_quarters(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
+    """`decode_block` for four warps: columns 0 to 15, 16 to 31, 32 to 47, and 48 to 63."""
+    AXES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+    )
+    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as there
+    PER: gl.constexpr = 2 if NVFP4 else 1
+    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
+    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
+    word0, word1, word2, word3 = _quarters(gl.convert_layout(codes.reshape(SHAPE), AXES))
+    upper0, upper1, upper2, upper3 = _quarters(gl.convert_layout(upper, AXES).broadcast_to(SHAPE))
+    lower0, lower1, lower2, lower3 = _quarters(gl.convert_layout(lower, AXES).broadcast_to(SHAPE))
+    w0 = _decode_quarter(word0, upper0, lower0, OPERAND)
+    w1 = _decode_quarter(word1, upper1, lower1, OPERAND)
+    w2 = _decode_quarter(word2, upper2, lower2, OPERAND)
+    return w0, w1, w2, _decode_quarter(word3, upper3, lower3, OPERAND)
+
+
+@gluon.jit
+def _quarters(word):
+    """What belongs to each 16 columns, int32 [BLOCKS, 4, 8, 4]."""
+    left, right = gl.split(word.permute([0, 1, 2, 3, 5, 4]))
+    left0, left1 = gl.split(left)
+    right0, right1 = gl.split(right)
+    return left0, left1, right0, right1
+
+
+@gluon.jit
+def _decode_quarter(word, upper, lower, OPERAND: gl.constexpr):
+    """int32 [BLOCKS, 4, 8, 4] -> bf16 [64 * BLOCKS, 16]."""
+    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
+    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, odd 4, lower 5, right 6
+    w = w.permute([0, 1, 5, 2, 6, 3, 4]).reshape([word.shape[0] * 64, 16])
+    return gl.convert_layout(w, OPERAND, assert_trivial=True)

@@ -14,7 +14,7 @@ from turnout.formats.hopper import FP8_GROUP, Matrix
 from turnout.moe.spec import Activation
 from turnout.moe.tiling.few import chunks
 from turnout.moe.tiling.pairs import LATE, whole_chunks
-from turnout.moe.tiling.tiles import Tiling, most_registers
+from turnout.moe.tiling.tiles import Tiling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def pairs(g: Gemm) -> None:
 
 def packed(g: Gemm) -> None:
     """Weights of 4 bits, any number of tokens."""
-    from turnout.kernels.expert_gemm_packed import expert_gemm_packed, rest_of
+    from turnout.kernels.expert_gemm_packed import expert_gemm_packed, most_registers, rest_of
 
     w, cut = g.w, g.cut
     n_blocks, k_blocks = w.blocks
@@ -115,7 +115,7 @@ def packed(g: Gemm) -> None:
         w.format, g.kind, g.pairs and g.first, g.pairs and not g.first, g.direct, w.bias is not None,
         cut.rows, cut.tokens, cut.stages, rest_of(k_blocks, cut.stages), w.inner % 64 == 0, cut.group,
         g.pairs,
-        num_warps=4, maxnreg=most_registers(cut), launch_pdl=g.pairs,
+        num_warps=4, maxnreg=most_registers(cut.rows, cut.tokens), launch_pdl=g.pairs,
     )  # fmt: skip
 
 

@@ -27,14 +27,14 @@ SORT_PAIRS_PACKED = 40  # with 4-bit weights, which take less time to read twice
 # Pairs are sorted sooner where a smaller share than this goes to experts of its own: 4 tokens of GPT-OSS-20B,
 # of whose pairs 0.83 do, take 66 us sorted and 61 by kernels/expert_gemm_pairs.py (MXFP4).
 DISTINCT, DISTINCT_PACKED = 0.87, 0.8
-FEW_TOKENS = 5  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
+FEW_TOKENS = 4  # of an expert, up to which kernels/expert_gemm_few.py is fastest with 4-bit weights
 # FP8 with more tokens per expert: rows stay sorted by expert (kernels/expert_gemm_fp8_specialised.py).
 SORTED_ABOVE = 18
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations (kernels/expert_gemm_w4a8.py)
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles of W4A8 are made for; room says little
 SPECIALISED = 12  # warps, of which four load and eight multiply (kernels/expert_gemm_specialised.py)
 # Of the kernels, by `LayerShape.kernel`; raised when tables must be measured again.
-REVISIONS = {"packed": 9, "bf16": 6, "fp8": 3, W4A8: 4}
+REVISIONS = {"packed": 10, "bf16": 6, "fp8": 3, W4A8: 4}
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for one program
 _EPILOGUE_BYTES = 6 * 1024  # of them, for results and barriers of specialised warps
 # Fewer 64-row programs than this leave multiprocessors idle (an H200 has 132, each holds several).
@@ -107,10 +107,11 @@ SPECIAL_ABOVE: dict[str, tuple[tuple[float, Tiling], ...]] = {
 # Mean tokens per expert up to which a tiling is used; measured on an H200 (docs/performance.md).
 RULES: dict[str, tuple[tuple[float, Tiling], ...]] = {
     "packed": (
-        (5, Tiling(128, 8, 1, 5, 4, 1)),
+        (4, Tiling(128, 8, 1, 5, 4, 1)),
         (13, Tiling(128, 16, 1, 5, 4, 1)),
-        (31, Tiling(128, 32, 1, 5, 4, 1)),
-        (72, Tiling(128, 64, 1, 5, 4, 1)),
+        (27, Tiling(128, 32, 1, 5, 4, 1)),
+        (36, Tiling(128, 64, 1, 5, 4, 1)),
+        (72, Tiling(128, 64, 1, 5, 4, 8)),
         (math.inf, Tiling(128, 128, 1, 5, 4, 8)),
     ),
     "bf16": (
@@ -304,11 +305,6 @@ def shared_bytes(kernel: str, tiling: Tiling) -> int:
 def quantizes(tiling: Tiling, K: int, *, first: bool, direct: bool) -> bool:
     """As `fp8.quantizes`, of a whole multiprocessor."""
     return fp8.quantizes(tiling, K, SHARED_BYTES, first=first, direct=direct)
-
-
-def most_registers(tiling: Tiling) -> int | None:
-    """Of a thread of kernels/expert_gemm_packed.py, so that three programs of 64 tokens fit; None: any."""
-    return 168 if tiling.rows * tiling.tokens == 128 * 64 else None
 
 
 def _refuse_one(kernel: str, tiling: Tiling) -> str:
