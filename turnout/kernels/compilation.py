@@ -1,8 +1,9 @@
 """Compiling many kernels ahead, in processes: tuning asks for hundreds, and each takes a second of one core.
 
 What is to be compiled is recorded by calling for it: Triton's hook sees every kernel that is not compiled
-yet, with all that specialises it, and keeps it from being compiled, and launched, there and then. Processes
-compile the records into Triton's cache on disk, where the next real call finds them.
+yet, with all that specialises it, and keeps it from being compiled there and then. Processes compile the
+records into Triton's cache on disk, where the next real call finds them. Meanwhile nothing is launched, not
+even what is compiled: a GEMM would follow a table of tiles that no sort has written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from unittest.mock import patch
 from triton import knobs
 from triton.errors import TritonError
 from triton.language import dtype
+from triton.runtime.jit import JITFunction
 
 MOST_PROCESSES = 16
 FAILURES = (TritonError,)  # of a kernel that cannot be compiled or needs too much of the GPU
@@ -36,8 +38,12 @@ class Record:
 
 @contextmanager
 def recording() -> Iterator[dict[Record, None]]:
-    """Calls of kernels that are not compiled yet do nothing but leave a record here."""
+    """Calls of kernels launch nothing; those of kernels that are not compiled yet leave a record here."""
     records: dict[Record, None] = {}
+    run = JITFunction.run
+
+    def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         records[Record(module=fn.module, name=fn.name, specialization=compile["specialization_data"])] = None
@@ -46,7 +52,8 @@ def recording() -> Iterator[dict[Record, None]]:
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
-        yield records
+        with patch.object(JITFunction, "run", prepare):
+            yield records
     finally:
         knobs.runtime.jit_cache_hook = before
 

@@ -109,7 +109,11 @@ def test_tables_are_measured_and_leave_runners_right(format: str):
 
     with torch.inference_mode():
         wanted = {tokens: runners[0](batches(tokens)[0]) for tokens in (4, 256)}
+        space = runners[0]._spaces["tokens"]
+        space.tiles.fill_(1 << 29)  # whoever follows it leaves the memory there is
+        space.h.fill_(7)
         assert to_compile(runners[0], batches, 256)
+        assert torch.all(space.h == 7), "nothing was launched"
         entries = tile_times(runners, batches, 256, lambda done, of: None)
         assert [e.tokens for e in entries] == sorted(t for t in TOKENS + BETWEEN if t <= 256)
         assert all(0 < e.us <= e.rule_us for e in entries)

@@ -67,8 +67,6 @@ def to_compile(runner: Tiled, batches: Batches, most: int) -> list[Record]:
     """The kernels that `tile_times` will ask for and that are not compiled yet."""
     from turnout.kernels.compilation import recording
 
-    for tokens in sizes_up_to(most):
-        runner(batches(tokens)[0])  # compiles what is not tuned, so that sorting runs with its clean-up
     with recording() as records:
         for tokens in sizes_up_to(most):
             for choices in candidates(runner.shape, tokens):
