@@ -19,12 +19,12 @@ SOON, LATE = 1, 2
 MOST_PAIRS = 64  # of a batch: two for each lane of a warp
 KERNELS = ("packed", "bf16")  # of RULES, that have weights these kernels read
 MOST_AHEAD = 4
-# Strips of 16 weight rows of GEMM1, over this rank's pairs, from which on its programs are of two or of four.
-SOME_STRIPS, MANY_STRIPS = 600, 1150
-FULL, OVERFULL = (
-    200,
-    400,
-)  # programs of GEMM2 of one strip, beyond which they are of two, and share no columns
+# Strips of 16 weight rows of GEMM1, over this rank's pairs, from which on its programs are of two or of four;
+# of four only where they have so many times as many columns.
+SOME_STRIPS, MANY_STRIPS, MANY_LONG = 900, 1150, 3.6e6
+# Programs of GEMM2 of one strip, beyond which they are of two, and beyond which these share no columns; where
+# most pairs are other ranks', they are of two beyond twice the latter.
+FULL, OVERFULL = 200, 400
 MOST_GROUP = 8
 MOST_CHUNKS = 16  # of a slice: the kernels' code has each
 
@@ -38,7 +38,8 @@ def cut_first(strips: float, K: int, kernel: str, *, shared: bool) -> Cut:
     if kernel == "bf16":
         blocks = 2 if few.chunks(K, 4, 2) <= MOST_CHUNKS else few.CHUNK
         return (16, PAIR, blocks, 8 // blocks, 4, SOON, 4)
-    if strips >= MANY_STRIPS and few.chunks(K, 2, few.CHUNK) <= MOST_CHUNKS:
+    many = strips >= MANY_STRIPS and strips * K >= MANY_LONG
+    if many and few.chunks(K, 2, few.CHUNK) <= MOST_CHUNKS:
         return (64, PAIR, few.CHUNK, 1, 8, SOON, 2)
     if shared and strips >= SOME_STRIPS:
         return (32, PAIR, few.CHUNK, 1, 4, SOON, 4)
@@ -60,7 +61,7 @@ def cut_second(tokens: int, top_k: int, held: float, N: int, K: int, kernel: str
     else:
         group = min(4, 1 << max(0, round(math.log2(held))))
         warps = slots = 8 if bf16 and group > 1 else 4
-        rows = 32 if not bf16 and group > 1 and strips > OVERFULL else 16
+        rows = 32 if not bf16 and group > 1 and strips > 2 * OVERFULL else 16
     while group > 1 and few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
         group //= 2
     if few.chunks(K, slots // group, blocks) > MOST_CHUNKS:
