@@ -29,7 +29,7 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m turnout.evals.demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch
 	$(PYTHON) -m pytest -m 'gpu or multigpu'
