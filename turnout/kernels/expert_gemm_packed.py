@@ -33,11 +33,11 @@ without the fence of the asynchronous proxy, which it cannot do without, 0.99. R
 * Operands of 64 rows and 64 columns, all products done before the next is decoded: few enough registers for
   five programs of 32 tokens or seven of 16, and one stage less. 1 to 5 % slower, 0 to 2 % faster at 8 tokens
   per expert of the smallest layer. With the last product in flight ptxas serialises them (C7515).
-* Tiles of 32 tokens multiplied as 16 where they have no more: 5 % faster to 3 % slower with 12 to 24 tokens
+* Tiles of 32 tokens multiplied as 16 where they have no more: 5 % faster to 5 % slower with 12 to 24 tokens
   per expert. Quarters for 32 and 64 tokens: 0 to 3 % slower; for 16 they take 0 to 7 % less than halves.
 * Four or six stages for five: the same within 1 %.
-* 256 weight rows, to read each token half as often: 2 to 16 % slower; with eight warps, which decode at the
-  same time and then wait at the same time, worse.
+* 256 weight rows, to read each token half as often: 2 to 20 % slower, 2 % faster once; with eight warps,
+  which decode at the same time and then wait at the same time, worse.
 * Weights straight from memory to registers, without shared memory: fewer instructions, but too few loads in
   flight, 75 us at 64 tokens of Qwen3-30B-A3B's GEMM1 for 69.
 * Tiles of two widths together (32 + 16), to waste less of a half-empty tile: 108 for 84 at 256 tokens.

@@ -60,7 +60,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.expert_decode_fp8 import decode_from
 from turnout.kernels.expert_schedule import draw, drawn_memory, publish, published, tile_at
-from turnout.kernels.expert_tile import activate
+from turnout.kernels.expert_tile import activate, store_rows
 
 
 @gluon.jit
@@ -138,25 +138,6 @@ def multiply_step(
         else:
             acc1 = warpgroup_mma_wait(1, deps=[token1])
     return acc0, acc1, more0, more1
-
-
-@gluon.jit
-def store_rows(y, r, out_ptr, column, out_columns, out_stride):
-    """bf16 y [columns, tokens] to rows r of out, none below 0; 64 at a time, for lack of shared memory."""
-    COLUMNS: gl.constexpr = y.shape[0]
-    TOKENS: gl.constexpr = y.shape[1]
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, 4], [0, 1])
-    if TOKENS > 64:
-        left, right = gl.split(y.reshape([COLUMNS, 2, TOKENS // 2]).permute([0, 2, 1]))
-        r_left, r_right = gl.split(r.reshape([2, TOKENS // 2]).permute([1, 0]))
-        store_rows(left, r_left, out_ptr, column, out_columns, out_stride)
-        store_rows(right, r_right, out_ptr, column, out_columns, out_stride)
-    else:
-        y = gl.convert_layout(y, STORE)
-        r = gl.convert_layout(r, gl.SliceLayout(0, STORE), assert_trivial=True)
-        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORE))
-        at = out_ptr + r.to(gl.int64)[None, :] * out_stride + c[:, None]
-        gl.store(at, y, mask=(r >= 0)[None, :] & (c[:, None] < out_columns))
 
 
 @gluon.jit
