@@ -17,7 +17,7 @@ from tests.engine.cluster import Cluster, SingleRank
 from tests.ranks import Pools
 from tests.tiny import write_model
 
-SCHEDULES, FEW = 60, 12
+SCHEDULES, FEW = 40, 10
 LONGEST, LONG = 6, 40  # tokens of an answer in the schedules, and of one that others join
 DEADLINE = 30  # seconds for one schedule, which takes a quarter of one
 TINY = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32}
