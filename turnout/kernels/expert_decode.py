@@ -100,35 +100,29 @@ def decode_scales(word, NVFP4: gl.constexpr):
 
 
 @gluon.jit
-def decode_block(
-    codes, scales, BLOCKS: gl.constexpr, HELD: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr
-):
-    """codes int32 [BLOCKS, 512], scales int32 [BLOCKS, 32 or 64] -> bf16 [64 * BLOCKS, 64] as OPERAND.
+def by_columns(codes, scales, NVFP4: gl.constexpr):
+    """codes int32 [BLOCKS, 512] and scales int32 [BLOCKS, 32 or 64] of four warps -> codes, scales of their upper
+    rows and of their lower, int32 [BLOCKS, warp, lane / 4, lane % 4, column / 32, column / 16] each.
 
-    Every step is a renaming of registers. HELD of the BLOCKS lie in one thread's registers.
+    Every step is a renaming of registers.
     """
     AXES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [BLOCKS // HELD, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
     )
-    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # block, warp, lane / 4, lane % 4, column / 32, column / 16
+    BLOCKS: gl.constexpr = codes.shape[0]
+    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]
     PER: gl.constexpr = 2 if NVFP4 else 1
     upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
     upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
     lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
-    lower = gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
     word = gl.convert_layout(codes.reshape(SHAPE), AXES)
-    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
-    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # ..., odd, lower
-    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
-    w = gl.join(left, right)  # block 0, warp 1, lane / 4 2, lane % 4 3, step 4 5, odd 6, lower 7, right 8
-    w = w.permute([0, 1, 7, 2, 4, 5, 8, 3, 6]).reshape([BLOCKS * 64, 64])
-    return gl.convert_layout(w, OPERAND, assert_trivial=True)
+    upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
+    return word, upper, gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
 
 
 @gluon.jit
-def decode_halves(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
-    """`decode_block` for four warps: columns 0 to 31, and 32 to 63."""
+def decode_halves(codes, scales, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
+    """Arguments as of `by_columns` -> bf16 [64 * BLOCKS, 32], columns 0 to 31, and 32 to 63."""
     left, right = halves(codes, scales, NVFP4)
     return decode_half(left, OPERAND), decode_half(right, OPERAND)
 
@@ -136,18 +130,10 @@ def decode_halves(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPER
 @gluon.jit
 def halves(codes, scales, NVFP4: gl.constexpr):
     """What `decode_half` takes of [64 * BLOCKS, 64]: of columns 0 to 31, and of 32 to 63."""
-    AXES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
-    )
-    BLOCKS: gl.constexpr = codes.shape[0]
-    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as in decode_block
-    PER: gl.constexpr = 2 if NVFP4 else 1
-    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
-    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    word0, word1 = _halves(gl.convert_layout(codes.reshape(SHAPE), AXES))
-    upper0, upper1 = _halves(gl.convert_layout(upper, AXES).broadcast_to(SHAPE))
-    lower0, lower1 = _halves(gl.convert_layout(lower, AXES).broadcast_to(SHAPE))
+    word, upper, lower = by_columns(codes, scales, NVFP4)
+    word0, word1 = _halves(word)
+    upper0, upper1 = _halves(upper)
+    lower0, lower1 = _halves(lower)
     return (word0, upper0, lower0), (word1, upper1, lower1)
 
 
@@ -180,19 +166,12 @@ def decode_half(words, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def decode_quarters(codes, scales, BLOCKS: gl.constexpr, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
-    """`decode_block` for four warps: columns 0 to 15, 16 to 31, 32 to 47, and 48 to 63."""
-    AXES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [1, 4, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
-    )
-    SHAPE: gl.constexpr = [BLOCKS, 4, 8, 4, 2, 2]  # as there
-    PER: gl.constexpr = 2 if NVFP4 else 1
-    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
-    upper = gl.join(upper0, upper1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    lower = gl.join(lower0, lower1).reshape([BLOCKS, 4, 8, 1, 2, PER])
-    word0, word1, word2, word3 = _quarters(gl.convert_layout(codes.reshape(SHAPE), AXES))
-    upper0, upper1, upper2, upper3 = _quarters(gl.convert_layout(upper, AXES).broadcast_to(SHAPE))
-    lower0, lower1, lower2, lower3 = _quarters(gl.convert_layout(lower, AXES).broadcast_to(SHAPE))
+def decode_quarters(codes, scales, NVFP4: gl.constexpr, OPERAND: gl.constexpr):
+    """The same -> bf16 [64 * BLOCKS, 16], columns 0 to 15, 16 to 31, 32 to 47, and 48 to 63."""
+    word, upper, lower = by_columns(codes, scales, NVFP4)
+    word0, word1, word2, word3 = _quarters(word)
+    upper0, upper1, upper2, upper3 = _quarters(upper)
+    lower0, lower1, lower2, lower3 = _quarters(lower)
     w0 = _decode_quarter(word0, upper0, lower0, OPERAND)
     w1 = _decode_quarter(word1, upper1, lower1, OPERAND)
     w2 = _decode_quarter(word2, upper2, lower2, OPERAND)

@@ -121,9 +121,9 @@ def multiply(xs, ws, scales, acc, STAGE: gl.constexpr):
     codes = ws[STAGE].load(CODES)
     scale = scales[STAGE].load(SCALES)
     if PARTS == 4:
-        parts = decode_quarters(codes, scale, BLOCKS, WORDS == 64, OPERAND)
+        parts = decode_quarters(codes, scale, WORDS == 64, OPERAND)
     else:
-        parts = decode_halves(codes, scale, BLOCKS, WORDS == 64, OPERAND)
+        parts = decode_halves(codes, scale, WORDS == 64, OPERAND)
     x_T = xs[STAGE].slice(0, WIDTH).permute((1, 0))
     for i in gl.static_range(PARTS):
         token = warpgroup_mma(parts[i], x_T.slice(i * PART, PART), acc, is_async=True)
