@@ -101,8 +101,8 @@ def decode_scales(word, NVFP4: gl.constexpr):
 
 @gluon.jit
 def by_columns(codes, scales, NVFP4: gl.constexpr):
-    """codes int32 [BLOCKS, 512] and scales int32 [BLOCKS, 32 or 64] of four warps -> codes, scales of their upper
-    rows and of their lower, int32 [BLOCKS, warp, lane / 4, lane % 4, column / 32, column / 16] each.
+    """codes int32 [BLOCKS, 512] and scales int32 [BLOCKS, 32 or 64] of four warps -> codes, scales of their
+    upper rows and of their lower, int32 [BLOCKS, warp, lane / 4, lane % 4, column / 32, column / 16] each.
 
     Every step is a renaming of registers.
     """
