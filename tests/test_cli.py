@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import turnout.bench.moe
-import turnout.engine.explain
+import turnout.commands.plan
 from tests.test_cli_flags import commands
 from turnout import LLM, SamplingParams, __version__
 from turnout.cli import app, main
@@ -86,7 +86,7 @@ def test_an_unknown_flag(command, run):
 def planned(monkeypatch) -> list[Config]:
     """The configurations that `turnout plan` was called with."""
     seen: list[Config] = []
-    monkeypatch.setattr(turnout.engine.explain, "explain", lambda config, **_: seen.append(config) or 0)
+    monkeypatch.setattr(turnout.commands.plan, "explain", lambda config, **_: seen.append(config) or 0)
     return seen
 
 
@@ -207,7 +207,7 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch):
     def broken(*_: object, **__: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(turnout.engine.explain, "explain", broken)
+    monkeypatch.setattr(turnout.commands.plan, "explain", broken)
     monkeypatch.setattr(sys, "argv", ["turnout", "plan", "demo"])
     with pytest.raises(ZeroDivisionError):
         main()

@@ -17,7 +17,7 @@ specialisation of their launcher.
 Measured with nvcc 13.0 and FlashInfer 0.7.2: 37 units, with 24 kernels of W4A16 and 12 of bf16, took 115 s on
 64 hardware threads that had nothing else to do. A unit takes one of them for most of that and up to 5 GB, the
 most for headers: units of two kernels cost hardly more than units of one. The module, 8 MB, passes
-tests/moe/test_cutlass_gpu.py on an H200.
+tests/moe/backends/flashinfer/test_cutlass_gpu.py on an H200.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
 from turnout.formats import FORMAT_INFO
 from turnout.moe.accuracy import BOUNDS
-from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
-from turnout.moe.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
+from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.planning.hardware_evidence import RUNS, evidence
 from turnout.moe.planning.packages import Package
-from turnout.moe.planning.proven import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
@@ -74,7 +74,7 @@ def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers is left alone."""
     runs = backends_run(root / "benchmarks" / "results", {*RUNNER_CAPABILITIES, *DISPATCHER_CAPABILITIES})
     files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
-    table_of_runs = root / "turnout" / "moe" / "planning" / "proven.py"
+    table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
     blocks = {

@@ -31,7 +31,7 @@ from turnout.errors import PlanRefused
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe import MoELayer, plan
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import MoESpec

@@ -1,4 +1,5 @@
-"""Which backends have run on which devices, as benchmarks/results has it, for moe/planning/proven.py."""
+"""Which backends have run on which devices, as benchmarks/results has it, for
+moe/planning/hardware_evidence.py."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def backends_run(results: Path, names: Collection[str]) -> Runs:
 
 
 def with_runs(module: str, runs: Runs) -> str:
-    """The text of proven.py with this table, as ruff formats it."""
+    """The text of hardware_evidence.py with this table, as ruff formats it."""
     lines = [f'    "{name}": {json.dumps(days)},' for name, days in runs.items()]
     body = "{\n" + "\n".join(lines) + "\n}" if lines else "{}"
     return TABLE.sub(lambda _: f"RUNS: dict[str, dict[str, str]] = {body}", module, count=1)

@@ -26,15 +26,15 @@ import msgspec
 import torch
 
 from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
-from turnout.kernels.compilation import compilers, submit
+from turnout.kernels.common.compilation import compilers, submit
+from turnout.moe.backends.hopper import tuning_tables
+from turnout.moe.backends.hopper.autotune import TOKENS, copies, tile_times, to_compile
+from turnout.moe.backends.hopper.runner import TritonRunner
+from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape
+from turnout.moe.backends.hopper.tuning_tables import Table, TileFile
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
-from turnout.moe.runners.triton import TritonRunner
-from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISIONS, LayerShape
-from turnout.moe.tiling.times import TOKENS, copies, tile_times, to_compile
-from turnout.moe.tiling.tuned import Table, TileFile
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
@@ -105,7 +105,7 @@ def begun(output: Path, device: str) -> list[Table]:
     if not output.exists():
         return []
     content = msgspec.json.decode(output.read_bytes(), type=TileFile)
-    return list(tuned.merged([content]).tables) if content.device == device else []
+    return list(tuning_tables.merged([content]).tables) if content.device == device else []
 
 
 def left_of(formats: Sequence[str], names: Sequence[str], tables: Sequence[Table]) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.merge:
         parts = [msgspec.json.decode(part.read_bytes(), type=TileFile) for part in args.merge]
-        tuned.write(args.output, tuned.merged(parts))
+        tuning_tables.write(args.output, tuning_tables.merged(parts))
         return
     machine = hardware.detect("cuda")
     names = args.shape or [name for name in SHAPES if name != "cpu-small"]
@@ -143,8 +143,8 @@ def main() -> None:
             while todo and len(ahead) < AHEAD:
                 ahead.append(prepare(*todo.pop(0), machine, args.most, pool))
             tables.append(measure(ahead.popleft(), args.most))
-            content = TileFile(device=machine.name, versions=tuned.versions(), tables=tuple(tables))
-            tuned.write(args.output, content)
+            content = TileFile(device=machine.name, versions=tuning_tables.versions(), tables=tuple(tables))
+            tuning_tables.write(args.output, content)
 
 
 def _holds(name: str, format: str) -> bool:

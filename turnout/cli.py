@@ -105,7 +105,7 @@ def plan(
     config: Config,
 ) -> None:
     """Say what would run where, and why. With what memory, too; loads no weights, needs no GPU."""
-    from turnout.engine.explain import explain
+    from turnout.commands.plan import explain
 
     raise typer.Exit(explain(config, hardware=hardware or None, as_json=as_json))
 
@@ -124,7 +124,7 @@ def verify(
     config: Config,
 ) -> None:
     """Compare backends with the reference. All that are allowed on this machine, with these weights."""
-    from turnout.engine.verify import verify as run
+    from turnout.commands.verify import verify as run
 
     raise typer.Exit(run(config, layers=layers, seed=seed, as_json=as_json))
 
@@ -138,7 +138,7 @@ def tune(
     config: Config,
 ) -> None:
     """Time runners on the model's own layer. Plans choose by what is found."""
-    from turnout.engine.tune import tune as run
+    from turnout.commands.tune import tune as run
 
     raise typer.Exit(run(config, as_json=as_json))
 
@@ -166,12 +166,12 @@ def generate(
     config: Config,
 ) -> None:
     """Generate offline. A prompt, standard input or a JSON-lines file in; text or JSON lines out."""
-    from turnout.engine.launch import follow, launch
-    from turnout.engine.sampling import SamplingParams
+    from turnout.engine.ranks.launch import follow, launch
+    from turnout.engine.sampling.params import SamplingParams
 
     place = launched()
     follow(place)  # at once: what comes next takes seconds to import
-    from turnout.engine.generate import generate as run
+    from turnout.commands.generate import generate as run
 
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ())
@@ -237,7 +237,7 @@ def quantize(
     ] = None,
 ) -> None:
     """Write a checkpoint that other engines can read."""
-    from turnout.engine.calibrate import quantize as run
+    from turnout.commands.quantize import quantize as run
     from turnout.evals.calibration import load_samples
 
     if calibration and not (calibrate and format == "nvfp4"):

@@ -50,27 +50,27 @@ class Registry(Generic[T]):
 RUNNERS: Registry[Any] = Registry(
     "MoE runner",
     {
-        "torch": "turnout.moe.runners.torch:TorchRunner",
-        "numba": "turnout.moe.runners.numba:NumbaRunner",
-        "triton": "turnout.moe.runners.triton:TritonRunner",
-        "flashinfer_cutedsl": "turnout.moe.runners.flashinfer_cutedsl:CuteDslRunner",
-        "flashinfer_trtllm": "turnout.moe.runners.flashinfer_trtllm:TrtllmRunner",
-        "flashinfer_mxfp4": "turnout.moe.runners.flashinfer_mxfp4:FlashinferMxfp4Runner",
-        "flashinfer_cutlass": "turnout.moe.runners.flashinfer_cutlass:FlashinferCutlassRunner",
+        "torch": "turnout.moe.backends.torch.runner:TorchRunner",
+        "numba": "turnout.moe.backends.cpu.runner:NumbaRunner",
+        "triton": "turnout.moe.backends.hopper.runner:TritonRunner",
+        "flashinfer_cutedsl": "turnout.moe.backends.flashinfer.cutedsl:CuteDslRunner",
+        "flashinfer_trtllm": "turnout.moe.backends.flashinfer.trtllm:TrtllmRunner",
+        "flashinfer_mxfp4": "turnout.moe.backends.flashinfer.mxfp4:FlashinferMxfp4Runner",
+        "flashinfer_cutlass": "turnout.moe.backends.flashinfer.cutlass:FlashinferCutlassRunner",
     },
 )
 
 DISPATCHERS: Registry[Any] = Registry(
     "MoE dispatcher",
     {
-        "none": "turnout.moe.dispatch.none:NoDispatch",
-        "collective": "turnout.moe.dispatch.collective:CollectiveDispatch",
-        "collective-experts": "turnout.moe.dispatch.collective_experts:CollectiveExpertsDispatch",
-        "nvlink": "turnout.moe.dispatch.nvlink:NvlinkDispatch",
-        "nvlink-experts": "turnout.moe.dispatch.nvlink_experts:NvlinkExpertsDispatch",
-        "flashinfer": "turnout.moe.dispatch.flashinfer:FlashInferDispatch",
-        "deepep-normal": "turnout.moe.dispatch.deepep:NormalDispatch",
-        "deepep-low-latency": "turnout.moe.dispatch.deepep:LowLatencyDispatch",
+        "none": "turnout.moe.backends.local.dispatcher:NoDispatch",
+        "collective": "turnout.moe.backends.collective.dispatcher:CollectiveDispatch",
+        "collective-experts": "turnout.moe.backends.collective.batched_experts:CollectiveExpertsDispatch",
+        "nvlink": "turnout.moe.backends.nvlink.dispatcher:NvlinkDispatch",
+        "nvlink-experts": "turnout.moe.backends.nvlink.batched_experts:NvlinkExpertsDispatch",
+        "flashinfer": "turnout.moe.backends.flashinfer.dispatcher:FlashInferDispatch",
+        "deepep-normal": "turnout.moe.backends.deepep.dispatcher:NormalDispatch",
+        "deepep-low-latency": "turnout.moe.backends.deepep.dispatcher:LowLatencyDispatch",
     },
 )
 

@@ -21,10 +21,8 @@ import zmq
 from tests.engine.toy import merge
 from tests.ranks import Rank, RankPool
 from turnout.config import Config
-from turnout.engine import ties
-from turnout.engine.blueprint import resolve
 from turnout.engine.core import EngineCore
-from turnout.engine.lockstep import Lockstep
+from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -39,7 +37,9 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
-from turnout.engine.sampling import SamplingParams
+from turnout.engine.ranks.step_sync import Lockstep
+from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.step import near_ties
 from turnout.engine.worker import run
 from turnout.parallel.exchange import SharedExchange
 
@@ -70,9 +70,9 @@ class Counting(Lockstep):
 def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
     """One rank, from its weights to Shutdown, with the loop of the engine process; how many calls were close.
 
-    close: which gap makes a close call, see `ties.CLOSE`.
+    close: which gap makes a close call, see `near_ties.CLOSE`.
     """
-    ties.CLOSE = close
+    near_ties.CLOSE = close
     groups = rank.groups(dp_size=config.dp_size, ep_size=config.ep_size)
     lockstep = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
     core = EngineCore(resolve(config, rank=rank.number), groups=groups, lockstep=lockstep)
@@ -106,7 +106,7 @@ class Cluster:
         folder: Path,
         model: Path,
         *,
-        close: float = ties.CLOSE,
+        close: float = near_ties.CLOSE,
         timeout: float = 300,
         **flags: Any,
     ):

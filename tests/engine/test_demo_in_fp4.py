@@ -1,6 +1,7 @@
 """The demo answers the same in W4A4 through FlashInfer's runners as through the torch runner.
 
-Their launches are computed on the CPU (tests/moe/flashinfer_contract.py). To see the accuracy:
+Their launches are computed on the CPU (tests/moe/backends/flashinfer/flashinfer_contract.py). To see the
+accuracy:
 
     python -m tests.engine.test_demo_in_fp4 200
 """
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.moe.flashinfer_contract import Launches, library
+from tests.moe.backends.flashinfer.flashinfer_contract import Launches, library
 from turnout import LLM, SamplingParams
 from turnout.engine.llm import Completion
 from turnout.evals.tasks import Question, is_correct, load_task

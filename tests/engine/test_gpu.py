@@ -10,8 +10,8 @@ import torch
 
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
-from turnout.engine.sampler import Sampler
-from turnout.engine.ties import close_calls
+from turnout.engine.sampling.sampler import Sampler
+from turnout.engine.step.near_ties import close_calls
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
 from turnout.config import Config, Launched
-from turnout.engine import halves
+from turnout.engine.step import two_batch_overlap
 from turnout.evals import wordmath
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 
 pytestmark = pytest.mark.multigpu
 
@@ -64,7 +64,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
     rank.leave()
-    halves.LEAST = 2
+    two_batch_overlap.LEAST = 2
     place = Launched(
         rank=rank.number,
         size=rank.size,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import QWEN2_MOE, QWEN3_MOE, write_model
 from turnout import LLM, SamplingParams
-from turnout.engine.generate import generate
+from turnout.commands.generate import generate
 from turnout.errors import UserError
 
 SETTINGS = {"num_threads": 1, "load_progress": False, "max_total_tokens": 2048}

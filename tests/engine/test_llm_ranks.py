@@ -16,9 +16,9 @@ import pytest
 from tests.ranks import Pools, Rank
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
+from turnout.commands.generate import generate
 from turnout.config import Config, Launched, launched
-from turnout.engine.generate import generate
-from turnout.engine.meeting import check_launch
+from turnout.engine.ranks.rendezvous import check_launch
 from turnout.errors import UserError
 
 SETTINGS = {"device": "cpu", "num_threads": 1, "load_progress": False, "max_total_tokens": 2048}

@@ -135,7 +135,7 @@ def test_truncation_and_padding_settings_do_not_apply(folder: Path) -> None:
 def test_torch_is_not_imported(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from turnout.engine.tokenizer import Tokenizer; "
-        "from turnout.engine.output import TextStream; "
+        "from turnout.engine.sampling.detokenizer import TextStream; "
         f"Tokenizer.load(Path({str(folder)!r})).encode('x'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from turnout.config import Config
-from turnout.engine.blueprint import Blueprint, MemoryTable
 from turnout.engine.core import EngineCore
+from turnout.engine.engine_plan import Blueprint, MemoryTable
 from turnout.engine.messages import AddRequest, RequestOutput
-from turnout.engine.sampling import SamplingParams
+from turnout.engine.sampling.params import SamplingParams
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, PhasePlan

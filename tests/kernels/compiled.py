@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from turnout.moe.tiling.tiles import SHARED_BYTES
+from turnout.moe.backends.hopper.tile_config import SHARED_BYTES
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {"x_ptr": "*bf16", "out_ptr": "*bf16", "order_ptr": "*i32", "tiles_ptr": "*i32", "scales_ptr": "*i32"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def results(script: str) -> dict[str, bool]:
-    """What the script of this folder printed last, as JSON: whether each case is right."""
+    """What the script, a path below this folder, printed last, as JSON: whether each case is right."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / script)],
         env=os.environ | {"TRITON_INTERPRET": "1"},

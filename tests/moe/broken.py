@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.moe.runners.torch import TorchRunner
 from turnout.registry import RUNNERS
 
 WRONG = 2  # the expert that WrongExpert gets wrong

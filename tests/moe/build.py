@@ -11,7 +11,7 @@ from turnout import formats
 from turnout.formats import nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
-from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.groups import ALONE, Groups

@@ -20,14 +20,14 @@ from tests.ranks import Rank
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe import MoELayer, plan
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import TokensBatch
 from turnout.moe.budget import Budget
-from turnout.moe.capability import DispatcherCapability
 from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.planning.capability import DispatcherCapability
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
-from turnout.moe.runners.torch import TorchRunner
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from turnout.moe.budget import Budget
-from turnout.moe.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import plan
+from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology

@@ -18,7 +18,7 @@ from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, 
 from tests.moe.slabs import SlabDispatch
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import FORMATS
-from turnout.moe.planning.pairing import pair_refusals
+from turnout.moe.planning.compatibility import pair_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware

@@ -17,9 +17,9 @@ import torch
 from tests.moe.build import MAX_TOKENS
 from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
-from turnout.moe.capability import DispatcherCapability
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.chunks import cut
+from turnout.moe.planning.capability import DispatcherCapability
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

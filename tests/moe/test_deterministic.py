@@ -16,12 +16,12 @@ from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import dispatcher, make, runner
 from turnout.errors import PlanRefused
 from turnout.formats.fp8 import encode_activation
-from turnout.kernels import rowwise
+from turnout.kernels.common import rowwise
+from turnout.moe.backends.hopper.tile_config import SPECIAL, Tiles, plain_rule
 from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import SPECIAL, Tiles, plain_rule
 from turnout.registry import RUNNERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

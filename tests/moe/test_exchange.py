@@ -15,8 +15,8 @@ from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_setup, mak
 from tests.moe.exchange import DISPATCHERS, Case, cases, held, inputs, run
 from tests.ranks import Pools, Rank, RankPool
 from turnout.moe.budget import token_bytes
-from turnout.moe.exchange.wire import Wire
 from turnout.moe.reference import experts_reference
+from turnout.moe.wire_format import Wire
 from turnout.registry import DISPATCHERS as REGISTRY
 from turnout.registry import RUNNERS
 

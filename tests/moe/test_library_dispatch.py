@@ -15,18 +15,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.moe import deepep_on_cpu, flashinfer_on_cpu
+from tests.moe.backends.deepep import deepep_on_cpu
+from tests.moe.backends.flashinfer import flashinfer_on_cpu
 from tests.moe.build import make_experts, make_plan, make_setup, make_spec
 from tests.moe.exchange import Case, Finding, held, inputs, run
 from tests.ranks import Pools, Rank
 from turnout.config import Config
-from turnout.engine.meeting import meet
+from turnout.engine.ranks.rendezvous import meet
 from turnout.errors import PlanRefused
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import Budget, OneSided, chunked_bytes, dispatch_bytes, low_latency_bytes
-from turnout.moe.capability import DispatcherCapability
 from turnout.moe.plan import MoEPlan, Wishes, plan
-from turnout.moe.planning.limits import Limits
+from turnout.moe.planning.capability import DispatcherCapability
+from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.moe.build import make_plan, make_setup
 from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools, Rank
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import OneSided, chunked_bytes, low_latency_bytes
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware

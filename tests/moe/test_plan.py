@@ -20,7 +20,7 @@ from tests.moe.made_up import (
 )
 from turnout.errors import PlanRefused
 from turnout.moe.plan import Wishes
-from turnout.moe.planning.limits import Limits
+from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.planning.packages import Package
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB

@@ -9,7 +9,7 @@ import pytest
 
 from tests.moe.made_up import BLACKWELL, HOPPER
 from turnout.errors import PlanRefused
-from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.moe.spec import Activation, MoESpec

@@ -12,7 +12,7 @@ from turnout.errors import PlanRefused
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.plan import PHASES, Wishes, plan
-from turnout.moe.planning.limits import Limits
+from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology

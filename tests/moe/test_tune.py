@@ -12,11 +12,11 @@ from tests.moe.broken import BROKEN, offer
 from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import BUDGET, CPU, SPEC, dispatcher, runner
 from turnout.moe import plan
+from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.plan import Wishes
 from turnout.moe.planning import measured
-from turnout.moe.planning.buckets import means
 from turnout.moe.planning.measured import Measured
-from turnout.moe.runners.torch import TorchRunner
+from turnout.moe.planning.runner_by_batch_size import means
 from turnout.moe.tune import times
 from turnout.moe.verify import Inputs
 from turnout.parallel.topology import Topology

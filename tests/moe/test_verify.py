@@ -9,10 +9,10 @@ from tests.moe.broken import WRONG, offer
 from tests.moe.build import MAX_TOKENS, expert_slice, make_experts, make_plan, make_spec
 from turnout.formats import fp8
 from turnout.formats.packed import FORMATS
+from turnout.moe.backends.hopper.runner import TritonRunner
+from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
-from turnout.moe.runners.torch import TorchRunner
-from turnout.moe.runners.triton import TritonRunner
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import Inputs, Oracle, Result, caught, make_batches, verify
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.moe.build import make_experts, make_plan, make_spec
-from turnout.moe.arena import Arena, shared
-from turnout.moe.backends import RUNNER_CAPABILITIES
+from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.hopper.arena import Arena, shared
+from turnout.moe.backends.hopper.tile_config import LayerShape
+from turnout.moe.backends.hopper.workspace import ALIGN, arena_bytes, regions, workspace_bytes
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
+from turnout.moe.planning.rank_share import Share
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import LayerShape
-from turnout.moe.workspace.hopper import ALIGN, arena_bytes, regions, workspace_bytes
-from turnout.moe.workspace.share import Share
 from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -25,7 +24,8 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
-from turnout.engine.sampling import SamplingParams
+from turnout.engine.ranks.step_sync import Agreement, Lockstep
+from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.worker import run
 from turnout.errors import UserError
 

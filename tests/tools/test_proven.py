@@ -3,7 +3,7 @@
 import json
 
 from tools.proven import backends_run, with_runs
-from turnout.moe.planning.proven import RUNS, evidence
+from turnout.moe.planning.hardware_evidence import RUNS, evidence
 from turnout.registry import DISPATCHERS, RUNNERS
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from tools.tune_tiles import begun, layer_shape, left_of
-from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import REVISIONS, rule
-from turnout.moe.tiling.tuned import Entry, Table, TileFile
+from turnout.moe.backends.hopper import tuning_tables
+from turnout.moe.backends.hopper.tile_config import REVISIONS, rule
+from turnout.moe.backends.hopper.tuning_tables import Entry, Table, TileFile
 
 NAMES = ["qwen3-30b", "gptoss-20b"]
 
@@ -27,6 +27,6 @@ def test_goes_on(tmp_path: Path):
     every = left_of(["mxfp4", "fp8"], NAMES, [])
     assert every == [("qwen3-30b", "mxfp4"), ("gptoss-20b", "mxfp4"), ("qwen3-30b", "fp8")]
     tables = (table("qwen3-30b", "mxfp4"), msgspec.structs.replace(table("qwen3-30b", "fp8"), revision=0))
-    tuned.write(file, TileFile(device="GPU", versions=tuned.versions(), tables=tables))
+    tuning_tables.write(file, TileFile(device="GPU", versions=tuning_tables.versions(), tables=tables))
     assert left_of(["mxfp4", "fp8"], NAMES, begun(file, "GPU")) == every[1:]
     assert begun(file, "another GPU") == []

@@ -46,13 +46,13 @@ from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
 from turnout.moe import MoELayer
 from turnout.moe.accuracy import BOUNDS, relative_error
-from turnout.moe.backends import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import WIRE_GROUP, token_bytes
-from turnout.moe.exchange.wire import Wire
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec
+from turnout.moe.wire_format import Wire
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology

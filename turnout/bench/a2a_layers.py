@@ -18,7 +18,7 @@ from turnout.formats.packed import PackedTensor
 from turnout.moe import plan
 from turnout.moe.batch import Hidden
 from turnout.moe.budget import Budget
-from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups

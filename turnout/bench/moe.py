@@ -41,13 +41,13 @@ from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import relative_error
+from turnout.moe.backends.flashinfer import autotune
+from turnout.moe.backends.hopper.autotune import copies
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget, matrix_bytes
-from turnout.moe.flashinfer import autotune
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
-from turnout.moe.tiling.times import copies
 from turnout.parallel import hardware
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology

@@ -80,7 +80,7 @@ def _activation(activation: Activation) -> Any:
     from triton_kernels.matmul_ogs import FnSpecs, FusedActivation
     from triton_kernels.swiglu import swiglu_fn
 
-    from turnout.kernels.pairs import silu_of_pairs
+    from turnout.kernels.hopper.pairs import silu_of_pairs
 
     if activation.kind == "silu":
         return FusedActivation(FnSpecs("silu", silu_of_pairs, ()), (), 2)

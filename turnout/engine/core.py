@@ -2,7 +2,7 @@
 
     add / abort -> schedule -> agree -> forward -> score prompts -> sample -> finish
 
-Every rank of a model steps together (lockstep.py): one without work takes part with no tokens. A single
+Every rank of a model steps together (step_sync.py): one without work takes part with no tokens. A single
 rank without work does nothing.
 
 What one request asks for never changes what another gets: invalid requests are refused when added,
@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 
 from turnout import __version__
+from turnout.attention.cpu import paged_attention
 from turnout.checkpoint import open_checkpoint
-from turnout.engine import alone
-from turnout.engine.blueprint import Blueprint
-from turnout.engine.cpu_attention import paged_attention
-from turnout.engine.eager import why_eager
-from turnout.engine.forward import Forward
-from turnout.engine.graphs import Computed
-from turnout.engine.lockstep import Agreement, Lockstep
-from turnout.engine.meeting import agree
+from turnout.engine.engine_plan import Blueprint
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
-from turnout.engine.pages import PagePool
-from turnout.engine.request import Request
-from turnout.engine.sampler import Sampled, Sampler, token_logprobs
-from turnout.engine.scheduler import Chunk, Scheduler, with_rows
+from turnout.engine.ranks.rendezvous import agree
+from turnout.engine.ranks.step_sync import Agreement, Lockstep
+from turnout.engine.sampling.sampler import Sampled, Sampler, token_logprobs
+from turnout.engine.scheduler.block_pool import PagePool
+from turnout.engine.scheduler.request import Request
+from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
 from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.step import batch_invariant
+from turnout.engine.step.cuda_graph_policy import why_eager
+from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.step.forward import Forward
+from turnout.engine.step.near_ties import accompany, settled_logits
 from turnout.engine.threads import default_threads
-from turnout.engine.ties import accompany, settled_logits
-from turnout.engine.warm import Tuner, first_prompts
+from turnout.engine.warmup import Tuner, first_prompts
 from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn
@@ -104,7 +104,7 @@ class EngineCore:
             max_context=blueprint.max_context,
             device=self._device,
             dtype=getattr(torch, blueprint.compute_dtype),
-            fixed_spans=alone.SPANS if config.deterministic else 0,
+            fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
         )
         self._forward = Forward(blueprint, self._model, self._attention, progress)
         if self._device.type == "cuda":

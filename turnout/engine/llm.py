@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config, Launched, launched, load
-from turnout.engine.blueprint import resolve
 from turnout.engine.core import EngineCore
-from turnout.engine.meeting import check_launch, meet
+from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
-from turnout.engine.output import TextDelta, TextStream
-from turnout.engine.sampling import SamplingParams
+from turnout.engine.ranks.rendezvous import check_launch, meet
+from turnout.engine.sampling.detokenizer import TextDelta, TextStream
+from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.parallel.group_exchange import gather_values

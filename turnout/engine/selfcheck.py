@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.engine.blueprint import Blueprint
-from turnout.engine.ties import WholeAttention
+from turnout.engine.engine_plan import Blueprint
+from turnout.engine.step.near_ties import WholeAttention
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.models.interface import Model, Step
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
-from turnout.moe.bucketed import make_runner
+from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
-from turnout.moe.runners import Experts
+from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import TOKENS, Inputs, Oracle, Result, caught, examine, make_batches
 from turnout.registry import RUNNERS

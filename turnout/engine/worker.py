@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config
-from turnout.engine.lockstep import Agreement, Lockstep
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -44,11 +43,12 @@ from turnout.engine.messages import (
     command_decoder,
     encoder,
 )
+from turnout.engine.ranks.step_sync import Agreement, Lockstep
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
-    from turnout.engine.blueprint import Blueprint
+    from turnout.engine.engine_plan import Blueprint
     from turnout.models.interface import ProgressFn
 
 STATS_INTERVAL = 1.0  # seconds
@@ -169,9 +169,9 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
 
     Raises UserError.
     """
-    from turnout.engine.blueprint import resolve
     from turnout.engine.core import EngineCore
-    from turnout.engine.meeting import meet
+    from turnout.engine.engine_plan import resolve
+    from turnout.engine.ranks.rendezvous import meet
 
     config = Config(**start.config)
     blueprint = resolve(config, rank=start.rank)

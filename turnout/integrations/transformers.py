@@ -26,11 +26,11 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.layouts import deinterleave_gate_up_rows
 from turnout.formats.packed import PackedTensor
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.bucketed import make_runner
 from turnout.moe.budget import Budget
+from turnout.moe.interface import Experts
 from turnout.moe.plan import plan
 from turnout.moe.reference import activate
-from turnout.moe.runners import Experts
+from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology

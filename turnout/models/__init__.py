@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     import torch
 
     from turnout.checkpoint import Checkpoint
-    from turnout.moe.runners import Experts
+    from turnout.moe.interface import Experts
     from turnout.parallel.groups import Groups
 
 __all__ = ["describe", "load_model"]
@@ -60,7 +60,7 @@ def load_model(
     """
     import torch
 
-    from turnout.kernels import rowwise
+    from turnout.kernels.common import rowwise
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights
 

@@ -2,8 +2,8 @@
 
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
 matrix product costs mostly its call. For the same reason what lies between products is one kernel each
-(kernels/rows.py on CUDA, kernels/cpu/rows.py in float32 on a CPU). Parts that ranks share take the `Group` of
-these ranks, which may be this one alone; their sizes are then this rank's.
+(kernels/common/rows.py on CUDA, kernels/cpu/rows.py in float32 on a CPU). Parts that ranks share take the
+`Group` of these ranks, which may be this one alone; their sizes are then this rank's.
 
 Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, Hq/Hkv query/KV heads,
 G = Hq + Hkv, D head size, I intermediate size.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.kernels import cpu
-from turnout.kernels.rowwise import Linear, product
+from turnout.kernels.common.rowwise import Linear, product
 from turnout.models import interface
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
@@ -34,7 +34,7 @@ def one_kernel(weight: Tensor, size: int) -> ModuleType | None:
     size: of what they go through; on a CPU it must be a multiple of 16.
     """
     if weight.device.type == "cuda" and find_spec("triton") is not None:
-        from turnout.kernels import rows
+        from turnout.kernels.common import rows
 
         return rows
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and size % 16 == 0 and cpu.available():

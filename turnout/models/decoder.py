@@ -40,9 +40,9 @@ from turnout.models.interface import ProgressFn, Step
 from turnout.models.shares import Heads, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
+from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
-from turnout.moe.runners import Experts
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups, shares
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.checkpoint import Checkpoint
-from turnout.kernels.rowwise import Linear
+from turnout.kernels.common.rowwise import Linear
 from turnout.models.blocks import GatedMLP
 from turnout.models.shares import Share, whole
 from turnout.parallel.groups import Group

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
-from turnout.kernels import rowwise
-from turnout.moe.bucketed import make_runner
+from turnout.kernels.common import rowwise
 from turnout.moe.chunks import cut
-from turnout.moe.dispatch import Dispatcher, DispatchSetup
+from turnout.moe.interface import Dispatcher, DispatchSetup, Experts
 from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
-from turnout.moe.runners import Experts
+from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups

@@ -36,17 +36,17 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.backends import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+from turnout.moe.backends.hopper import tuning_tables
+from turnout.moe.backends.hopper.tile_config import LayerShape, TileTable
 from turnout.moe.budget import Budget
-from turnout.moe.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.planning.buckets import Buckets, Times, means, second, why
 from turnout.moe.planning.candidates import Candidate, search
-from turnout.moe.planning.case import PHASES, Case, Wishes
-from turnout.moe.planning.division import layer_refusals
+from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.planning.problem import PHASES, Case, Wishes
 from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
+from turnout.moe.planning.runner_by_batch_size import Buckets, Times, means, second, why
+from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling import tuned
-from turnout.moe.tiling.tiles import LayerShape, TileTable
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
@@ -101,7 +101,7 @@ class MoEPlan:
     shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
     two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
     buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
-    tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tiles.py)
+    tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tile_config.py)
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
@@ -134,8 +134,8 @@ def plan(
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
     `dispatchers` default to those of this version. `measured`: us by runner and batch size (measured.py),
     which decide between runners that are left to `auto`. `tiles`: the table of a layer, for runners that are
-    tiled; None: what is shipped for it and this device (tuned.py). Raises PlanRefused with everything that
-    stands in the way, ValueError for a budget made for another number of data-parallel groups.
+    tiled; None: what is shipped for it and this device (tuning_tables.py). Raises PlanRefused with everything
+    that stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
     if budget.dp_size != topology.dp_size:
         raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
@@ -159,7 +159,7 @@ def plan(
     beside = second(case, best, candidates, measured)
     together = [best] if beside is None else [best, beside[0]]
     tiled = next((one for one in together if one.runner.tiled), best)
-    table = _tiles(case, tiled, tiles or partial(tuned.find, hardware=hardware))
+    table = _tiles(case, tiled, tiles or partial(tuning_tables.find, hardware=hardware))
     return replace(
         _made(case, together),
         buckets=() if beside is None else beside[1],

@@ -3,7 +3,7 @@
 Everything that shapes a weight (renormalisation, group limits, correction bias, scaling factor) is
 folded in here, once; nobody downstream scales again. Padding gets its name here too.
 
-The choice of most models is one kernel (kernels/route.py on CUDA, kernels/cpu/route.py on a CPU).
+The choice of most models is one kernel (kernels/common/route.py on CUDA, kernels/cpu/route.py on a CPU).
 
 Legend: T tokens, E experts, k top-k, G groups of experts.
 """
@@ -68,7 +68,7 @@ class Router:
 def _one_kernel(device: torch.device, num_experts: int) -> Choose | None:
     """What chooses in one launch here, if anything does."""
     if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
-        from turnout.kernels.route import choose
+        from turnout.kernels.common.route import choose
 
         return choose
     if device.type == "cpu" and cpu.available():

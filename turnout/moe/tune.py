@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.runners import Runner
+from turnout.moe.interface import Runner
 from turnout.moe.verify import Inputs
 
 TOKENS = (1, 4, 16, 64, 256, 1024)

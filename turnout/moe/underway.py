@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from turnout.moe.chunks import Given
-from turnout.moe.dispatch import Dispatcher
+from turnout.moe.interface import Dispatcher, Experts
 from turnout.moe.overlap import Fork
-from turnout.moe.runners import Experts
 from turnout.parallel.groups import Group
 
 

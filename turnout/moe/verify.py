@@ -23,10 +23,9 @@ from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
-from turnout.moe.dispatch import DispatchSetup
+from turnout.moe.interface import DispatchSetup, Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
-from turnout.moe.runners import Runner
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import ALONE
 from turnout.registry import DISPATCHERS, RUNNERS

@@ -22,12 +22,12 @@ from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
-from turnout.server.agent import serve_ranks
-from turnout.server.app import create_app
-from turnout.server.engine import Engine
-from turnout.server.group import EngineFailed, topology_of
-from turnout.server.service import Service
-from turnout.server.wire import head_address
+from turnout.server.api.app import create_app
+from turnout.server.api.service import Service
+from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine_group import EngineFailed, topology_of
+from turnout.server.supervise.node_agent import serve_ranks
+from turnout.server.supervise.node_protocol import head_address
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer

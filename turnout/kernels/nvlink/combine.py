@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from turnout.kernels.common.quantize import to_float
 from turnout.kernels.nvlink.combine_fp8 import add_up_fp8, push_fp8, read_groups
 from turnout.kernels.nvlink.waiting import (
     COMBINE,
@@ -28,7 +29,6 @@ from turnout.kernels.nvlink.waiting import (
     pick,
     slices,
 )  # fmt: skip
-from turnout.kernels.quantize import to_float
 
 
 @triton.jit

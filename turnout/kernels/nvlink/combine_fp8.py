@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from turnout.kernels.common.quantize import quantize_fp8, to_float
 from turnout.kernels.nvlink.waiting import COMBINE, anyone, at, at_word, fail, failure, late
-from turnout.kernels.quantize import quantize_fp8, to_float
 
 GROUP = tl.constexpr(128)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from turnout.kernels.common.quantize import quantize_fp8, quantize_nvfp4
 from turnout.kernels.nvlink.waiting import (
     CAPACITY,
     DISPATCH,
@@ -25,7 +26,6 @@ from turnout.kernels.nvlink.waiting import (
     pick,
     slices,
 )  # fmt: skip
-from turnout.kernels.quantize import quantize_fp8, quantize_nvfp4
 
 
 @triton.jit

@@ -13,10 +13,10 @@ from itertools import product
 from turnout.errors import Refusal, listed
 from turnout.moe import budget as sizes
 from turnout.moe.budget import WIRE_GROUP, Budget, gigabytes
-from turnout.moe.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
-from turnout.moe.planning.case import PHASES, Case
-from turnout.moe.planning.limits import OTHER_DISPATCHER
-from turnout.moe.planning.pairing import pair_refusals, wire_format
+from turnout.moe.planning.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
+from turnout.moe.planning.compatibility import pair_refusals, wire_format
+from turnout.moe.planning.dispatcher_limits import OTHER_DISPATCHER
+from turnout.moe.planning.problem import PHASES, Case
 
 
 @dataclass(frozen=True, kw_only=True)

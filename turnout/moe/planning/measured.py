@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
+from turnout.moe.backends.hopper.tile_config import REVISIONS
 from turnout.moe.planning.packages import versions_of
 from turnout.moe.spec import MoESpec
-from turnout.moe.tiling.tiles import REVISIONS
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 

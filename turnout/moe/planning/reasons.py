@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from turnout.errors import Refusal
+from turnout.moe.backends.hopper.tile_config import TileTable
 from turnout.moe.budget import gigabytes
-from turnout.moe.capability import DispatcherCapability
 from turnout.moe.planning.candidates import Candidate
-from turnout.moe.planning.case import PHASES, Case
-from turnout.moe.planning.proven import evidence
-from turnout.moe.tiling.tiles import TileTable
+from turnout.moe.planning.capability import DispatcherCapability
+from turnout.moe.planning.hardware_evidence import evidence
+from turnout.moe.planning.problem import PHASES, Case
 
 
 def reasons(

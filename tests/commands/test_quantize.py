@@ -1,0 +1,199 @@
+"""Calibration against hooks in transformers, and `turnout quantize` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import QWEN2_MOE, QWEN3_MOE, write_model
+from turnout import LLM, SamplingParams
+from turnout.commands import quantize as calibrating
+from turnout.commands.quantize import Sample, calibrate, quantize
+from turnout.errors import PlanRefused, UserError
+from turnout.evals.tasks import is_correct, load_task
+
+SAMPLES: list[Sample] = [
+    "The quick brown fox jumps over the lazy dog.",
+    [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}],
+    "".join(chr(33 + i * i % 89) for i in range(600)),  # longer than the context
+]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def hooked_amax(folder: Path, prompts: list[list[int]]) -> dict[str, tuple[float, float]]:
+    """What transformers' own experts see, computed from what reaches them and their parameters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    found: dict[str, tuple[float, float]] = {}
+
+    def watch(name: str):
+        def hook(module, args):
+            x, ids, _ = args
+            for expert in ids.unique().tolist():
+                rows = x[(ids == expert).any(dim=1)]
+                gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+                inner = torch.nn.functional.silu(gate) * up
+                old = found.get(f"{name}.{expert}", (0.0, 0.0))
+                new = (float(rows.abs().max()), float(inner.abs().max()))
+                found[f"{name}.{expert}"] = (max(old[0], new[0]), max(old[1], new[1]))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(watch(name))
+    with torch.no_grad():
+        for ids in prompts:
+            model(torch.tensor([ids]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "base",
+    [QWEN3_MOE | {"num_experts": 24}, QWEN2_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}],
+    ids=["qwen3", "qwen2-sparse"],
+)
+def test_largest_inputs_are_those_hooks_see_in_transformers(tmp_path, base):
+    write_model(tmp_path, base)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompts = [
+        tokenizer(SAMPLES[0]).input_ids,
+        tokenizer.apply_chat_template(SAMPLES[1], tokenize=True, return_dict=False),
+        tokenizer(SAMPLES[2]).input_ids[:512],
+    ]
+    expected = hooked_amax(tmp_path, prompts)
+    found = calibrate(str(tmp_path), SAMPLES, silent)
+    assert {name for name, amax in found.items() if any(amax)} == set(expected)
+    for name, amax in expected.items():
+        assert found[name] == pytest.approx(amax, rel=1e-4)
+
+
+def test_a_tokenizer_without_template_reads_the_contents(tmp_path):
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = hooked_amax(tmp_path, [tokenizer("2 + 2\n4").input_ids])
+    found = calibrate(str(tmp_path), SAMPLES[1:2], silent)
+    assert {name: amax for name, amax in found.items() if any(amax)} == {
+        name: pytest.approx(amax, rel=1e-4) for name, amax in expected.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder)
+    return folder
+
+
+def test_a_written_scale_is_the_layers_own(tiny, tmp_path):
+    quantize(str(tiny), tmp_path / "out", "nvfp4", samples=SAMPLES)
+    amax = calibrate(str(tiny), SAMPLES, silent)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        for name, (w13, w2) in amax.items():
+            if not w13:  # no token came by; what it gets instead is the checkpoint writer's business
+                continue
+            for projection, value in (("gate_proj", w13), ("up_proj", w13), ("down_proj", w2)):
+                scale = file.get_tensor(f"{name}.{projection}.input_scale").item()
+                assert scale == pytest.approx(value / (6 * 448), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["format", "exists", "unwritable", "quantised", "nowhere", "stacked"])
+def test_what_must_be_refused_is_refused_before_the_model_runs(case, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrating, "calibrate", lambda *_: pytest.fail("the model ran"))
+    source, out, format = str(tiny), tmp_path / "out", "nvfp4"
+    match case:
+        case "format":
+            format, words = "int4", ["int4", "nvfp4, mxfp4, fp8, bf16"]
+        case "exists":
+            out.mkdir()
+            words = [str(out), "exists already"]
+        case "unwritable":
+            out, words = Path("/proc/out"), ["cannot write /proc/out"]
+        case "quantised":
+            source, words = "demo", ["quantised already"]
+        case "nowhere":
+            source, words = str(tmp_path / "none"), ["no model"]
+        case "stacked":
+            write_model(tmp_path / "in", num_hidden_layers=1, intermediate_size=16)
+            config = json.loads((tmp_path / "in/config.json").read_text())
+            (tmp_path / "in/config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
+            source, words = str(tmp_path / "in"), ["wrong number of experts"]
+    with pytest.raises(UserError) as caught:
+        quantize(source, out, format, samples=SAMPLES)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_model_that_cannot_run_here_says_how_to_do_without(tmp_path):
+    write_model(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    with pytest.raises(UserError, match=r"--no-calibrate.*OtherForCausalLM"):
+        quantize(str(tmp_path / "in"), tmp_path / "out", "nvfp4", samples=SAMPLES)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    quantize(str(tmp_path / "in"), tmp_path / "out", "nvfp4")
+
+
+def test_a_model_without_tokenizer_says_how_to_do_without(tmp_path):
+    write_model(tmp_path / "in")
+    for file in (tmp_path / "in").glob("token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"--no-calibrate.*tokenizer"):
+        quantize(str(tmp_path / "in"), tmp_path / "out", "nvfp4", samples=SAMPLES)
+
+
+@pytest.mark.parametrize("samples", [[], [""]])
+def test_nothing_to_read_is_refused(samples, tiny, tmp_path):
+    with pytest.raises(UserError, match="no text to calibrate with"):
+        quantize(str(tiny), tmp_path / "out", "nvfp4", samples=samples)
+    assert not list(tmp_path.iterdir())
+
+
+def turnout(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "turnout.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8"])
+def test_the_demo_model_quantised_still_solves_its_problems(format, tmp_path):
+    out = tmp_path / "out"
+    done = turnout("quantize", "demo-bf16", out, "--format", format)
+    assert (done.returncode, done.stdout) == (0, f"wrote {out}\n"), done.stderr
+    assert "quantising" in done.stderr
+    assert ("calibrating" in done.stderr) == (format == "nvfp4")
+    questions = load_task("wordmath", 4, seed=11)
+    wish = "nvfp4" if format == "nvfp4" else "auto"  # W4A4, as calibrated
+    with LLM(str(out), device="cpu", moe_activation_dtype=wish, load_progress=False) as llm:
+        assert llm.info()["description"]["moe"]["format"] == format
+        assert llm.info()["plan"]["activation_format"] == ("nvfp4" if format == "nvfp4" else "bf16")
+        chats = [[{"role": "user", "content": q.text}] for q in questions]
+        answers = llm.chat(chats, SamplingParams(max_tokens=256, temperature=0))
+    right = [is_correct(a.text, q) for a, q in zip(answers, questions, strict=True)]
+    assert sum(right) >= 3
+
+
+def test_weights_alone_from_the_command_line(tiny, tmp_path):
+    done = turnout("quantize", tiny, tmp_path / "out", "--no-calibrate")
+    assert done.returncode == 0, done.stderr
+    with LLM(str(tmp_path / "out"), device="cpu", load_progress=False) as llm:
+        assert llm.generate("abc", SamplingParams(max_tokens=4))[0].token_ids
+    with pytest.raises(PlanRefused, match="nvfp4"):
+        LLM(str(tmp_path / "out"), device="cpu", moe_activation_dtype="nvfp4")
+
+
+def test_text_of_ones_own_calibrates(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("first line\n\nsecond line\n")
+    done = turnout("quantize", tiny, tmp_path / "out", "--calibration", tmp_path / "text.txt")
+    assert done.returncode == 0, done.stderr
+    quantize(str(tiny), tmp_path / "same", "nvfp4", samples=["first line", "second line"])
+    ours, same = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("out", "same"))
+    assert ours == same

@@ -1,0 +1,284 @@
+"""`turnout verify` and the worker's self-check: what works passes, and a wrong expert is found by both."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from tests.moe.broken import WRONG, offer
+from tests.tiny import QWEN2_MOE, write_model
+from turnout.checkpoint import open_checkpoint
+from turnout.commands.quantize import quantize
+from turnout.commands.verify import Report, examine, verify
+from turnout.config import Config
+from turnout.engine.core import EngineCore
+from turnout.engine.engine_plan import resolve
+from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.worker import Start, load
+from turnout.errors import UserError
+from turnout.models import load_model
+from turnout.parallel.groups import ALONE, Groups
+
+CPU = torch.device("cpu")
+SMALL = {"max_prefill_tokens": 64, "chunked_prefill_size": 64, "max_running_requests": 16}
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def report(model: Path | str, *, layers: str = "", **flags) -> Report:
+    return examine(Config(model=str(model), device="cpu", **(SMALL | flags)), layers=layers, progress=silent)
+
+
+def printed(model: Path | str, **flags) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=100)
+    config = Config(model=str(model), device="cpu", load_progress=False, **(SMALL | flags))
+    code = verify(config, console=console)
+    return code, console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def w4a4(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("w4a4") / "out"
+    quantize(str(tiny_folder), out, "nvfp4", samples=["some text, to be read once"])
+    return out
+
+
+def test_every_setting_of_a_w4a4_checkpoint_passes_on_its_own_inputs(w4a4: Path):
+    found = report(w4a4)
+    assert found.passed, found.describe()["failures"]
+    settings = {(one.activation_format, one.weight_storage) for one in found.checked}
+    assert settings == {(a, s) for a in ("bf16", "nvfp4") for s in ("packed", "decoded")}
+    assert {one.layer for one in found.checked} == {0, 1}
+    assert {one.dispatcher for one in found.checked} >= {"none"}
+    batches = ["0", "1", "3", "17", "64", "one expert", "each expert", "padding"]
+    assert all([result.batch for result in one.results] == batches for one in found.checked)
+    assert found.inputs == "text"
+    assert found.logits.error < 1e-4
+    refused = " ".join(map(str, found.refused))
+    assert "runner triton: device cpu: runs on cuda" in refused
+
+
+def test_a_model_with_shared_experts_in_bfloat16(tmp_path: Path):
+    write_model(tmp_path, QWEN2_MOE, dtype=torch.bfloat16)
+    found = report(tmp_path, dtype="bfloat16", moe_a2a_backend="none")
+    assert found.passed, found.describe()
+    assert 1e-4 < max(r.error for one in found.checked for r in one.results) < 1e-2
+    assert found.logits.error > 1e-4  # rounding is seen
+
+
+def test_the_first_layer_of_the_demo_model():
+    found = report("demo", layers="first", moe_a2a_backend="none")
+    assert found.passed, found.describe()["failures"]
+    assert found.layers == (0,)
+    assert found.logits.agreeing == 1
+    assert any(result.independent for one in found.checked for result in one.results)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "nvfp4"])
+def test_tokens_that_are_rounded_on_their_way_are_compared_with_such(wire: str):
+    found = report("demo", layers="first", moe_dispatch_dtype=wire, moe_weight_storage="packed")
+    assert found.passed, found.describe()["failures"]
+    assert {one.dispatcher for one in found.checked} == {"collective", "collective-experts"}
+    assert found.logits.error < 1e-4
+
+
+def test_what_is_asked_for_is_all_that_is_run(tiny_folder: Path):
+    found = report(tiny_folder, moe_weight_storage="packed", moe_a2a_backend="none", layers="1")
+    assert {(one.layer, one.weight_storage, one.dispatcher) for one in found.checked} == {
+        (1, "packed", "none")
+    }
+
+
+def test_a_wrong_expert_fails_and_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Preferred to others, it runs the model too, whose logits show it."""
+    offer(monkeypatch, "WrongExpert", preference=99)
+    code, text = printed(tiny_folder, moe_a2a_backend="none")
+    assert code == 1
+    assert "runner WrongExpert, dispatcher none" in text
+    assert f"wrong for expert {WRONG}" in " ".join(text.split())
+    assert "FAILED layer 0, WrongExpert / none / bf16 / decoded" in " ".join(text.split())
+    assert "FAILED layer 0, torch" not in text
+    found = report(tiny_folder, moe_a2a_backend="none")
+    assert not found.logits.passed
+    assert all(one.passed for one in found.checked if one.runner == "torch")
+
+
+def test_a_runner_that_cannot_be_built_hides_nothing_else(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    offer(monkeypatch, "CannotPrepare", preference=-99)
+    found = report(tiny_folder, moe_a2a_backend="none")
+    assert {one.runner for one in found.checked if one.passed} == {"torch", "numba"}
+    assert any("no kernel for this shape" in line for line in found.describe()["failures"])
+    code, text = printed(tiny_folder, moe_a2a_backend="none")
+    assert code == 1
+    assert "no kernel for this shape" in " ".join(text.split())
+
+
+def test_layers_that_are_no_moe_layers_are_refused(tmp_path: Path):
+    write_model(tmp_path, num_hidden_layers=3, mlp_only_layers=[0])
+    assert report(tmp_path, layers="first", moe_a2a_backend="none").layers == (1,)
+    assert report(tmp_path, layers="all", moe_a2a_backend="none").layers == (1, 2)
+    for wrong in ("0", "1,3", "-1", "last", ","):
+        with pytest.raises(
+            UserError, match=r"--layers .* names no MoE layer.*use first, all, or some of 1, 2"
+        ):
+            report(tmp_path, layers=wrong)
+
+
+def test_without_a_tokenizer_tokens_are_drawn(tmp_path: Path):
+    write_model(tmp_path)
+    for file in tmp_path.glob("token*"):
+        file.unlink()
+    found = report(tmp_path, moe_a2a_backend="none")
+    assert found.inputs == "random tokens"
+    assert found.passed
+
+
+def test_several_ranks_are_for_serve(tiny_folder: Path):
+    with pytest.raises(UserError, match=r"--tp-size 2: verify runs on one rank.*serve --verify full"):
+        report(tiny_folder, tp_size=2, ep_size=2)
+
+
+def test_from_the_command_line(tiny_folder: Path):
+    words = [str(tiny_folder), "--device", "cpu", "--json", "--layers", "first", "--seed", "3"]
+    command = [sys.executable, "-m", "turnout.cli", "verify", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["passed"]
+    assert content["layers"] == [0]
+    assert content["most_tokens"] == 256 < content["budget_tokens"]
+    assert content["checked"][0]["results"][0] == {
+        "batch": "0",
+        "tokens": 0,
+        "bound": 1e-5,
+        "error": 0.0,
+        "repeats": True,
+        "replays": None,
+        "independent": None,
+        "problem": "",
+    }
+    assert content["refused"]
+
+
+# serve --verify
+
+
+def started(folder: Path, config: Path | str, verify: str) -> dict:
+    """What the worker announces, once it may serve."""
+    events: list = []
+    start = Start(
+        folder=str(folder),
+        config={"model": str(config), "device": "cpu", "load_progress": False, **SMALL},
+        rank=0,
+        init_method="",
+        commands="",
+        events="",
+        identity="",
+        verify=verify,
+    )
+    load(start, events.append)
+    return events[-1].info["verify"]
+
+
+@pytest.mark.parametrize(("extent", "batches"), [("quick", "17"), ("full", "64")])
+def test_a_worker_says_what_it_checked(extent: str, batches: str, tiny_folder: Path, tmp_path: Path):
+    info = started(tmp_path, tiny_folder, extent)
+    assert info["extent"] == extent
+    assert info["passed"]
+    assert info["seconds"] < 5
+    assert [one["layer"] for one in info["layers"]] == [0, 1]
+    assert [result["batch"] for result in info["layers"][0]["results"]][-4] == batches
+
+
+def test_a_worker_that_is_not_told_to_checks_nothing(tiny_folder: Path, tmp_path: Path):
+    assert started(tmp_path, tiny_folder, "off") == {"extent": "off"}
+
+
+def test_a_worker_does_not_serve_with_a_wrong_expert(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    offer(monkeypatch, "WrongExpert", preference=99)
+    with pytest.raises(UserError) as caught:
+        started(tmp_path, tiny_folder, "quick")
+    message = str(caught.value)
+    assert (
+        f"layer 0, WrongExpert / - / bf16 / decoded, batch each expert: wrong for expert {WRONG}" in message
+    )
+    assert "--moe-runner-backend" in message
+    assert "--verify off" in message
+
+
+def test_a_server_with_broken_weights_does_not_start(tmp_path: Path):
+    write_model(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.3.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    command = [sys.executable, "-m", "turnout.cli", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
+    done = subprocess.run([*command, "--verify", "quick"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "batch each expert: no runner can be right: weights of expert 3" in done.stderr
+    assert "is ready" not in done.stdout
+
+
+def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
+    blueprint = resolve(Config(model=str(tiny_folder), device="cpu", **SMALL))
+    check = SelfCheck(blueprint, "quick", CPU)
+    model = load_model(
+        open_checkpoint(blueprint.folder),
+        blueprint.plan,
+        groups=ALONE,
+        device=CPU,
+        dtype=torch.float32,
+        make_runner=check.make_runner,
+    )
+    watched = list(check._watch.watched.values())
+    assert all(one.experts is not None for one in watched)
+    check.run(model)
+    assert all(one.experts is None for one in watched)
+    core = EngineCore(blueprint, model=model)
+    assert core.info()["verify"] == {"extent": "off"}
+
+
+def check_own_slice(rank, folder: str, broken: bool) -> dict | str:
+    """Each of two ranks: its own experts, after one forward of both."""
+    sizes = {"dp_size": 2, "ep_size": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            offer(patch, "WrongExpert", preference=99)
+        flags = {"tp_size": 2, "enable_dp_attention": True, "device": "cpu"} | sizes | SMALL
+        blueprint = resolve(Config(model=folder, **flags), rank=rank.number)
+        groups: Groups = rank.groups(**sizes)
+        check = SelfCheck(blueprint, "quick", CPU)
+        model = load_model(
+            open_checkpoint(blueprint.folder),
+            blueprint.plan,
+            groups=groups,
+            device=CPU,
+            dtype=torch.float32,
+            make_runner=check.make_runner,
+        )
+        try:
+            return check.run(model)
+        except UserError as error:
+            return str(error)
+
+
+def test_each_rank_checks_its_own_experts(tiny_folder: Path, ranks):
+    for info in ranks(2).run(check_own_slice, str(tiny_folder), False):
+        assert info["passed"]
+        each = next(r for r in info["layers"][0]["results"] if r["batch"] == "each expert")
+        assert each["tokens"] == 4
+    first, second = ranks(2).run(check_own_slice, str(tiny_folder), True)
+    assert f"wrong for expert {WRONG}" in first
+    assert second["passed"]

@@ -1,0 +1,83 @@
+"""Run by test_graphs.py with TRITON_INTERPRET=1: steps as CUDA computes them; prints JSON.
+
+What a graph would replay runs again instead, with the same tensors at the same addresses; attention, of
+decode steps and of others, runs in the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.engine.toy import ToyModel, make_core, merge, request
+from tests.kernels import loop_bounds
+from turnout.engine.step import two_batch_overlap
+from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
+
+loop_bounds.teach()
+two_batch_overlap.LEAST = 3  # so that some graphs are one batch and others two
+
+
+@dataclass
+class Again:
+    """In the place of a CUDA graph."""
+
+    forward: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    captured: Captured | None = None
+
+    def replay(self) -> None:
+        assert self.captured is not None
+        hidden_BH, best_2B = self.forward(self.captured.rows_FB)
+        self.captured.hidden_BH.copy_(hidden_BH)
+        self.captured.best_2B.copy_(best_2B)
+
+
+class Replayed(DecodeGraphs):
+    def _capture(self, size: int) -> Captured:
+        graph = Again(self._forward)
+        rows_FB = torch.zeros(5, size, dtype=torch.int64)
+        H = self._model.shape.hidden_size
+        graph.captured = Captured(graph, rows_FB, torch.zeros(size, H), torch.zeros(2, size).long())
+        return graph.captured
+
+
+class InTurns(ToyModel):
+    """Both micro-batches of a step, one after the other; turns: how many steps had two."""
+
+    turns = 0
+
+    def forward(self, step):
+        own = super().forward(step)
+        self.turns += step.other is not None
+        return own if step.other is None else torch.cat((own, super().forward(step.other)))
+
+
+def answers(seed: int, *, graphs: bool) -> dict[str, bool]:
+    """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
+    draw, model = random.Random(seed), InTurns()
+    core = make_core(model, num_pages=8, max_running_requests=4, max_context=24)
+    core._forward._kernels = True
+    if graphs:
+        core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
+    core._settles, core._sampler._report_close = False, False
+    asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
+    found, pending = {}, list(asked)
+    while pending or core.has_work():
+        if pending and draw.random() < 0.7:
+            id = pending.pop()
+            core.add(request(id, asked[id], max_tokens=8, ignore_eos=True))
+        for output in core.step():
+            merge(found, output)
+    wanted = {id: model.greedy(asked[id], 8, eos=False) for id in asked}
+    return {
+        "tokens": {id: output.token_ids for id, output in found.items()} == wanted,
+        "turns": (model.turns > 0) == graphs,
+    }
+
+
+eager = {f"eager {name}": right for name, right in answers(seed=2, graphs=False).items()}
+print(json.dumps(answers(seed=1, graphs=True) | eager))

@@ -1,0 +1,167 @@
+"""What decides which graph a step replays, and what a replay is given; on GPUs they are test_gpu*.py's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+
+from tests.engine.scheduler.test_scheduler import PAGE, make, start
+from tests.engine.toy import SHAPE
+from turnout.attention.torch import PagedAttention
+from turnout.config import Config
+from turnout.engine.ranks.step_sync import Lockstep
+from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes
+from turnout.engine.step.cuda_graphs import contexts, fields
+from turnout.parallel.exchange import StepRecord
+from turnout.parallel.topology import Topology
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 300, 1000])
+def test_sizes_waste_little_and_reach_the_most(most: int):
+    sizes = graph_sizes(Config(cuda_graph_max_bs=most, max_running_requests=1000))
+    assert (
+        sizes == sorted(set(sizes)) == graph_sizes(Config(cuda_graph_max_bs=1000, max_running_requests=most))
+    )
+    assert sizes[-1] == most
+    for batch in range(1, most + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert size <= max(2 * batch, batch + 7) if batch <= 256 else size < batch + 32
+
+
+@dataclass
+class Together:
+    """An exchange between threads."""
+
+    size: int
+    records: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.records = [StepRecord()] * self.size
+        self._barrier = Barrier(self.size)
+
+    def of(self, rank: int) -> Callable[[StepRecord], list[StepRecord]]:
+        def exchange(record: StepRecord) -> list[StepRecord]:
+            self.records[rank] = record
+            self._barrier.wait(20)
+            found = list(self.records)
+            self._barrier.wait(20)
+            return found
+
+        return exchange
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
+    """Phases and tokens at random, ranks without work among them; 70 is more than any graph holds."""
+    ranks, steps, sizes = 4, 60, graph_sizes(Config(cuda_graph_max_bs=64))
+    together, draw = Together(ranks), random.Random(dp_size)
+    brought = [
+        [draw.choice([("", 0), ("decode", draw.randint(1, 70)), ("decode", 1)]) for _ in range(dp_size)]
+        for _ in range(steps)
+    ]
+    for step in brought[::4]:
+        step[0] = ("prefill", draw.randint(2, 99))
+
+    def choices(rank: int) -> list[tuple[int | None, str]]:
+        topology = Topology(
+            tp_size=ranks, dp_size=dp_size, ep_size=ranks, enable_dp_attention=dp_size > 1, rank=rank
+        )
+        lockstep = Lockstep(topology, together.of(rank))
+        found = []
+        for step in brought:
+            phase, tokens = step[topology.dp_rank]
+            agreed = lockstep.agree(tokens, phase)
+            found.append((graph_for(agreed, sizes), agreed.phase))
+        return found
+
+    with ThreadPoolExecutor(ranks) as pool:
+        chosen = list(pool.map(choices, range(ranks)))
+    assert chosen == [chosen[0]] * ranks
+    for step, (size, phase) in zip(brought, chosen[0], strict=True):
+        phases, most = {phase for phase, _ in step}, max(tokens for _, tokens in step)
+        assert phase == next(p for p in ("prefill", "decode", "") if p in phases)
+        if phase != "decode" or most > 64:
+            assert size is None
+        else:
+            assert size == min(s for s in sizes if s >= most)
+    assert {size is None for size, _ in chosen[0]} == {True, False}
+
+
+def paged(pages: int, running: int) -> PagedAttention:
+    return PagedAttention(
+        SHAPE,
+        num_pages=pages,
+        page_size=PAGE,
+        max_running=running,
+        max_context=64,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_table_on_the_device_follows_every_schedule(seed: int):
+    """Admissions, growth, preemptions and reused rows, with eager steps between replays."""
+    draw, running, pages = random.Random(seed), 4, 22
+    scheduler, attention = make(pages, running=running), paged(pages, running)
+    alive, replays, replaced = [], 0, 0
+    for i in range(400):
+        if draw.random() < 0.15:
+            prompt = [draw.randrange(9) for _ in range(draw.choice([1, 3, 8, 20]))]
+            alive.append(start(str(i), prompt, 40))
+            scheduler.add(alive[-1])
+        chunks = sorted(scheduler.schedule(), key=lambda chunk: not chunk.decodes)
+        if all(chunk.decodes for chunk in chunks) and draw.random() < 0.8:
+            size = len(chunks) + draw.randint(0, 2)
+            ids, starts, slots, ends, rows = torch.tensor(fields(chunks, attention, size), dtype=torch.int64)
+            table = contexts(attention, starts, slots, rows)
+            for b, chunk in enumerate(chunks):
+                known = -(-chunk.end // PAGE)
+                assert table[b, :known].tolist() == chunk.request.pages[:known]
+                assert ids[b] == chunk.request.tokens[chunk.start]
+                assert slots[b] == chunk.request.pages[known - 1] * PAGE + chunk.start % PAGE
+                assert (starts[b], ends[b]) == (chunk.start, chunk.end)
+            padding = slice(len(chunks), None)
+            assert (slots[padding] == attention.spare_slot).all()
+            assert not ends[padding].any()
+            assert (table[padding, 0] == pages).all()
+            replays += bool(chunks)
+        else:
+            singles = [chunk for chunk in chunks if chunk.decodes]
+            attention.begin(singles, chunks[len(singles) :])
+        scheduler.computed(chunks)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.tokens.append(draw.randrange(9))
+                scheduler.extended(chunk.request)
+        for request in [r for r in alive if r.num_output >= 40 or draw.random() < 0.01]:
+            alive.remove(request)
+            scheduler.remove(request)
+        replaced = scheduler.preemptions
+    assert replays > 100
+    assert replaced > 0
+
+
+def test_what_a_graph_would_replay_decodes_as_the_model_does():
+    """In Triton's interpreter, with padding, rows that come and go, and two batches in turns."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.step.graphs_in_interpreter"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dict.fromkeys(("tokens", "turns", "eager tokens", "eager turns"), True)

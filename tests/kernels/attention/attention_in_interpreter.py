@@ -1,0 +1,97 @@
+"""Run by test_paged_attention.py with TRITON_INTERPRET=1: attention and products by rows; prints JSON.
+
+In float32: the interpreter's products of bfloat16 are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+
+import loop_bounds
+import torch
+
+from turnout.kernels.attention import prefill
+from turnout.kernels.attention.decode import attend
+from turnout.kernels.common.row_gemm import linear
+from turnout.kernels.common.split_gemm import multiply_part
+
+results = {}
+loop_bounds.teach()
+
+
+def error(ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1) -> float:
+    """The largest difference from a softmax written out; every slot that no row holds is NaN."""
+    draw = torch.Generator().manual_seed(len(ends))
+    (Hq, Hkv), P = heads, 1 + -(-max(ends) // page)
+    B = len(ends)
+    pages = torch.randperm(B * P, generator=draw).view(B, P)
+    cache = torch.randn(Hkv, B * P * page, 2, size, generator=draw)
+    q = torch.randn(B, Hq, size, generator=draw)
+    wanted = torch.zeros(B, Hq, size)
+    used = torch.zeros(B * P * page, dtype=torch.bool)
+    for b, end in enumerate(ends):
+        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
+        used[slots] = True
+        k, v = (x.float().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
+        scores = torch.einsum("hd,hld->hl", q[b].float(), k) / size**0.5
+        wanted[b] = torch.einsum("hl,hld->hd", scores.softmax(-1), v) if end else 0
+    cache[:, ~used] = torch.nan
+    found = attend(q, cache, pages, torch.tensor(ends), page_size=page, splits=splits)
+    return float((found.float() - wanted).abs().max())
+
+
+def prompts(spans: list[tuple[int, int]], *, heads=(4, 2), size=16, page=16) -> float:
+    """As `error`, of chunks [start, end) of as many sequences, each of whose tokens sees what precedes it."""
+    draw = torch.Generator().manual_seed(len(spans))
+    (Hq, Hkv), B, P = heads, len(spans), 1 + -(-max(end for _, end in spans) // page)
+    pages = torch.randperm(B * P, generator=draw).view(B, P)
+    cache = torch.randn(Hkv, B * P * page, 2, size, generator=draw)
+    N = sum(end - start for start, end in spans)
+    q, out = torch.randn(N, Hq, size, generator=draw), torch.full((N, Hq, size), torch.nan)
+    wanted, chunks, used = [], [], torch.zeros(B * P * page, dtype=torch.bool)
+    for b, (start, end) in enumerate(spans):
+        rows = slice(len(wanted), len(wanted) + end - start)
+        chunks.append((rows.start, start, end, b))
+        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
+        used[slots] = True
+        k, v = (x.repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
+        scores = torch.einsum("thd,hld->htl", q[rows], k) / size**0.5
+        later = torch.arange(end) > torch.arange(start, end)[:, None]
+        shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+        wanted += torch.einsum("htl,hld->thd", shares, v)
+    cache[:, ~used] = torch.nan
+    tiles = prefill.tiles(chunks, Hq // Hkv)
+    prefill.attend(q, cache, tiles, pages, out, page_size=page)
+    return float((out - torch.stack(wanted)).abs().max())
+
+
+def parts(N: int, M: int, K: int, piece: int) -> bool:
+    """Whether the parts of a product of a wider matrix add up to it."""
+    draw = torch.Generator().manual_seed(N)
+    x, w = torch.randn(N, 2 * K, generator=draw)[:, :K], torch.randn(M, K, generator=draw)
+    y = torch.full((K // piece, N, M), torch.nan)
+    multiply_part[(-(-M // 64), K // piece)](x, w, y, N, M, K, x.stride(0), K, 16, 64, piece, False)
+    return torch.allclose(y.sum(0), x @ w.T, atol=1e-4)
+
+
+def product(N: int, M: int, K: int, *, bias: bool = False, rows: int | None = None) -> bool:
+    """Whether `linear` is right for x [N, K] of a wider matrix."""
+    draw = torch.Generator().manual_seed(N)
+    x, w = torch.randn(N, 2 * K, generator=draw)[:, :K], torch.randn(M, K, generator=draw)
+    b = torch.randn(M, generator=draw) if bias else None
+    return torch.allclose(linear(x, w, b, rows), torch.nn.functional.linear(x, w, b), atol=1e-4)
+
+
+results["short"] = error([1, 5, 17]) < 1e-5
+results["pages"] = error([130, 64, 65, 200]) < 1e-5
+results["splits"] = error([300, 7, 129], splits=4) < 1e-5
+results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
+results["odd-heads"] = error([90, 33], heads=(6, 2), size=24, page=4) < 1e-5
+results["one-kv-head"] = error([70], heads=(20, 1), size=32) < 1e-5
+results["prompts"] = prompts([(0, 40), (64, 70), (63, 200), (5, 6)]) < 1e-5
+results["prompts-odd"] = prompts([(0, 150), (130, 131)], heads=(6, 2), size=24, page=4) < 1e-5
+results["parts"] = parts(3, 70, 128, 32) and parts(16, 64, 64, 64)
+results["product"] = product(1, 70, 128, bias=True) and product(0, 8, 64)
+results["product-odd"] = product(37, 5, 72) and product(37, 64, 72, bias=True, rows=16)
+
+print(json.dumps(results))

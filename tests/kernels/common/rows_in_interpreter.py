@@ -1,0 +1,111 @@
+"""Run by test_rows.py with TRITON_INTERPRET=1: the steps between products against torch; prints JSON.
+
+In float32: the interpreter cuts off what bfloat16 does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.nn.functional as F
+
+from turnout.kernels.common.route import choose
+from turnout.kernels.common.rows import norm, rotate
+
+torch.manual_seed(0)
+results = {}
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found.float(), wanted.float(), rtol=1e-5, atol=1e-5)
+
+
+def norms(rows: int, size: int) -> bool:
+    x, delta, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
+    (same, alone), (total, both) = norm(x, weight, 1e-6), norm(x, weight, 1e-6, delta)
+    good = same is x and torch.equal(total, x + delta)
+    parts = torch.stack((delta, x, -2 * x))
+    for found, of in ((alone, x), (both, x + delta), (norm(x, weight, 1e-6, parts)[1], delta)):
+        good &= near(found, F.rms_norm(of, (size,), weight, 1e-6))
+    return good
+
+
+def rotates(rows: int, q: int, k: int, size: int, *, normed: bool) -> bool:
+    heads = torch.randn(rows, (q + 2 * k) * size)
+    weight = torch.randn(q + k, size) if normed else None
+    angles = torch.randn(rows, size // 2)
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
+    both = heads[:, : (q + k) * size].view(rows, q + k, size)
+    if weight is not None:
+        both = F.rms_norm(both, (size,), eps=1e-6) * weight
+    wanted = both * cos[:, None] + both.roll(size // 2, -1) * sin[:, None]
+    found = rotate(heads, q, k, cos, sin, weight, 1e-6)
+    good = near(torch.cat(found, 1), wanted)
+    cache, slots = torch.zeros(k, 80, 2, size), torch.randperm(80)[:rows]
+    filled = cache.clone()
+    filled[:, slots, 0] = wanted[:, q:].transpose(0, 1)
+    filled[:, slots, 1] = heads.view(rows, -1, size)[:, q + k :].transpose(0, 1)
+    parts = torch.stack((2 * heads, -heads))
+    for given in (heads, parts):
+        found, no_keys = rotate(given, q, k, cos, sin, weight, 1e-6, store=(cache.zero_(), slots))
+        good &= near(found, wanted[:, :q]) and no_keys is None and near(cache, filled)
+    return good
+
+
+def chooses(
+    tokens: int, experts: int, top_k: int, *, of_all=True, renormalize=True, scaling=1.0, parts=False
+) -> bool:
+    logits = torch.randn(tokens, experts)
+    real = torch.rand(tokens) < 0.7 if tokens > 1 else None
+    counts = torch.full((experts,), 5)
+    given = torch.stack((logits / 2, logits / 4, logits / 4)) if parts else logits
+    ids, weights = choose(
+        given, top_k, of_all=of_all, renormalize=renormalize, scaling=scaling, real_T=real, counts_E=counts
+    )
+    shares, wanted = (logits.softmax(-1) if of_all else logits).topk(top_k)
+    shares = shares if of_all else shares.softmax(-1)
+    if of_all and renormalize:
+        shares = shares / shares.sum(-1, keepdim=True)
+    if real is not None:
+        wanted, shares = wanted.masked_fill(~real[:, None], -1), shares * real[:, None]
+    chosen = wanted.flatten()
+    return (
+        torch.equal(ids, wanted.int())
+        and near(weights, scaling * shares)
+        and torch.equal(counts, 5 + torch.bincount(chosen[chosen >= 0], minlength=experts))
+    )
+
+
+def odd() -> bool:
+    """Equal logits, infinite ones, and a NaN, which spoils the weights of its own token alone."""
+    logits = torch.zeros(4, 6)
+    logits[1, 3:] = -torch.inf
+    logits[2] = -torch.inf
+    logits[3, 2] = torch.nan
+    counts = torch.zeros(6, dtype=torch.int64)
+    ids, weights = choose(logits, 4, of_all=True, renormalize=True, scaling=1.0, real_T=None, counts_E=counts)
+    distinct = all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 6 for row in ids.tolist())
+    return (
+        distinct
+        and ids[0].tolist() == [0, 1, 2, 3]
+        and ids[1, :3].tolist() == [0, 1, 2]
+        and near(weights[:2], torch.tensor([[0.25] * 4, [1 / 3] * 3 + [0]]))
+        and bool(weights[3].isnan().all())
+    )
+
+
+results["norm"] = norms(3, 48) and norms(1, 64)
+results["rotate"] = (
+    rotates(3, 4, 2, 16, normed=True)
+    and rotates(2, 3, 1, 24, normed=True)
+    and rotates(70, 5, 2, 8, normed=True)
+)
+results["rotate-only"] = rotates(2, 2, 2, 8, normed=False)
+results["softmax-topk"] = chooses(9, 16, 4) and chooses(1, 6, 2, renormalize=False)
+results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
+results["odd"] = odd()
+empty = torch.zeros(0, 8)
+results["none"] = norm(empty, torch.ones(8), 1e-6, empty)[1].shape == (0, 8)
+
+print(json.dumps(results))

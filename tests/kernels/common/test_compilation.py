@@ -1,0 +1,41 @@
+"""What is compiled ahead, in other processes, is what a call compiles. No GPU: a driver is stood in."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+from triton.language import dtype
+from triton.runtime import jit
+
+from turnout.kernels.common import compilation
+from turnout.kernels.common.compilation import Record
+
+
+@triton.jit
+def kernel(FORMAT: triton.language.constexpr, SIZE: triton.language.constexpr):
+    pass
+
+
+def test_constants_that_name_types_stay_strings(monkeypatch: pytest.MonkeyPatch):
+    found: dict[Any, Any] = {}
+
+    def keep(key: str, signature: Any, device: int, constants: Any, *_: Any, **__: Any) -> None:
+        found.update(constants)
+
+    backend = SimpleNamespace(parse_options=lambda options: options)
+    monkeypatch.setattr(kernel, "_do_compile", keep)
+    monkeypatch.setattr(kernel, "device_caches", {0: (None, None, None, backend, None)})
+    active = SimpleNamespace(get_current_device=lambda: 0)
+    monkeypatch.setattr(jit, "driver", SimpleNamespace(active=active))
+    written = {
+        "name": kernel._fn_name, "signature": {}, "constant_keys": [[0], [1]], "constant_vals": ["bf16", 8],
+        "attrs_keys": [], "attrs_vals": [], "options": {}, "key": "",
+    }  # fmt: skip
+    compilation._compile(Record(module=__name__, name="kernel", specialization=json.dumps(written)))
+    assert found == {(0,): "bf16", (1,): 8}
+    assert isinstance(found[(0,)], str)
+    assert dtype.is_dtype("bf16")  # as Triton has it, again

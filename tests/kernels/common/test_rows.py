@@ -1,0 +1,69 @@
+"""The steps between a decoder's products in Triton's interpreter, and on a GPU at real sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels import interpreted
+
+CASES = ["norm", "rotate", "rotate-only", "softmax-topk", "topk-softmax", "odd", "none"]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, bool]:
+    return interpreted.results("common/rows_in_interpreter.py")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(results: dict[str, bool], case: str):
+    assert results[case]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 3000])
+def test_norm_and_rotation_on_a_gpu(rows: int):
+    from turnout.kernels.common.rows import norm, rotate
+
+    torch.manual_seed(0)
+    x, delta, weight = (
+        torch.randn(*s, device="cuda").bfloat16() for s in ((rows, 2048), (rows, 2048), (2048,))
+    )
+    total, normed = norm(x, weight, 1e-6, delta)
+    assert torch.equal(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(x + delta, (2048,), weight, 1e-6), rtol=1e-2, atol=1e-2)
+    heads = torch.randn(rows, 40 * 128, device="cuda").bfloat16()
+    weight = torch.randn(36, 128, device="cuda").bfloat16()
+    angles = torch.randn(rows, 64, device="cuda")
+    cos = angles.cos().repeat(1, 2).bfloat16()
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).bfloat16()
+    q, k = rotate(heads, 32, 4, cos, sin, weight, 1e-6)
+    both = heads.float().view(rows, 40, 128)[:, :36]
+    both = F.rms_norm(both, (128,), eps=1e-6) * weight.float()
+    wanted = both * cos[:, None] + both.roll(64, -1) * sin[:, None]
+    torch.testing.assert_close(torch.cat((q, k), 1).float(), wanted, rtol=1e-2, atol=1e-2)
+    cache = torch.zeros(4, rows + 5, 2, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(rows + 5, device="cuda")[:rows]
+    stored, _ = rotate(heads, 32, 4, cos, sin, weight, 1e-6, store=(cache, slots))
+    assert torch.equal(stored, q)
+    assert torch.equal(cache[:, slots, 0].transpose(0, 1), k)
+    assert torch.equal(cache[:, slots, 1].transpose(0, 1), heads.view(rows, 40, 128)[:, 36:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (64, 512, 10), (3000, 60, 4)])
+def test_choice_of_experts_on_a_gpu(tokens: int, experts: int, top_k: int):
+    from turnout.kernels.common.route import choose
+
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, experts, device="cuda")  # float32, where ties are rare
+    counts = torch.zeros(experts, dtype=torch.int64, device="cuda")
+    real = torch.rand(tokens, device="cuda") < 0.9
+    ids, weights = choose(
+        logits, top_k, of_all=True, renormalize=True, scaling=1.0, real_T=real, counts_E=counts
+    )
+    shares, wanted = logits.softmax(-1).topk(top_k)
+    assert torch.equal(ids, wanted.int().masked_fill(~real[:, None], -1))
+    torch.testing.assert_close(weights, shares / shares.sum(-1, keepdim=True) * real[:, None])
+    assert counts.sum() == real.sum() * top_k

@@ -1,0 +1,92 @@
+"""Fragment order: the inverse gives back every weight, and the layout is the one `wgmma` documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnout import formats
+from turnout.formats.packed import PackedTensor
+from turnout.moe.backends.hopper.fragments import from_fragments, pair_rows, to_fragments, unpair_rows
+
+SHAPES = [(64, 64, False), (128, 192, False), (96, 64, False), (192, 96, True), (32, 64, True)]
+
+
+def weights(format: str, rows: int, columns: int, experts: int = 3) -> PackedTensor:
+    draw = torch.Generator().manual_seed(0)
+    plain = torch.randn(experts, rows, columns, generator=draw)
+    return formats.encode(plain * torch.tensor([1e-3, 1.0, 30.0])[:experts, None, None], format)
+
+
+@pytest.mark.parametrize(("rows", "columns", "paired"), SHAPES)
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_inverse_gives_back_the_weights(format: str, rows: int, columns: int, paired: bool):
+    packed = weights(format, rows, columns)
+    back = from_fragments(to_fragments(packed, paired=paired, device="cpu"), paired=paired)
+    torch.testing.assert_close(back, packed.decode(), rtol=1e-6, atol=0)
+
+
+def test_every_scale_survives():
+    """All e4m3 scales that are not negative, subnormals and zero with them."""
+    byte = torch.arange(127, dtype=torch.uint8).repeat(64, 1)
+    scale = torch.zeros(1, 64, 128, dtype=torch.uint8)
+    scale[0, :, :127] = byte
+    data = torch.randint(
+        0, 256, (1, 64, 128 * 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    packed = PackedTensor(
+        format="nvfp4", data=data, scale=scale.view(torch.float8_e4m3fn), global_scale=torch.tensor([0.37])
+    )
+    back = from_fragments(to_fragments(packed, paired=False, device="cpu"), paired=False)
+    torch.testing.assert_close(back, packed.decode(), rtol=1e-6, atol=0)
+
+
+def test_mxfp4_scales_far_apart():
+    """Relative to the largest of the expert, 2^-125 still counts; what is smaller becomes zero."""
+    scale = torch.full((1, 64, 4), 200, dtype=torch.uint8)
+    scale[0, :, 1], scale[0, :, 2] = 75, 0
+    data = torch.full((1, 64, 64), 0x22, dtype=torch.uint8)
+    packed = PackedTensor(format="mxfp4", data=data, scale=scale)
+    back = from_fragments(to_fragments(packed, paired=False, device="cpu"), paired=False)
+    assert back[0, 0, 0] == 2.0**73
+    assert back[0, 0, 32] == 2.0**-52
+    assert back[0, 0, 64] == 0
+
+
+def test_threads_hold_what_wgmma_asks_for():
+    """The PTX manual's figure for the first operand in registers, m64k16: thread by thread."""
+    code = torch.randint(0, 16, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    packed = PackedTensor(
+        format="mxfp4",
+        data=(code[:, ::2] | code[:, 1::2] << 4)[None],
+        scale=torch.full((1, 64, 2), 127, dtype=torch.uint8),
+    )
+    words = to_fragments(packed, paired=False, device="cpu").codes.view(128, 4)
+    for thread in (0, 1, 5, 31, 32, 77, 127):
+        row = 16 * (thread // 32) + thread % 32 // 4
+        for step in range(4):
+            column = 16 * step + 2 * (thread % 4)
+            word = int(words[thread, step]) & 0xFFFFFFFF
+            registers = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
+            for (r, c), bits in zip(registers, unfold(word), strict=True):
+                assert [bits & 0xFFFF, bits >> 16] == [expand(int(code[r, c])), expand(int(code[r, c + 1]))]
+
+
+def unfold(word: int) -> list[int]:
+    """The four operand registers, by the instructions of the kernel."""
+    mask = 0x81C081C0
+    rotated = word << 10 | word >> 22
+    last = (word << 4 & 0x81808180) | (word >> 4 & 0x00400040)
+    return [word & mask, word << 6 & mask, rotated & mask, last]
+
+
+def expand(code: int) -> int:
+    """An e2m1 code as bf16 bits, times 2^-126."""
+    return (code & 8) << 12 | (code & 7) << 6
+
+
+def test_pairing_rows_alternates_gate_and_up():
+    gate_up = torch.arange(64).view(64, 1).float()
+    paired = pair_rows(gate_up)
+    assert paired[:24, 0].tolist() == [*range(8), *range(32, 40), *range(8, 16)]
+    assert torch.equal(unpair_rows(paired), gate_up)

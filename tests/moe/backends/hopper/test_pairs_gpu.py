@@ -1,0 +1,66 @@
+"""Few pairs on a GPU, which are not sorted: with padding, other ranks' experts only, and odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
+from turnout.moe.accuracy import BOUNDS, relative_error
+from turnout.moe.backends.hopper.tile_config import Tiles, Tiling, refuse
+from turnout.moe.backends.hopper.tile_pairs import MOST_PAIRS, PAIR
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.reference import experts_reference
+from turnout.registry import RUNNERS
+
+pytestmark = pytest.mark.gpu
+TOP_K = 6
+OTHERS = {  # than the rule's: strips side by side and two in a warp, pairs in rounds, slices without columns
+    "packed": Tiles(Tiling(64, PAIR, 4, 1, 8, 1, 2), Tiling(32, PAIR, 4, 3, 8, 2, 4)),
+    "bf16": Tiles(Tiling(32, PAIR, 2, 4, 4, 1, 4), Tiling(32, PAIR, 2, 2, 16, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("held", [(0, 16), (4, 5)])
+@pytest.mark.parametrize(
+    ("format", "activation"), [("mxfp4", "swiglu"), ("nvfp4", "relu2"), ("bf16", "silu")]
+)
+def test_few_pairs(format: str, activation: str, held: tuple[int, int], other: bool):
+    spec = make_spec(activation, format, hidden_size=736, intermediate_size=352, num_experts=16, top_k=TOP_K)
+    first, count = held
+    plan = make_plan(
+        spec, runner="triton", weight_storage="packed", compute_dtype="bfloat16", first=first, count=count
+    )
+    experts = expert_slice(make_experts(spec), first, count)
+    runner = RUNNERS.get("triton")(spec, plan, torch.device("cuda"))
+    runner.prepare(experts)
+    tiles = OTHERS[runner.shape.kernel] if other else runner._tiles(1)
+    assert tiles.pairs
+    assert not refuse(runner.shape, tiles)
+    runner.use_tiles(((1, tiles),))
+    tokens = MOST_PAIRS // TOP_K
+    draw = torch.Generator().manual_seed(tokens)
+    x_TH = torch.randn(tokens, 736, generator=draw).bfloat16()
+    weights_TK, ids_TK = torch.rand(tokens, 16, generator=draw).topk(TOP_K)
+    ids_TK[1], weights_TK[1] = -1, 0
+    ids_TK[2] = torch.arange(TOP_K) + 10  # another rank's all, if there is one
+    ids_TK[3, ::2] = -1
+    wanted_TH = experts_reference(x_TH.float(), ids_TK, weights_TK, experts, spec.activation)
+
+    def run(rows: slice) -> torch.Tensor:
+        return runner(
+            TokensBatch(
+                hidden=Hidden(data=x_TH[rows].cuda()),
+                topk_ids=ids_TK[rows].int().cuda(),
+                topk_weights=weights_TK[rows].cuda(),
+            )
+        ).cpu()
+
+    out_TH = run(slice(None))
+    assert relative_error(out_TH.float(), wanted_TH) < BOUNDS["bf16", "bfloat16"]
+    assert not out_TH[~wanted_TH.any(dim=1)].any()
+    alone_TH = torch.cat([run(slice(i, i + 1)) for i in range(tokens)])
+    assert torch.equal(alone_TH, out_TH)
+    assert run(slice(0, 0)).shape == (0, 736)
+    assert not runner._spaces["tokens"].counts.any()

@@ -1,0 +1,61 @@
+"""Pruning: what was once measured best is among what is left to time, or something as fast is."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from turnout.bench.moe import SHAPES
+from turnout.moe.backends.hopper.search import as_tiles, candidates
+from turnout.moe.backends.hopper.tile_config import SORTED, LayerShape, Tiles, Tiling, refuse, rule
+
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
+MOST = 40  # timings for one batch size
+
+
+def shape_named(name: str, format: str) -> LayerShape:
+    shape = SHAPES[name]
+    return LayerShape.of(shape.spec(format), num_local_experts=shape.experts // shape.ep, expert_tp=1)
+
+
+def measured() -> dict[tuple[str, int, str], dict[Tiling, float]]:
+    """Times of GEMM1 by shape, tokens and format, from sweeps of when the kernels were written."""
+    found: dict[tuple[str, int, str], dict[Tiling, float]] = defaultdict(dict)
+
+    def rows(name: str) -> list[dict]:
+        return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+    first = [row for row in rows("expert-gemm-nvidia-h200-2026-11-21") if row["kernel"] == "staged"]
+    bf16 = [row for row in first if row["format"] == "bf16"]  # other kernels were written later
+    for row in bf16 + [row for row in rows("expert-gemm-packed-nvidia-h200-2026-11-22") if "tiling" in row]:
+        times = found[row["shape"], row["tokens"], row["format"]]
+        tiling = Tiling(*map(int, row["tiling"].split(",")))
+        times[tiling] = min(row["gemm1_us"], times.get(tiling, row["gemm1_us"]))
+    return found
+
+
+def test_what_is_kept_holds_what_was_measured_best_or_its_equal():
+    compared = 0
+    for (name, tokens, format), times in measured().items():
+        shape = shape_named(name, format)
+        times = {tiling: us for tiling, us in times.items() if not refuse(shape, Tiles(tiling, tiling))}
+        kept = {tiling for choices in candidates(shape, tokens) for tiling in choices.first}
+        assert min(us for tiling, us in times.items() if tiling in kept) <= 1.03 * min(times.values())
+        compared += len(times) > 3
+    assert compared >= 10
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_are_left_all_run_and_the_rule_is_among_them(name: str, format: str):
+    shape = shape_named(name, format)
+    for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384):
+        found = candidates(shape, tokens)
+        assert sum(len(choices.first) + len(choices.second) for choices in found) <= MOST
+        pairs = [as_tiles(one, two) for choices in found for one in choices.first for two in choices.second]
+        assert not any(refuse(shape, tiles) for tiles in pairs)
+        assert rule(shape, tokens) in pairs
+        assert (SORTED in pairs) <= shape.sortable

@@ -1,0 +1,199 @@
+"""Request bodies: what is accepted, what is ignored, and how refusals read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from turnout.server.api.errors import ApiError
+from turnout.server.api.protocol import ChatBody, CompletionBody, TokenizeBody, parse
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse(CompletionBody, json.dumps({"prompt": "hi"} | fields).encode())
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse(ChatBody, json.dumps(HELLO | fields).encode())
+
+
+def refusal(make: Any, **fields: Any) -> str:
+    with pytest.raises(ApiError) as caught:
+        make(**fields)
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        ("hi", ["hi"]),
+        (["hi", "ho"], ["hi", "ho"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ("", [""]),
+    ],
+)
+def test_every_form_of_prompt(prompt: Any, parsed: Any):
+    assert completion(prompt=prompt).prompt == parsed
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], [1, "a"], [[1], "a"], [1.5], [True], [["a"]], {}])
+def test_other_prompts_are_refused(prompt: Any):
+    assert refusal(completion, prompt=prompt).startswith("prompt: must be a string")
+
+
+def test_all_fields_reach_the_sampler():
+    body = completion(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=3,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        logit_bias={"5": -100, "6": 1.5},
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logprobs=2,
+        echo=True,
+    )
+    sampling = body.sampling(9, vocab_size=10)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (9, 2, 3)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), (4,))
+    assert sampling.ignore_eos
+    assert sampling.include_stop_str_in_output
+    assert sampling.logit_bias == {5: -100.0, 6: 1.5}
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.2)
+    assert sampling.repetition_penalty == 1.1
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (2, 2)
+
+
+def test_defaults_are_openais():
+    sampling = completion().sampling(16, vocab_size=10)
+    assert (sampling.temperature, sampling.top_p, sampling.logprobs) == (1.0, 1.0, None)
+    assert chat(logprobs=True, top_logprobs=3).sampling(1, 10).logprobs == 3
+    assert chat(logprobs=True).sampling(1, 10).logprobs == 0
+    assert chat(max_completion_tokens=5).max_tokens == 5
+
+
+def test_null_stands_for_the_default():
+    body = completion(temperature=None, stop=None, logit_bias=None, stream=None, n=None, stream_options=None)
+    assert body.sampling(16, vocab_size=10) == completion().sampling(16, vocab_size=10)
+
+
+def test_fields_that_cannot_matter_are_ignored():
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}
+    assert chat(**ignored, **nothing) == chat()
+    assert completion(suffix="", best_of=1, user="me") == completion()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_token": 3}, "max_token: unknown field; did you mean max_tokens?"),
+        ({"zzz": 3}, "zzz: unknown field"),
+        ({"suffix": "end"}, "suffix: not supported by this server"),
+        ({"best_of": 3}, "best_of: not supported by this server"),
+        ({"max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"stop": [1]}, "stop: must be a string or a list of strings"),
+        ({"stop": ["x"] * 65}, "stop: at most 64 stop strings"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: must map token ids to numbers"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is only allowed when stream is true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x: unknown field"),
+        ({"a": 1, "b": 2}, "a: unknown field; b: unknown field"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], message: str):
+    assert refusal(completion, **fields) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools: not supported by this server"),
+        ({"response_format": {"type": "json_object"}}, "response_format: not supported by this server"),
+        ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
+        ({"logprobs": 2}, "logprobs: Input should be a valid boolean"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content: required"),
+        ({"messages": [{"role": "poet", "content": ""}]}, "messages.0.role: Input should be"),
+    ],
+)
+def test_chat_refusals_name_the_field(fields: dict[str, Any], message: str):
+    assert refusal(chat, **fields).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"stop": [""]}, "stop=('',)"),
+        ({"logprobs": 21}, "logprobs=21"),
+        ({"logit_bias": {"3": 101}}, "logit_bias={3: 101.0}"),
+        ({"logit_bias": {"10": 1}}, "logit_bias: token id 10 does not lie in [0, 10)"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: token id -1"),
+        ({"min_tokens": 20}, "min_tokens=20"),
+    ],
+)
+def test_values_out_of_range(fields: dict[str, Any], message: str):
+    body = completion(**fields)
+    assert refusal(lambda: body.sampling(16, vocab_size=10)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "seed": 99999999999999999999999}',
+        b"[" * 100_000,
+        b"3",
+        b"[]",
+        b"null",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes):
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionBody, raw).sampling(16, 10)
+    assert caught.value.status == 400
+    assert caught.value.message
+
+
+def test_message_parts_and_the_developer_role():
+    body = chat(
+        messages=[
+            {
+                "role": "developer",
+                "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
+            },
+            {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None},
+        ]
+    )
+    assert [message.for_template() for message in body.messages] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "assistant", "content": "yes"},
+    ]
+
+
+def test_tokenize_takes_one_of_prompt_and_messages():
+    assert refusal(lambda: parse(TokenizeBody, b"{}")) == "give either prompt or messages"

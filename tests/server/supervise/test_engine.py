@@ -1,0 +1,48 @@
+"""Which failures are worth another start of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnout.config import ServerConfig
+from turnout.engine.messages import Ready
+from turnout.server.supervise.engine import MAX_FAILED_STARTS, Engine
+from turnout.server.supervise.engine_group import EngineFailed
+
+KILLED = EngineFailed("rank 1 was killed by SIGKILL")
+RAISED = EngineFailed("rank 1: KeyError", spoken=True)
+REFUSED = EngineFailed("rank 1: no such file", user_error=True, spoken=True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "served", "failed_starts", "before", "final"),
+    [
+        (KILLED, True, 0, True, False),
+        (RAISED, True, 0, True, False),
+        (KILLED, False, 1, False, False),  # perhaps by mistake
+        (RAISED, False, 1, False, True),  # it never worked
+        (RAISED, False, 1, True, False),  # it worked before
+        (REFUSED, False, 1, True, True),  # a file was taken away
+        (KILLED, False, MAX_FAILED_STARTS - 1, True, False),
+        (KILLED, False, MAX_FAILED_STARTS, True, True),
+    ],
+)
+def test_what_ends_the_engine(
+    failure: EngineFailed, served: bool, failed_starts: int, before: bool, final: bool
+):
+    engine = Engine(ServerConfig())
+    engine.ready = Ready(info={}, max_context=1, vocab_size=1) if before else None
+    assert engine._is_final(failure, served, failed_starts) is final
+
+
+def test_nothing_is_started_for_a_server_that_leaves():
+    engine = Engine(ServerConfig())
+    engine.leave()
+    assert engine._is_final(KILLED, True, 0)
+
+
+def test_before_the_first_start_nobody_is_served():
+    engine = Engine(ServerConfig(tp_size=2, dp_size=2, enable_dp_attention=True))
+    assert not engine.serving
+    assert [rank["state"] for rank in engine.describe_ranks()] == ["loading"] * 2
+    assert [rank["dp_rank"] for rank in engine.describe_ranks()] == [0, 1]

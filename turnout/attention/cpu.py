@@ -1,0 +1,74 @@
+"""Paged attention on a CPU by compiled kernels, where their sizes fit; else by torch's (torch.py).
+
+Decoding tokens and chunks are computed alike, by a kernel that walks the pages of each context: nothing is
+gathered or padded. A page's room is the same as torch's attention gives it, but laid out for the kernel.
+
+Legend: N tokens of the step, Hq/Hkv query/KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.attention.torch import PagedAttention
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.kernels import cpu
+from turnout.models.interface import Attention, ModelShape
+
+
+def paged_attention(
+    shape: ModelShape, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
+) -> PagedAttention:
+    """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
+    fits = (
+        dtype == torch.float32 and shape.head_dim % 16 == 0 and shape.head_dim <= 256 and page_size % 16 == 0
+    )
+    kind = CompiledAttention if device.type == "cpu" and fits and cpu.available() else PagedAttention
+    return kind(shape, page_size=page_size, device=device, dtype=dtype, **rest)
+
+
+class CompiledAttention(PagedAttention):
+    """In float32, for head sizes and pages of multiples of 16."""
+
+    def __init__(self, shape: ModelShape, **rest: Any) -> None:
+        super().__init__(shape, **rest)
+        from turnout.kernels.cpu import attention
+
+        self._kernels = attention
+        self._blocks = self._cache.flatten(2)  # [layers, Hkv, slots * 2 * D]
+
+    def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
+        for chunk in (*decoding, *chunks):
+            self._place(chunk.request)
+        self._chunks = self._kernels.Chunks(
+            [(c.request.row, c.start, c.length) for c in (*decoding, *chunks)], self.group
+        )
+
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        self.begin(decoding, chunks)
+        return _LaidOut(self, self._chunks)
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        return self.compute(self._chunks, layer, q_NHD, k_NHD, v_NHD)
+
+    def compute(self, chunks: Any, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        out_NHD: Tensor = self._kernels.attend(
+            q_NHD, k_NHD, v_NHD, self._blocks[layer], chunks, self._table_RP, self.page_size
+        )
+        return out_NHD
+
+
+@dataclass(frozen=True)
+class _LaidOut(Attention):
+    """Of one micro-batch of a step."""
+
+    paged: CompiledAttention
+    chunks: Any
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        return self.paged.compute(self.chunks, layer, q_NHD, k_NHD, v_NHD)

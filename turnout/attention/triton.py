@@ -1,0 +1,119 @@
+"""Attention on CUDA by kernels over the paged cache (kernels/attention/decode.py, prefill.py).
+
+Unlike attention.py's it gathers no context and makes no mask, and the kernel that rotates keys stores them.
+
+Legend: N tokens of a step, M of them decoding, B chunks, P pages of the widest context, F fields of a tile,
+Hq/Hkv query/KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from turnout.attention.torch import PagedAttention, to_device
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.models.interface import Attention
+
+WIDEST = 128  # head size of which a tile of a prompt fits into a multiprocessor
+
+
+class _Stored(Attention):
+    """Over a cache that holds each token in a slot."""
+
+    def __init__(self, paged: PagedAttention, slots_N: Tensor):
+        self._paged, self._slots_N = paged, slots_N
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        cache_HS2D, slots_N = self.place(layer)
+        cache_HS2D.index_copy_(1, slots_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
+        return self.attend(layer, q_NHD)
+
+    def place(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._paged.cache[layer], self._slots_N
+
+    def _spans(self, rows: int) -> int:
+        """By what contexts may become, not by what they are: each number is a kernel of its own."""
+        from turnout.kernels.attention.decode import spans
+
+        paged = self._paged
+        longest = paged.table.shape[1] * paged.page_size
+        return paged.fixed_spans or spans(rows, paged.cache.shape[1], longest, paged.processors)
+
+
+class RowAttention(_Stored):
+    """Of one token per row, whose rows and lengths are read on the device."""
+
+    def __init__(self, paged: PagedAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor):
+        """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
+        super().__init__(paged, slots_N)
+        self._table_NP, self._ends_N = table_NP, ends_N
+        self._splits = self._spans(len(slots_N))
+
+    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+        from turnout.kernels.attention.decode import attend
+
+        return attend(
+            q_NHD.contiguous(),
+            self._paged.cache[layer],
+            self._table_NP,
+            self._ends_N,
+            page_size=self._paged.page_size,
+            splits=self._splits,
+        )
+
+
+class StepAttention(_Stored):
+    """Of a step: tokens of sequences that decode, then chunks of others."""
+
+    def __init__(self, paged: PagedAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        from turnout.kernels.attention.prefill import tiles
+
+        cache = paged.cache
+        places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
+        self._num_decoding = at = sum(chunk.length for chunk in decoding)
+        spans = []
+        for owner, chunk in enumerate(chunks, len(decoding)):
+            spans.append((at, chunk.start, chunk.end, owner))
+            at += chunk.length
+        tiles_TF = tiles(spans, paged.group)
+        self.places_N, slots_N, self._table_BP, owners_N, self._tiles_TF = to_device(
+            [places_N, slots_N, table_BP, owners_N, tiles_TF], cache.device
+        )
+        super().__init__(paged, slots_N)
+        self._ends_M = self.places_N[: self._num_decoding] + 1
+        self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
+        self._splits = self._spans(max(1, self._num_decoding))
+
+    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+        from turnout.kernels.attention import decode, prefill
+
+        cache_HS2D, page_size = self._paged.cache[layer], self._paged.page_size
+        q_NHD = q_NHD.contiguous()
+        out_NHD = torch.empty_like(q_NHD)
+        M = self._num_decoding
+        decode.attend(
+            q_NHD[:M],
+            cache_HS2D,
+            self._table_MP,
+            self._ends_M,
+            page_size=page_size,
+            splits=self._splits,
+            out_BHD=out_NHD[:M],
+        )
+        prefill.attend(q_NHD, cache_HS2D, self._tiles_TF, self._table_BP, out_NHD, page_size=page_size)
+        return out_NHD
+
+
+def has_kernels(paged: PagedAttention) -> bool:
+    """Whether `StepAttention` serves this cache; in float32 tiles would not fit either."""
+    cache = paged.cache
+    return (
+        cache.device.type == "cuda"
+        and find_spec("triton") is not None
+        and cache.element_size() == 2
+        and cache.shape[-1] <= WIDEST
+    )

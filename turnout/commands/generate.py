@@ -1,0 +1,95 @@
+"""`turnout generate`: prompts in, text or JSON lines out, offline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO
+
+from turnout.config import Config, Launched
+from turnout.engine.llm import LLM, Completion
+from turnout.engine.ranks.launch import blameless
+from turnout.engine.sampling.params import SamplingParams
+from turnout.errors import UserError
+
+
+def generate(
+    config: Config,
+    prompt: str | None,
+    sampling: SamplingParams,
+    *,
+    chat: bool,
+    output: Path | None,
+    launched: Launched | None = None,
+) -> None:
+    """Answer `prompt` (a text, a .jsonl file, or None: standard input). Raises UserError.
+
+    A single prompt prints its text; a file, or `output`, gives one JSON object per prompt. Of several ranks
+    (`launched`: which this is) the first reads and writes.
+    """
+    first = launched is None or launched.rank == 0
+    asked = _read(prompt) if first else None
+    with (
+        blameless(launched),
+        _open(output if first else None) as out,
+        LLM.from_config(config, launched) as llm,
+    ):
+        prompts, many = llm.from_first(asked)
+        if chat:
+            completions = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
+        else:
+            completions = llm.generate(prompts, sampling)
+        if first:
+            _write(out, prompts, completions, as_json=many or output is not None)
+
+
+def _write(out: IO[str], prompts: list[str], completions: list[Completion], *, as_json: bool) -> None:
+    for text, completion in zip(prompts, completions, strict=True):
+        if as_json:
+            record = {
+                "prompt": text,
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.token_ids),
+            }
+            out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        else:
+            out.write(completion.text + "\n")
+
+
+def _open(output: Path | None) -> IO[str] | nullcontext[IO[str]]:
+    if output is None:
+        return nullcontext(sys.stdout)
+    try:
+        return output.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
+
+
+def _read(prompt: str | None) -> tuple[list[str], bool]:
+    if prompt is None:
+        text = sys.stdin.read()
+        if not text.strip():
+            raise UserError("generate: no PROMPT given and standard input is empty")
+        return [text], False
+    if not prompt.endswith(".jsonl"):
+        return [prompt], False
+    try:
+        lines = Path(prompt).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{prompt}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{prompt}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return [_parse(line, f"{prompt}:{i}") for i, line in enumerate(lines, 1) if line.strip()], True
+
+
+def _parse(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg})") from None
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+        return record["prompt"]
+    raise UserError(f'{where}: must be an object with the string "prompt"')

@@ -1,0 +1,114 @@
+"""Every way to arrange a number of ranks, in data-parallel groups and slices of the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from turnout.config import Config
+from turnout.engine.engine_plan import Blueprint, ModelFolder, decide
+from turnout.engine.ranks.parallel_config import arrange
+from turnout.errors import PlanRefused, Refusal
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.budget import ITEMSIZE, WIRE_GROUP, dispatch_bytes, moves
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology, divisors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """`config` with other --dp-size and --ep-size: its blueprint, or everything in its way."""
+
+    topology: Topology
+    blueprint: Blueprint | None
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def flags(self) -> str:
+        """What asks for it, beside --tp-size."""
+        topology = self.topology
+        groups = f"--dp {topology.dp_size} --enable-dp-attention " if topology.dp_size > 1 else ""
+        return f"{groups}--ep {topology.ep_size}"
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        topology, blueprint = self.topology, self.blueprint
+        sizes = {
+            "dp_size": topology.dp_size,
+            "ep_size": topology.ep_size,
+            "attention_tp": topology.attention_tp,
+            "expert_tp": topology.expert_tp,
+            "flags": self.flags,
+            "supported": blueprint is not None,
+        }
+        if blueprint is None:
+            return sizes | {"refusals": [dataclasses.asdict(r) for r in self.refusals]}
+        plan, memory = blueprint.plan, blueprint.memory
+        return sizes | {
+            "experts_per_rank": plan.num_local_experts,
+            "prefill_dispatcher": plan.prefill.dispatcher,
+            "decode_dispatcher": plan.decode.dispatcher,
+            "weight_bytes": memory.dense + memory.experts,
+            "dispatch_bytes": memory.dispatch,
+            "workspace_bytes": memory.workspace,
+            "kv_tokens": blueprint.num_pages * blueprint.page_size,
+        }
+
+
+def arrangements(config: Config, model: ModelFolder, hardware: Hardware) -> Iterator[Arrangement]:
+    """All sizes that divide --tp-size, attention groups first; the rest of `config` stays as asked."""
+    sizes = divisors(config.tp_size)
+    for dp_size, ep_size in product(sizes, sizes):
+        asked = dataclasses.replace(config, dp_size=dp_size, ep_size=ep_size, enable_dp_attention=dp_size > 1)
+        topology = arrange(asked, rank=0)
+        try:
+            yield Arrangement(topology=topology, blueprint=decide(asked, model, hardware, topology))
+        except PlanRefused as error:
+            yield Arrangement(topology=topology, blueprint=None, refusals=error.refusals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveBuffers:
+    """What one dispatcher would keep on a rank for the largest step. slabs: copies, one per local expert."""
+
+    dispatcher: str
+    tokens: int
+    slabs: int
+    sizes: dict[str, int]  # bytes by wire format; "bf16": the compute dtype
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
+    """Of every dispatcher of this version that can move tokens between these ranks."""
+    spec, plan, budget = blueprint.description.moe, blueprint.plan, blueprint.budget
+    return [
+        ReceiveBuffers(
+            dispatcher=declared.name,
+            tokens=declared.rows("prefill", budget, blueprint.topology),
+            slabs=plan.num_local_experts if declared.layout == "experts" else 1,
+            sizes={
+                wire: dispatch_bytes(
+                    declared.layout,
+                    rows=declared.rows("prefill", budget, blueprint.topology),
+                    spec=spec,
+                    num_local_experts=plan.num_local_experts,
+                    wire_format=wire,
+                    itemsize=ITEMSIZE[blueprint.compute_dtype],
+                    buffers=declared.buffers,
+                    ranks=blueprint.topology.tp_size,
+                    batches=2 if plan.two_batches else 1,
+                )
+                for wire in sorted(declared.on(blueprint.hardware).wire_formats)
+                if spec.hidden_size % WIRE_GROUP[wire] == 0
+            },
+        )
+        for declared in DISPATCHER_CAPABILITIES.values()
+        if moves(declared.exchange, dp_size=budget.dp_size)
+        and not declared.refusals(spec, blueprint.topology, blueprint.hardware, blueprint.compute_dtype)
+    ]

@@ -1,0 +1,290 @@
+"""Configuration + config.json + hardware -> everything about a run that is decided before weights load.
+
+All that stands in the way is found here and raised together: flags that contradict the checkpoint or each
+other, MoE backends that cannot run it, memory that does not suffice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnout.checkpoint import locate, read_config
+from turnout.config import Config, cache_folder
+from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_host
+from turnout.engine.ranks.parallel_config import arrange, attention_refusals, host_refusals
+from turnout.engine.step import two_batch_overlap
+from turnout.errors import PlanRefused, Refusal
+from turnout.models import describe
+from turnout.models.interface import ModelDescription
+from turnout.moe.backends.hopper import tuning_tables
+from turnout.moe.budget import ITEMSIZE, Budget
+from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.planning import measured as times_kept
+from turnout.moe.planning.packages import TRITON
+from turnout.moe.planning.runner_by_batch_size import Times
+from turnout.parallel.hardware import Hardware, detect
+from turnout.parallel.topology import Topology
+
+SETTLED_BLOCK = 64  # tokens of a forward that settles a close call, in float32 (near_ties.py)
+CPU_CHUNK = 512  # tokens
+QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """One rank's run, resolved once and passed down."""
+
+    config: Config
+    folder: Path
+    description: ModelDescription
+    topology: Topology
+    hardware: Hardware
+    compute_dtype: str  # torch dtype name: "float32", "bfloat16", "float16"
+    budget: Budget
+    plan: MoEPlan
+    page_size: int
+    num_pages: int
+    max_context: int  # longest prompt + output in tokens
+    memory: MemoryTable
+    measured: Times = dataclasses.field(default_factory=dict)  # what chose between runners
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of one request per step. A CPU would keep those that decode waiting for seconds."""
+        default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
+        return self.config.chunked_prefill_size or default
+
+    def with_pages(self, num_pages: int) -> Blueprint:
+        """With no more than `num_pages` KV pages."""
+        if num_pages >= self.num_pages:
+            return self
+        return dataclasses.replace(
+            self,
+            num_pages=num_pages,
+            max_context=min(self.max_context, num_pages * self.page_size),
+            memory=dataclasses.replace(self.memory, kv=self.memory.kv // self.num_pages * num_pages),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for JSON: what `plan --json` prints and /server_info reports."""
+        return {
+            "model": str(self.folder),
+            "config": self.config.describe(),
+            "description": dataclasses.asdict(self.description),
+            "topology": self.topology.describe(),
+            "hardware": dataclasses.asdict(self.hardware),
+            "compute_dtype": self.compute_dtype,
+            "budget": dataclasses.asdict(self.budget)
+            | {"gathered": self.budget.gathered, "received": self.budget.received},
+            "plan": dataclasses.asdict(self.plan),
+            "kv": {
+                "page_size": self.page_size,
+                "num_pages": self.num_pages,
+                "tokens": self.page_size * self.num_pages,
+                "max_context": self.max_context,
+            },
+            "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A model as its folder describes it, with no weight read."""
+
+    folder: Path
+    description: ModelDescription
+    stored_itemsize: int  # of unquantised weights, in bytes
+
+
+def read_model(config: Config) -> ModelFolder:
+    """Raises UserError for a model that cannot be found or described."""
+    folder = locate(config.model)
+    fields = read_config(folder)
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype"))
+    return ModelFolder(
+        folder=folder, description=describe(fields), stored_itemsize=ITEMSIZE.get(dtype, ITEMSIZE["bfloat16"])
+    )
+
+
+def resolve(
+    config: Config,
+    hardware: Hardware | None = None,
+    *,
+    rank: int | None = None,
+    measured: Times | None = None,
+) -> Blueprint:
+    """Decide everything for `config` on `hardware` (default: this machine's).
+
+    `rank` of all, once they have been launched: by default the first one of this host. `measured`: times of
+    runners instead of those kept on this machine.
+    Raises PlanRefused with every reason, UserError for a model that cannot be found or described.
+    """
+    model = read_model(config)
+    hardware = hardware or detect(config.device)
+    topology = arrange(config, rank)
+    misplaced = host_refusals(config, topology, hardware, launched=rank is not None)
+    return decide(config, model, hardware, topology, misplaced, measured)
+
+
+def decide(
+    config: Config,
+    model: ModelFolder,
+    hardware: Hardware,
+    topology: Topology,
+    found: Sequence[Refusal] = (),
+    measured: Times | None = None,
+) -> Blueprint:
+    """`resolve` for ranks arranged as in `topology`; `found` already stands in the way.
+
+    hardware: the host's. The rank's, in the result, is its share of it.
+    """
+    description, dtype = model.description, _compute_dtype(config, hardware)
+    hardware = share_host(hardware, topology)
+    found = [
+        *found,
+        *_contradictions(config, description, hardware),
+        *attention_refusals(description, topology),
+        *two_batch_overlap.refusals(config, topology),
+    ]
+    budget = _budget(config, topology, hardware, dtype)
+    if measured is None:
+        measured = _measured(config, description, topology, hardware, dtype)
+    replan = partial(
+        plan,
+        description.moe,
+        topology=topology,
+        hardware=hardware,
+        wishes=_wishes(config),
+        compute_dtype=dtype,
+        num_layers=len(description.moe_layers),
+        stored_itemsize=model.stored_itemsize,
+        measured=measured,
+        tiles=partial(tuning_tables.find, hardware=hardware, folder=cache_folder()),
+    )
+    try:
+        moe = replan(budget=budget)
+    except PlanRefused as error:
+        raise PlanRefused(error.headline, [*found, *error.refusals]) from None
+    if found:
+        raise PlanRefused("the configuration cannot run", found)
+    rank = Rank(
+        config=config,
+        description=description,
+        topology=topology,
+        hardware=hardware,
+        compute_dtype=dtype,
+    )
+    memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
+    return Blueprint(
+        config=config,
+        folder=model.folder,
+        description=description,
+        topology=topology,
+        hardware=hardware,
+        compute_dtype=dtype,
+        budget=budget,
+        plan=moe,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        max_context=max_context,
+        memory=memory,
+        measured=measured,
+    )
+
+
+def _measured(
+    config: Config, description: ModelDescription, topology: Topology, hardware: Hardware, dtype: str
+) -> Times:
+    """What `turnout tune` found on this machine; a named device was never measured."""
+    if not hardware.present or topology.refusals():
+        return {}
+    layer = times_kept.describe(description.moe, topology, hardware, dtype, config.moe_activation_dtype)
+    return times_kept.read(cache_folder(), layer)
+
+
+def _compute_dtype(config: Config, hardware: Hardware) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if hardware.device == "cuda" else "float32"
+
+
+def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: str) -> Budget:
+    graphs = hardware.device == "cuda" and not config.disable_cuda_graph
+    drafts = config.speculative_num_draft_tokens if config.speculative_algorithm != "none" else 0
+    return Budget.from_limits(
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_running_requests=config.max_running_requests,
+        graph_max_batch=config.cuda_graph_max_bs if graphs else 0,
+        draft_tokens=drafts,
+        settled_tokens=SETTLED_BLOCK if dtype == "float32" else 0,
+        dp_size=topology.dp_size,
+        max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
+    )
+
+
+def _wishes(config: Config) -> Wishes:
+    return Wishes(
+        runner=config.moe_runner_backend,
+        dispatcher=config.moe_a2a_backend,
+        dispatcher_mode=config.deepep_mode,
+        dispatch_format=config.moe_dispatch_dtype,
+        combine_format=config.moe_combine_dtype,
+        activation_format=config.moe_activation_dtype,
+        weight_storage=config.moe_weight_storage,
+        deterministic=config.deterministic,
+        overlap_shared_expert=not config.disable_shared_expert_overlap,
+        two_batches=config.enable_two_batch_overlap,
+    )
+
+
+def _contradictions(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
+    """Flags that say something else than the checkpoint or the hardware."""
+    found = []
+    wanted = QUANTIZATION_FORMATS.get(config.quantization, config.quantization)
+    held = description.moe.format
+    if wanted not in ("auto", held):
+        same = {form: name for name, form in QUANTIZATION_FORMATS.items()}.get(held, held)
+        found.append(
+            Refusal(
+                who="checkpoint",
+                asked=f"--quantization {config.quantization}",
+                limit=f"the experts in {config.model} are {held}",
+                remedy=f"use --quantization auto or {same}, or convert the bf16 checkpoint with "
+                f"`turnout quantize MODEL OUT --format {wanted}`",
+            )
+        )
+    longest = description.shape.max_position_embeddings
+    if config.context_length > longest:
+        found.append(
+            Refusal(
+                who="model",
+                asked=f"--context-length {config.context_length}",
+                limit=f"positions beyond {longest} (max_position_embeddings) were never trained",
+                remedy=f"use --context-length {longest} or less, or 0 for the model's",
+            )
+        )
+    if config.deterministic and hardware.device == "cuda" and hardware.present and TRITON.lacking():
+        found.append(
+            Refusal(
+                who="model",
+                asked="--deterministic",
+                limit=f"attention and dense layers: {TRITON.lacking()}",
+                remedy=f"{TRITON.install}, or leave --deterministic out",
+            )
+        )
+    if config.device not in ("auto", hardware.device):
+        found.append(
+            Refusal(
+                who="hardware",
+                asked=f"--device {config.device}",
+                limit=f"the plan is for {hardware.name}, a {hardware.device} device",
+                remedy=f"use --device auto or {hardware.device}, or another --hardware",
+            )
+        )
+    return found

@@ -1,0 +1,117 @@
+"""How the ranks of one model come together: their groups, and the exchange before each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from turnout.config import Config, Launched
+from turnout.engine.engine_plan import Blueprint, resolve
+from turnout.engine.memory_plan import whole_host
+from turnout.engine.ranks.step_sync import Lockstep
+from turnout.engine.step.cuda_graph_policy import graph_sizes, why_eager
+from turnout.errors import UserError
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.plan import PHASES
+from turnout.parallel.exchange import SharedExchange
+from turnout.parallel.group_exchange import GroupExchange, gather_values
+from turnout.parallel.groups import Groups, connect
+
+
+def meet(blueprint: Blueprint, *, init_method: str) -> tuple[Groups, Lockstep]:
+    """Join the other ranks of `blueprint`; collective. A single rank joins nobody.
+
+    init_method: see `parallel.groups.connect`.
+    """
+    topology, plan = blueprint.topology, blueprint.plan
+    for phase in PHASES:
+        os.environ.update(DISPATCHER_CAPABILITIES[plan.phase(phase).dispatcher].environment)
+    device = torch.device(blueprint.hardware.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", topology.rank % topology.ranks_per_node)
+        torch.cuda.set_device(device)
+    fixed_order = blueprint.config.deterministic
+    groups = connect(topology, init_method=init_method, device=device, fixed_order=fixed_order)
+    if topology.tp_size == 1:
+        return groups, Lockstep(topology)
+    if topology.nnodes > 1:
+        return groups, Lockstep(topology, GroupExchange(groups.world))
+    return groups, Lockstep(topology, _share(groups))
+
+
+def _share(groups: Groups) -> SharedExchange:
+    """The exchange of one host's ranks, through a file that nobody else finds and that no death leaves."""
+    world = groups.world
+    descriptor, own = tempfile.mkstemp(prefix="turnout-steps-") if world.rank == 0 else (-1, "")
+    path = Path(gather_values(world, own)[0])
+    exchange = SharedExchange(path, world.rank, world.size)
+    gather_values(world, None)  # all have it open
+    if world.rank == 0:
+        os.close(descriptor)
+        path.unlink()
+    return exchange
+
+
+def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
+    """`blueprint` with what all ranks share; collective. That is as many KV pages as each of them has, for
+    hosts differ in memory, and the first one's tilings and runners, for hosts may differ in what was tuned on
+    them.
+
+    Raises UserError if ranks planned what they must do alike differently.
+    """
+    if groups.world.size == 1:
+        return blueprint
+    measured = gather_values(groups.world, blueprint.measured)[0]
+    if measured != blueprint.measured:
+        host = whole_host(blueprint.hardware, blueprint.topology)
+        blueprint = resolve(blueprint.config, host, rank=groups.world.rank, measured=measured)
+    plan = blueprint.plan
+    planned = {
+        "model": blueprint.description,
+        "compute type": blueprint.compute_dtype,
+        "token bounds": blueprint.budget,
+        "page size": blueprint.page_size,
+        "prefill": plan.prefill,
+        "decode": plan.decode,
+        "runners by batch size": plan.buckets,
+        "activations": plan.activation_format,
+        "shared expert": plan.shared_expert,
+        "decode graphs": why_eager(blueprint) or graph_sizes(blueprint.config),
+    }
+    everyone = gather_values(groups.world, (blueprint.num_pages, plan.tiles, planned))
+    _, tiles, first = everyone[0]
+    for rank, (_, _, theirs) in enumerate(everyone):
+        for what, value in theirs.items():
+            if value != first[what]:
+                raise UserError(
+                    f"rank {rank} planned other than rank 0, {what}: {value} and {first[what]}; start all "
+                    "hosts with the same flags, checkpoint, packages and kind of device"
+                )
+    agreed = blueprint.with_pages(min(pages for pages, _, _ in everyone))
+    return dataclasses.replace(agreed, plan=dataclasses.replace(plan, tiles=tiles))
+
+
+def check_launch(config: Config, launched: Launched | None) -> None:
+    """Raise UserError unless as many processes were started, on as many hosts, as `config` has ranks."""
+    size = launched.size if launched else 1
+    if config.tp_size != size and launched is None:
+        raise UserError(
+            f"--tp-size {config.tp_size}: this is one process, and each rank needs its own; use `turnout "
+            "generate` or `turnout serve`, which start them, or start this script with `torchrun "
+            f"--nproc-per-node {config.tp_size // config.nnodes}`"
+        )
+    if config.tp_size != size:
+        raise UserError(
+            f"--tp-size {config.tp_size}, but {size} processes were started (WORLD_SIZE): use --tp-size "
+            f"{size}, or start {config.tp_size}"
+        )
+    hosts = launched.size // launched.ranks_per_node if launched else 1
+    if config.nnodes != hosts:
+        raise UserError(
+            f"--nnodes {config.nnodes}, but the processes were started on {hosts} hosts (WORLD_SIZE over "
+            f"LOCAL_WORLD_SIZE): use --nnodes {hosts}"
+        )

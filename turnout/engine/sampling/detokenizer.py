@@ -1,0 +1,193 @@
+"""Tokens -> text, as they come: whole characters only, nothing that might belong to a stop string.
+
+Torch-free: the server and `LLM` share it. A `TextStream` follows one request; the texts it hands out
+add up to the whole answer, cut before the first stop string.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from turnout.engine.messages import RequestOutput, TokenLogprobs
+from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.tokenizer import Tokenizer
+
+# A UTF-8 character has at most four bytes, so more tokens than that cannot all belong to one.
+_LONGEST_CHARACTER = 4
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one request gained. `text` is final; what may still change is held back.
+
+    `stopped`: a stop string ended the request here, and the engine must be told to abort it.
+    `stop_reason`: the stop string or stop token id, if one ended it.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    stopped: bool = False
+    error: str | None = None
+
+
+class TextStream:
+    """The text of one request, from its `RequestOutput`s in order."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
+        self._sampling = sampling
+        self._decoder: Decoder = ByteDecoder(tokenizer) if tokenizer.byte_level else PieceDecoder(tokenizer)
+        self._stops = StopStrings(sampling.stop, keep=sampling.include_stop_str_in_output)
+        self._num_tokens = 0
+        self._finished = False
+
+    def push(self, output: RequestOutput) -> TextDelta:
+        """What `output` adds. Outputs that arrive after the end (an abort crossed them) add nothing."""
+        if self._finished:
+            return TextDelta()
+        delta = TextDelta(
+            prompt_logprobs=output.prompt_logprobs,
+            cached_tokens=output.cached_tokens,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_token,
+            error=output.error,
+        )
+        for i, token in enumerate(output.token_ids):
+            delta.token_ids.append(token)
+            if output.logprobs is not None:
+                delta.logprobs.append(output.logprobs[i])
+            is_stop_token = output.stop_token is not None and i == len(output.token_ids) - 1
+            self._push_token(delta, token, hidden=is_stop_token)
+            if delta.stopped:
+                break
+        if delta.finish_reason is not None:
+            if not delta.stopped:
+                self._end(delta)
+            self._finished = True
+        return delta
+
+    def _push_token(self, delta: TextDelta, token: int, *, hidden: bool) -> None:
+        self._num_tokens += 1
+        if hidden and not self._sampling.include_stop_str_in_output:
+            return
+        delta.text += self._stops.push(
+            self._decoder.push(token), search=self._num_tokens > self._sampling.min_tokens
+        )
+        self._check_stopped(delta)
+
+    def _end(self, delta: TextDelta) -> None:
+        """Hand out what was held back: nothing more can complete it."""
+        delta.text += self._stops.push(self._decoder.flush(), search=True)
+        self._check_stopped(delta)
+        if not delta.stopped:
+            delta.text += self._stops.flush()
+
+    def _check_stopped(self, delta: TextDelta) -> None:
+        if self._stops.found is not None:
+            delta.finish_reason, delta.stop_reason, delta.stopped = "stop", self._stops.found, True
+
+
+class StopStrings:
+    """Cuts a stream of text before the first of several strings (or after it, with `keep`)."""
+
+    def __init__(self, stops: Sequence[str], *, keep: bool = False):
+        self.found: str | None = None
+        self._stops, self._keep = tuple(stops), keep
+        self._held = ""
+
+    def push(self, text: str, *, search: bool = True) -> str:
+        """The text that is certain now. `search` False: `text` neither ends the stream nor begins a stop."""
+        if not self._stops or not text:
+            return text
+        if not search:
+            return self.flush() + text
+        held = self._held + text
+        places = [(at, -len(stop), stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if places:
+            at, _, self.found = min(places)  # the first; of several at one place the longest
+            self._held = ""
+            return held[: at + (len(self.found) if self._keep else 0)]
+        keep_back = self._longest_beginning(held)
+        self._held = held[len(held) - keep_back :]
+        return held[: len(held) - keep_back]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_beginning(self, text: str) -> int:
+        """Length of the longest end of `text` with which some stop string begins."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class Decoder(Protocol):
+    """Turns tokens into text piece by piece."""
+
+    def push(self, token: int) -> str:
+        """Text that is complete with `token`."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        ...
+
+
+class ByteDecoder:
+    """For byte-level vocabularies: every token is known bytes, so decoding is exact and takes one look."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        if token in self._tokenizer.special_ids:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class PieceDecoder:
+    """For any other vocabulary: a token's text may depend on the one before it (spaces, byte pieces).
+
+    Decodes the last finished piece together with the new tokens; what that adds is new text. Text that
+    ends in U+FFFD may be part of a character and waits for the next tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._finished = 0  # ids before this are the context
+        self._context = ""  # their text
+
+    def push(self, token: int) -> str:
+        if token in self._tokenizer.special_ids:
+            return ""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        waiting = len(self._ids) - self._finished
+        if text.endswith("\ufffd") and waiting < _LONGEST_CHARACTER:
+            return ""
+        return self._take(text)
+
+    def flush(self) -> str:
+        return self._take(self._tokenizer.decode(self._ids))
+
+    def _take(self, text: str) -> str:
+        new = text[len(self._context) :]
+        self._ids = self._ids[self._finished :]
+        self._finished = len(self._ids)
+        self._context = self._tokenizer.decode(self._ids)
+        return new

@@ -1,0 +1,101 @@
+"""What the engine remembers of one request, from arrival to its last token. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+from turnout.engine.messages import AddRequest, TokenLogprobs
+from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.scheduler.block_pool import ROOT, Digest, chain
+from turnout.engine.speculative.ngram import NgramIndex
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`tokens` is prompt and output; keys and values of the first `computed` lie in `pages`."""
+
+    id: str
+    sampling: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    seed: int
+    stop_ids: frozenset[int]  # any of these ends the output
+    plain: bool  # greedy, with nothing that changes or reports logits
+    row: int = -1  # of the page table while running, else -1
+    pages: list[int] = field(default_factory=list)
+    placed: int = 0  # pages already written to the page table
+    computed: int = 0
+    published: int = 0  # pages already offered to the pool
+    digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
+
+    @classmethod
+    def start(cls, message: AddRequest, *, seed: int, eos_token_ids: tuple[int, ...]) -> Request:
+        """`seed` counts where the request brings none."""
+        sampling = message.sampling
+        eos = () if sampling.ignore_eos else eos_token_ids
+        return cls(
+            id=message.id,
+            sampling=sampling,
+            tokens=list(message.prompt_ids),
+            num_prompt=len(message.prompt_ids),
+            seed=seed if sampling.seed is None else sampling.seed,
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            plain=_is_plain(sampling),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
+        )
+
+    @property
+    def penalised(self) -> bool:
+        return _penalised(self.sampling)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are not computed yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def scores_missing(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    @property
+    def most_drafts(self) -> int:
+        """How many draft tokens could be of use: the step that accepts them all samples one more.
+
+        None under penalties, which depend on all tokens before: every row would need counts of its own.
+        """
+        return 0 if self.penalised else self.sampling.max_tokens - self.num_output - 1
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that may come from the prefix cache: all before the first row whose logits are needed."""
+        if self.scores_missing:
+            assert self.prompt_logprobs is not None
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1
+
+    def prefix_digests(self, num_pages: int, page_size: int) -> list[Digest]:
+        """Digests of the first `num_pages` pages, all of which must be full of known tokens."""
+        for page in range(len(self.digests), num_pages):
+            parent = self.digests[-1] if self.digests else ROOT
+            tokens = self.tokens[page * page_size : (page + 1) * page_size]
+            self.digests.append(chain(parent, tokens))
+        return list(islice(self.digests, num_pages))
+
+
+def _penalised(sampling: SamplingParams) -> bool:
+    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    adjusts = sampling.logit_bias or sampling.min_tokens or _penalised(sampling)
+    return sampling.temperature == 0 and sampling.logprobs is None and not adjusts

@@ -1,0 +1,273 @@
+"""Who computes what in the next step: admission, chunked prefill, preemption, page accounting.
+
+One rule for all requests: whatever tokens lack keys and values are computed next. A decoding request
+lacks one, a new or preempted one lacks many and gets them in chunks, beside the others' decoding.
+
+  * Decoding goes first; prefill shares what is left of the step's token budget, oldest first; drafts of
+    decoding requests (ngram.py) get what is then left of tokens and pages, and displace nobody.
+  * A request is admitted, in order of arrival, when pages for all its known tokens are there, so that
+    only decoding can run out of pages.
+  * Out of pages, the latest arrival loses its pages and is computed again later. The oldest is never
+    preempted and fits alone (`refuse` made sure), so something always advances.
+
+Torch-free: the tests drive it with thousands of random schedules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from turnout.engine.scheduler.block_pool import PagePool
+from turnout.engine.scheduler.request import Request
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, end) of a request, to be computed in this step; the last ones may be drafts.
+
+    A tuple, for a step makes one of each request, and that takes a frozen dataclass five times as long.
+    """
+
+    request: Request
+    start: int
+    end: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def known_end(self) -> int:
+        """Where the request's own tokens end and drafts begin."""
+        return self.end - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens[self.start : self.known_end], *self.drafts]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all but drafts is one token."""
+        return self.end - len(self.drafts) - self.start == 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk predicts tokens that are not known yet: by its last row and those of drafts."""
+        return self.end - len(self.drafts) == len(self.request.tokens)
+
+
+def with_rows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Each chunk of a step with the row of its first token."""
+    row = 0
+    for chunk in chunks:
+        yield chunk, row
+        row += chunk.length
+
+
+class Scheduler:
+    """Queues and pages. `schedule` -> forward -> `computed` -> tokens appended by the caller -> `extended`.
+
+    tokens_per_request: what a decoding request may bring to a step, its drafts included.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        max_running: int,
+        chunk_tokens: int,
+        prefill_tokens: int,
+        max_context: int,
+        tokens_per_request: int = 1,
+    ):
+        self.pool = pool
+        self.page_size = page_size
+        self.max_running = max_running
+        self.chunk_tokens = chunk_tokens
+        self.prefill_tokens = prefill_tokens
+        self.max_context = max_context
+        self.tokens_per_request = tokens_per_request
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.preemptions = 0
+        self._rows = list(range(max_running - 1, -1, -1))
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens one step may hold: all running requests have room to decode."""
+        return max(self.prefill_tokens, self.max_running * self.tokens_per_request)
+
+    def refuse(self, num_prompt: int, max_tokens: int) -> str | None:
+        """Why a request of these sizes can never run, or None if it can."""
+        total = num_prompt + max_tokens
+        if total > self.max_context:
+            return (
+                f"prompt of {num_prompt} tokens and max_tokens {max_tokens} make {total}, but the context "
+                f"holds {self.max_context}; shorten the prompt or lower max_tokens"
+            )
+        stored = max(total - 1, num_prompt)  # nobody attends to the last token
+        room = self.pool.num_pages * self.page_size
+        if stored > room:
+            return (
+                f"prompt of {num_prompt} tokens and max_tokens {max_tokens} need {stored} tokens of KV "
+                f"cache, but there are {room} in all; shorten the prompt, lower max_tokens, or raise "
+                "--max-total-tokens or --mem-fraction-static"
+            )
+        return None
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished or aborted request and free what it holds."""
+        if request.row >= 0:
+            self.running.remove(request)
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, at most one per request; [] if there is nothing to do."""
+        decoding = sum(request.remaining == 1 for request in self.running)
+        budget = min(self.prefill_tokens, self.step_tokens - decoding)
+        chunks, budget, preempted = self._continue_running(budget)
+        if not preempted:
+            chunks += self._admit(budget)
+        return self._with_drafts(chunks) if self.tokens_per_request > 1 else chunks
+
+    def computed(self, chunks: Iterable[Chunk]) -> None:
+        """Record that the forward of `chunks` is done; pages that it filled become reusable.
+
+        Drafts do not count before the request is `extended` by them.
+        """
+        for chunk in chunks:
+            self._computed(chunk.request, chunk.known_end)
+
+    def extended(self, request: Request) -> None:
+        """Record that `request` got its tokens of this step, all but the last of which were drafts.
+
+        Keys and values of accepted drafts are there already; pages that only rejected ones needed are freed.
+        """
+        self._computed(request, len(request.tokens) - 1)
+        surplus = self._pages_for(request.computed)
+        self.pool.release(request.pages[surplus:])
+        del request.pages[surplus:]
+        request.placed = min(request.placed, surplus)
+
+    def _computed(self, request: Request, end: int) -> None:
+        request.computed = end
+        full = end // self.page_size
+        if self.pool.reuse and full > request.published:
+            digests = request.prefix_digests(full, self.page_size)
+            for page in range(request.published, full):
+                self.pool.publish(request.pages[page], digests[page])
+            request.published = full
+
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
+        """`chunks`, those of decoding requests extended by drafts as long as there is room."""
+        room = self.step_tokens - sum(chunk.length for chunk in chunks)
+        extended = []
+        for chunk in chunks:
+            drafts = self._drafts(chunk, min(room, self.tokens_per_request - 1))
+            room -= len(drafts)
+            if drafts:
+                chunk = chunk._replace(end=chunk.end + len(drafts), drafts=drafts)
+            extended.append(chunk)
+        return extended
+
+    def _drafts(self, chunk: Chunk, room: int) -> tuple[int, ...]:
+        request = chunk.request
+        count = min(room, request.most_drafts)
+        if count <= 0 or not (chunk.decodes and chunk.samples):
+            return ()
+        drafts = request.ngrams.draft(request.tokens, count)
+        if not self._grow(request, chunk.end + len(drafts)):
+            drafts = drafts[: len(request.pages) * self.page_size - chunk.end]
+        return tuple(drafts)
+
+    def _continue_running(self, budget: int) -> tuple[list[Chunk], int, bool]:
+        """Chunks of running requests, the prefill budget left, and whether anyone was preempted."""
+        chunks: list[Chunk] = []
+        preempted = False
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            decoding = request.remaining == 1
+            length = 1 if decoding else min(request.remaining, self.chunk_tokens, budget)
+            end = request.computed + length
+            while end > len(request.pages) * self.page_size and not self._grow(request, end):
+                preempted = True
+                if self._preempt_latest() is request:
+                    return chunks, budget, preempted
+            if length > 0:
+                chunks.append(Chunk(request, request.computed, end))
+                budget -= 0 if decoding else length
+            index += 1
+        return chunks, budget, preempted
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        while self.waiting and len(self.running) < self.max_running and budget > 0:
+            request = self.waiting[0]
+            if not self._take_pages(request):
+                break
+            self.waiting.popleft()
+            request.row = self._rows.pop()
+            self.running.append(request)
+            length = min(request.remaining, self.chunk_tokens, budget)
+            chunks.append(Chunk(request, request.computed, request.computed + length))
+            budget -= length
+        return chunks
+
+    def _take_pages(self, request: Request) -> bool:
+        """Give `request` pages for all its tokens, reusing a known prefix, if there are enough.
+
+        Leaves one page for each running request, lest the next tokens of those preempt this one again.
+        """
+        prefix: list[int] = []
+        if self.pool.reuse:
+            reusable = request.reusable // self.page_size
+            prefix = self.pool.match(request.prefix_digests(reusable, self.page_size))
+        fresh = self._pages_for(len(request.tokens)) - len(prefix)
+        if fresh + self.pool.num_idle(prefix) + len(self.running) > self.pool.num_available:
+            return False
+        self.pool.hold(prefix)
+        request.pages = prefix + (self.pool.allocate(fresh) or [])
+        request.computed = len(prefix) * self.page_size
+        request.published = len(prefix)
+        if not request.admitted:
+            request.admitted = True
+            request.cached_tokens = request.computed
+        return True
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        missing = self._pages_for(tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.pool.allocate(missing)
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
+    def _preempt_latest(self) -> Request:
+        victim = self.running.pop()
+        self._vacate(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        return victim
+
+    def _vacate(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        self._rows.append(request.row)
+        request.row = -1
+        request.pages = []
+        request.placed = 0
+        request.computed = 0
+        request.published = 0
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

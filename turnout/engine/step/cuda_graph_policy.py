@@ -1,0 +1,51 @@
+"""Which decode steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
+
+A replay is collective. Whether there are graphs follows from the blueprint, which ranks compare when they
+meet (rendezvous.py); which one a step replays follows from their agreement before it alone: all of them must
+be decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from turnout.config import Config
+from turnout.engine.engine_plan import Blueprint
+from turnout.engine.ranks.step_sync import Agreement
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+
+
+def why_eager(blueprint: Blueprint) -> str:
+    """Why decode steps cannot be graphs, or "" if they can."""
+    config, decode = blueprint.config, blueprint.plan.decode
+    if blueprint.hardware.device != "cuda":
+        return "there are graphs on CUDA only"
+    if config.disable_cuda_graph:
+        return "asked for with --disable-cuda-graph"
+    if config.speculative_algorithm != "none":
+        return "drafts differ in number from step to step"
+    if blueprint.hardware.present and find_spec("triton") is None:
+        return "attention in a graph needs triton: pip install 'triton>=3.6'"
+    safe = {f"runner {name}": RUNNER_CAPABILITIES[name].graph_safe for name in blueprint.plan.runners}
+    safe[f"dispatcher {decode.dispatcher}"] = DISPATCHER_CAPABILITIES[decode.dispatcher].graph_safe
+    waiting = [name for name, captured in safe.items() if not captured]
+    if waiting:
+        return f"{waiting[0]} waits for the host"
+    return ""
+
+
+def graph_sizes(config: Config) -> list[int]:
+    """Batches of one rank that are captured: 1, 2, 4, then every 8 up to 256, then every 32, and the most
+    that can be: padding never costs much."""
+    most = min(config.cuda_graph_max_bs, config.max_running_requests)
+    chosen = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
+    return sorted({size for size in chosen if size <= most} | {most})
+
+
+def graph_for(agreed: Agreement, sizes: Sequence[int]) -> int | None:
+    """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
+    if agreed.phase != "decode":
+        return None
+    return next((size for size in sizes if size >= max(agreed.tokens)), None)

@@ -1,0 +1,161 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, for batches padded to a captured size.
+
+Whatever a step brings is copied into tensors of fixed addresses, and the graph of the smallest size that
+holds the largest rank's batch is replayed (cuda_graph_policy.py), so all ranks replay the same one. Rows
+beyond a rank's own are padding: they have no context, write to a page of their own, and the MoE layers drop
+them.
+
+A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
+step brings the page that it writes to, so that the table is copied for new requests only.
+
+Graphs are captured at start-up, largest first, and share one memory pool. A capture cannot outlive its
+communicators: `DecodeGraphs` has to be dropped before its ranks part.
+
+Legend: B rows of a captured batch, P pages of a row of the table, H hidden, V vocabulary, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.attention.torch import PagedAttention
+from turnout.attention.triton import RowAttention
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.two_batch_overlap import halves
+from turnout.models.interface import Model, ProgressFn, Step
+
+FIELDS = 5  # of a row: token id, position, slot to write, context length, row of the page table
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a forward left, for the N tokens of a step; of a graph, until its next replay.
+
+    logits_NV: float32, where they were computed along with it.
+    best_2N:   int64: the token of each row's largest logit, and whether that is finite.
+    """
+
+    hidden_NH: Tensor
+    logits_NV: Tensor | None = None
+    best_2N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """rows_FB: int64, what a step brings. hidden_BH, best_2B: what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    rows_FB: Tensor
+    hidden_BH: Tensor
+    best_2B: Tensor
+
+
+class DecodeGraphs:
+    """Replays decode steps of one model; built after its KV cache, before any request."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        *,
+        sizes: Sequence[int],
+        dp_size: int = 1,
+        two_batches: bool = False,
+        progress: ProgressFn | None = None,
+    ):
+        """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
+
+        two_batches: large ones as two micro-batches (two_batch_overlap.py).
+        """
+        self.sizes = list(sizes)
+        self._model, self._attention = model, attention
+        self._dp_size, self._two_batches = dp_size, two_batches
+        self._device = attention.device
+        self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
+        self._graphs: dict[int, Captured] = {}
+        self._pool: Any = None
+        for done, size in enumerate(reversed(self.sizes)):
+            if progress is not None:
+                progress("capturing graphs", done, len(self.sizes))
+            self._graphs[size] = self._capture(size)
+
+    def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
+        """Replay the graph of `size` for chunks of one token each, of which there may be none."""
+        captured, count = self._graphs[size], len(chunks)
+        rows = fields(chunks, self._attention, size)
+        # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
+        pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
+        captured.rows_FB.copy_(pinned, non_blocking=True)
+        captured.graph.replay()
+        return Computed(
+            hidden_NH=captured.hidden_BH[:count],
+            logits_NV=self._logits_BV[:count],
+            best_2N=captured.best_2B[:, :count],
+        )
+
+    def _capture(self, size: int) -> Captured:
+        rows_FB = torch.tensor(fields([], self._attention, size), device=self._device)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):  # compiles kernels, settles their workspaces, connects ranks
+                self._forward(rows_FB)
+        torch.cuda.current_stream().wait_stream(side)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that watches NCCL, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden_BH, best_2B = self._forward(rows_FB)
+        return Captured(graph, rows_FB, hidden_BH, best_2B)
+
+    def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
+        size = rows_FB.shape[1]
+        _, positions_B, slots_B, _, rows_B = rows_FB
+        table_BP = contexts(self._attention, positions_B, slots_B, rows_B)
+        both = halves([size]) if self._two_batches else None
+        if both is None:
+            step = self._step(rows_FB, table_BP)
+        else:
+            (count,), _ = both
+            second = self._step(rows_FB[:, count:], table_BP[count:])
+            step = self._step(rows_FB[:, :count], table_BP[:count], second)
+        hidden_BH = self._model.forward(step)
+        logits_BV = self._logits_BV[:size].copy_(self._model.logits(hidden_BH))
+        values_B, ids_B = logits_BV.max(dim=-1)
+        return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
+
+    def _step(self, rows_FB: Tensor, table_BP: Tensor, second: Step | None = None) -> Step:
+        ids_B, positions_B, slots_B, ends_B, _ = rows_FB
+        return Step(
+            input_ids=ids_B,
+            positions=positions_B,
+            attention=RowAttention(self._attention, slots_B, table_BP, ends_B),
+            phase="decode",
+            tokens=(len(ids_B),) * self._dp_size,
+            real=ends_B > 0,
+            other=second,
+        )
+
+
+def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:
+    """[FIELDS, size]: the rows of chunks of one token each, then padding; takes their slots."""
+    padding = size - len(chunks)
+    return [
+        [c.request.tokens[c.start] for c in chunks] + [0] * padding,
+        [c.start for c in chunks] + [0] * padding,
+        attention.place_singles(chunks) + [attention.spare_slot] * padding,
+        [c.end for c in chunks] + [0] * padding,
+        [c.request.row for c in chunks] + [attention.spare_row] * padding,
+    ]
+
+
+def contexts(attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, rows_B: Tensor) -> Tensor:
+    """int64 [B, P]: the pages of rows, once the table has the ones that this step writes to."""
+    attention.table[rows_B, positions_B // attention.page_size] = slots_B // attention.page_size
+    return attention.table[rows_B]

@@ -1,0 +1,115 @@
+"""The forward of one step on this rank.
+
+As a CUDA graph where there is one, else eagerly; in one micro-batch or two; or, under --deterministic, taken
+apart by alone.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turnout.attention.torch import PagedAttention, to_device
+from turnout.attention.triton import StepAttention, has_kernels
+from turnout.engine.engine_plan import Blueprint
+from turnout.engine.ranks.step_sync import Agreement
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step import batch_invariant
+from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_eager
+from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs
+from turnout.engine.step.two_batch_overlap import cut, halves
+from turnout.models.interface import Attention, Model, ProgressFn, Step
+
+
+class Forward:
+    """graphs: of decode steps; None where they run eagerly."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        model: Model,
+        attention: PagedAttention,
+        progress: ProgressFn | None = None,
+    ):
+        """Captures graphs, if there are to be any; collective among the ranks of a model."""
+        self._model, self._attention = model, attention
+        self._kernels = has_kernels(attention)
+        self._deterministic = blueprint.config.deterministic
+        self._two_batches = blueprint.plan.two_batches
+        self._dp_rank = blueprint.topology.dp_rank
+        self.graphs: DecodeGraphs | None = None
+        if not why_eager(blueprint):
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(
+                    model,
+                    attention,
+                    sizes=graph_sizes(blueprint.config),
+                    dp_size=blueprint.topology.dp_size,
+                    two_batches=self._two_batches,
+                    progress=progress,
+                )
+
+    def __call__(self, chunks: Sequence[Chunk], agreed: Agreement) -> Computed:
+        """Compute the tokens of `chunks`, in their order, decoding ones first; keys and values are stored."""
+        size = graph_for(agreed, self.graphs.sizes) if self.graphs else None
+        if self.graphs and size:
+            return self.graphs.run(chunks, size)
+        if self._deterministic:
+            return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, agreed))
+        num_decoding = sum(chunk.decodes for chunk in chunks)
+        decoding, others = chunks[:num_decoding], chunks[num_decoding:]
+        both = halves(agreed.tokens) if self._two_batches else None
+        if both is None:
+            step = self._step(decoding, others, agreed.phase, agreed.tokens)
+        else:
+            count = both[0][self._dp_rank]
+            now, then = cut(decoding, count)
+            others_now, others_then = cut(others, count - len(now))
+            second = self._step(then, others_then, agreed.phase, both[1])
+            step = self._step(now, others_now, agreed.phase, both[0], second)
+        return Computed(hidden_NH=self._model.forward(step))
+
+    def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Of rows [S] of a forward: logits [S, V], and what is best among them, if that is known."""
+        whole = len(rows) == len(computed.hidden_NH)
+        if computed.logits_NV is None or computed.best_2N is None:
+            return self._model.logits(computed.hidden_NH if whole else computed.hidden_NH[rows]), None
+        if whole:
+            return computed.logits_NV, computed.best_2N
+        return computed.logits_NV[rows], computed.best_2N[:, rows]
+
+    def _step(
+        self,
+        decoding: Sequence[Chunk],
+        others: Sequence[Chunk],
+        phase: str,
+        tokens: tuple[int, ...],
+        second: Step | None = None,
+    ) -> Step:
+        """A micro-batch of these chunks; tokens: of each data-parallel rank."""
+        ids: list[int] = []
+        places: list[int] = []
+        for chunk in (*decoding, *others):
+            ids += chunk.tokens
+            places += range(chunk.start, chunk.end)
+        attention: Attention
+        if self._kernels:
+            attention = fused = StepAttention(self._attention, decoding, others)
+            (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused.places_N
+        else:
+            ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
+            attention = self._attention.laid_out(decoding, others)
+        return Step(
+            input_ids=ids_N,
+            positions=places_N,
+            attention=attention,
+            phase=phase,
+            tokens=tokens,
+            other=second,
+        )
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

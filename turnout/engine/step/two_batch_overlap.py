@@ -1,0 +1,71 @@
+"""A step as two micro-batches, one of which computes while the tokens of the other travel between ranks.
+
+All ranks split alike, by what they agreed on before the step: each brings the first half of its tokens to the
+first micro-batch and the rest to the second, which may leave a rank without tokens in one or both. Where to
+cut does not matter otherwise: the second half of a sequence finds the keys and values of the first in the
+cache, for micro-batches attend in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnout.config import Config
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.errors import Refusal
+from turnout.parallel.topology import Topology
+
+LEAST = 64  # tokens of the largest rank: below, weights read twice cost more than travelling does
+
+
+def refusals(config: Config, topology: Topology) -> list[Refusal]:
+    """Why steps cannot be split as asked."""
+    if not config.enable_two_batch_overlap:
+        return []
+    flag, without = "--enable-two-batch-overlap", "leave --enable-two-batch-overlap out"
+    obstacles = (
+        (
+            topology.dp_size == 1 or topology.attention_tp > 1,
+            f"{flag} with --tp-size {topology.tp_size} --dp-size {topology.dp_size}",
+            "only ranks that attend to requests of their own have nothing but their tokens to share",
+            f"use --enable-dp-attention --dp-size {topology.tp_size} with several ranks, or {without}",
+        ),
+        (
+            config.speculative_algorithm != "none",
+            f"{flag} with --speculative-algorithm {config.speculative_algorithm}",
+            "a request's drafts cannot be parted",
+            f"{without}, or use --speculative-algorithm none",
+        ),
+        (
+            config.deterministic,
+            f"{flag} with --deterministic",
+            "steps are already taken apart in another way",
+            "leave out either",
+        ),
+    )
+    return [
+        Refusal(who="engine", asked=asked, limit=limit, remedy=remedy)
+        for stands, asked, limit, remedy in obstacles
+        if stands
+    ]
+
+
+def halves(tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """How many of the tokens of each data-parallel rank are in either half; None: the step is one batch."""
+    if max(tokens) < LEAST:
+        return None
+    return tuple(-(-count // 2) for count in tokens), tuple(count // 2 for count in tokens)
+
+
+def cut(chunks: Sequence[Chunk], count: int) -> tuple[list[Chunk], list[Chunk]]:
+    """The first `count` tokens of `chunks`, none of which has drafts, and the others."""
+    first: list[Chunk] = []
+    rest: list[Chunk] = []
+    for chunk in chunks:
+        middle = chunk.start + min(count, chunk.length)
+        count -= middle - chunk.start
+        if middle > chunk.start:
+            first.append(chunk._replace(end=middle))
+        if middle < chunk.end:
+            rest.append(chunk._replace(start=middle))
+    return first, rest

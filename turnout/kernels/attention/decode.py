@@ -1,0 +1,150 @@
+"""Attention of one query token per sequence over its paged context (Triton).
+
+A context is cut into `splits` spans that programs attend to apart, each with the softmax of its own span;
+a second kernel joins them by their log-sum-exp (FlashDecoding). Both begin before their predecessors have
+ended (programmatic dependent launch). All sizes but the batch are read on the device, so a captured graph
+serves contexts of any length. Every query head of a KV head is one row of the products: keys and values are
+read once for all of them.
+
+Legend: B sequences, Hq/Hkv query/KV heads, G = Hq/Hkv, GP its power of two of at least 16, D head size,
+DP its power of two, S slots of the cache, P pages of a row of the table, N splits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.common.dependent import launches_early
+
+BLOCK = 64  # tokens of a context at a time
+JOINED_BLOCK = 64
+ROWS = 256  # of one launch: bounds the spans' partial results
+
+
+@triton.jit(do_not_specialize=["P", "SPLITS"])
+def attend_span(
+    q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
+    scale, head_stride, P, Hkv, SPLITS,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head.
+
+    q [B, Hq, D]; cache [Hkv, S, 2, D], keys before values; table [B, P] pages; ends [B] context lengths,
+    0 for rows that are padding. `scale` includes log2(e). An empty span has lse -inf.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    rows = b * Hkv * G + h * G + g
+    held = (g[:, None] < G) & (d[None, :] < D)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    q = tl.load(q_ptr + rows[:, None] * D + d[None, :], mask=held, other=0.0)
+    end = tl.load(ends_ptr + b)
+    span = tl.cdiv(tl.cdiv(end, SPLITS), TOKENS) * TOKENS
+    start = split * span
+    stop = tl.minimum(start + span, end)
+    best = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for at in range(start, stop, TOKENS):
+        place = at + tl.arange(0, TOKENS)
+        known = place < stop
+        page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
+        slot = page.to(tl.int64) * PAGE + place % PAGE
+        base = cache_ptr + h * head_stride + slot * (2 * D)
+        held_kv = known[:, None] & (d[None, :] < D)
+        k = tl.load(base[:, None] + d[None, :], mask=held_kv, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - higher)
+        p = tl.exp2(scores - higher[:, None])
+        v = tl.load(base[:, None] + D + d[None, :], mask=held_kv, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = higher
+    lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    to = rows * SPLITS + split
+    tl.store(lse_ptr + to, lse, mask=g < G)
+    tl.store(partial_ptr + to[:, None] * D + d[None, :], mean, mask=held)
+
+
+@triton.jit
+def join_spans(
+    partial_ptr, lse_ptr, out_ptr,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [rows, D]: the spans' results weighted by their share of the softmax; 0 where all are empty."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, SPLITS)
+    d = tl.arange(0, DP)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    lse = tl.load(lse_ptr + row * SPLITS + n)
+    best = tl.max(lse, 0)
+    weight = tl.where(lse > float("-inf"), tl.exp2(lse - tl.where(best > float("-inf"), best, 0.0)), 0.0)
+    total = tl.sum(weight, 0)
+    held = (n[:, None] < SPLITS) & (d[None, :] < D)
+    spans = tl.load(partial_ptr + (row * SPLITS + n)[:, None] * D + d[None, :], mask=held, other=0.0)
+    out = tl.sum(spans * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def spans(batch: int, num_kv_heads: int, max_context: int, processors: int) -> int:
+    """How many spans to cut contexts into: a power of two that gives every processor two programs, where
+    contexts can be that long."""
+    wanted = max(1, 2 * processors // (batch * num_kv_heads))
+    most = max(1, max_context // (4 * BLOCK))
+    return 1 << (min(wanted, most, 64).bit_length() - 1)
+
+
+def attend(
+    q_BHD: Tensor,
+    cache_HS2D: Tensor,
+    table_BP: Tensor,
+    ends_B: Tensor,
+    *,
+    page_size: int,
+    splits: int,
+    out_BHD: Tensor | None = None,
+) -> Tensor:
+    """[B, Hq, D] in q's dtype: each row attends to the first ends[b] tokens of its pages.
+
+    q contiguous; cache [Hkv, S, 2, D] with contiguous slots; table int32 or int64 [B, P], contiguous; ends
+    int32 or int64 [B], 0 for a row that is padding: it gives 0. out: contiguous, to be filled and returned.
+    """
+    B, Hq, D = q_BHD.shape
+    out_BHD = torch.empty_like(q_BHD) if out_BHD is None else out_BHD
+    if B > ROWS:
+        split = (x.split(ROWS) for x in (q_BHD, table_BP, ends_B, out_BHD))
+        for q, table, ends, out in zip(*split, strict=True):
+            attend(q, cache_HS2D, table, ends, page_size=page_size, splits=splits, out_BHD=out)
+        return out_BHD
+    if not B:
+        return out_BHD
+    Hkv = len(cache_HS2D)
+    G, DP = Hq // Hkv, max(16, triton.next_power_of_2(D))
+    early = launches_early(q_BHD.device)
+    partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)
+    lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
+    attend_span[(B, Hkv, splits)](
+        q_BHD, cache_HS2D, table_BP, ends_B, partial, lse,
+        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
+        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, early,
+        launch_pdl=early,
+    )  # fmt: skip
+    join_spans[(B * Hq,)](partial, lse, out_BHD, D, DP, splits, early, launch_pdl=early)
+    return out_BHD

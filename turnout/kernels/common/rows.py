@@ -1,0 +1,160 @@
+"""The small steps between the matrix products of a decoder, each in one launch (Triton).
+
+At one token such a step is but its launch. Composed by torch, a decode step of 12 layers of Qwen3-30B's
+shape was 488 kernels in a graph and took 1.56 ms on an H200, 3.66 ms with 64 requests; with these it is 200,
+0.95 ms and 2.68. A layer has three of them, residual sum and norm (twice), and norm and rotation of heads
+with their store to the cache, beside the choice of experts (route.py). Each program computes a row, or a head
+of a row, in float32 and rounds once, so a row's bits do not depend on its company. What a product gave may
+come in parts (split_gemm.py), which are added here, for one launch less.
+
+Programs are launched before their predecessors have ended and wait for them before the first read
+(programmatic dependent launch).
+
+Legend: N rows, H hidden, G heads (queries, then keys), D head size, S slots of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.common.dependent import launches_early
+
+FEW = 64  # rows, each of whose heads is a program; of more, a program has several
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def norm_rows(
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, H, part_stride, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[n] = RMS norm of x[n], or of sum[n] = x[n] + delta[n], times weight [H].
+
+    PARTS: delta [N, H] is the sum of as many, `part_stride` apart; 0: there is none.
+    """
+    row = tl.program_id(0).to(tl.int64) * H
+    c = tl.arange(0, BLOCK)
+    held = c < H
+    weight = tl.load(weight_ptr + c, mask=held, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row + c, mask=held, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(PARTS):
+            at = delta_ptr + part * part_stride + row
+            x += tl.load(at + c, mask=held, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row + c, rounded, mask=held)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + row + c, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def rotate_heads(
+    heads_ptr, weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, slots_ptr, cache_ptr,
+    row_stride, part_stride, head_stride, eps, HQ, HK,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q [N, HQ, D] and k [N, HK, D]: the heads of each row, normed with weight [G, D], then rotated.
+
+    heads: rows `row_stride` apart, of at least G * D values, the sum of PARTS that are `part_stride` apart.
+    cos, sin [N, D], sin with the rotation's sign. STORE: keys go to cache[h, slots[n], 0] instead, and the HK
+    heads that follow, values, go as they are to cache[h, slots[n], 1]; heads of the cache are `head_stride`
+    apart. A program has HEADS of a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, DP)
+    turned = g < HQ + HK
+    held = (d < D)[None, :] & (g < HQ + (2 * HK if STORE else HK))[:, None]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = heads_ptr + row * row_stride + g[:, None] * D
+    across = ((d + D // 2) % D)[None, :]
+    x = tl.load(head + d[None, :], mask=held, other=0.0).to(tl.float32)
+    y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(head + part * part_stride + d[None, :], mask=held, other=0.0).to(tl.float32)
+        y += tl.load(head + part * part_stride + across, mask=held, other=0.0).to(tl.float32)
+    z = x
+    if NORM:
+        weight = weight_ptr + g[:, None] * D
+        normed = held & turned[:, None]
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        z = x * (scale * tl.load(weight + d[None, :], mask=normed, other=0.0).to(tl.float32))
+        y *= scale * tl.load(weight + across, mask=normed, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    out = tl.where(turned[:, None], z * cos + y * sin, x).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + (row * HQ + g)[:, None] * D + d[None, :], out, mask=held & (g < HQ)[:, None])
+    keys = held & (g >= HQ)[:, None]
+    if STORE:
+        kind = (g - HQ) // HK
+        h = ((g - HQ) % HK).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        to = h * head_stride + (2 * slot + kind) * D
+        tl.store(cache_ptr + to[:, None] + d[None, :], out, mask=keys)
+    else:
+        tl.store(k_ptr + (row * HK + g - HQ)[:, None] * D + d[None, :], out, mask=keys)
+
+
+def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMS norm times weight), [N, H] in x's dtype; without delta the sum is x itself.
+
+    delta: [N, H], or [P, N, H], whose sum over P is meant.
+    """
+    x_NH = x_NH.contiguous()
+    N, H = x_NH.shape
+    out_NH = torch.empty_like(x_NH)
+    sum_NH = x_NH if delta is None else torch.empty_like(x_NH)
+    parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
+    if N:
+        block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
+        warps = min(16, max(1, block // (128 if parts > 1 else 512)))
+        norm_rows[(N,)](
+            x_NH, x_NH if delta is None else delta.contiguous(), weight_H, sum_NH, out_NH, H, N * H, eps,
+            parts, block, early, num_warps=warps, launch_pdl=early,
+        )  # fmt: skip
+    return sum_NH, out_NH
+
+
+def rotate(
+    heads: Tensor,
+    num_q: int,
+    num_k: int,
+    cos_ND: Tensor,
+    sin_ND: Tensor,
+    weight_GD: Tensor | None,
+    eps: float,
+    *,
+    store: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries [N, num_q, D] and keys [N, num_k, D], normed with `weight` if given, then rotated.
+
+    heads: [N, X], contiguous, queries, keys and whatever else, D values each; or [P, N, X], whose sum over P
+    is meant. cos, sin: contiguous. store: a layer's cache [Hkv, S, 2, D] and the slots [N] of it for keys,
+    and for the values that follow them in a row; there are no keys to return then.
+    """
+    N, D = cos_ND.shape
+    dtype = cos_ND.dtype
+    q_NHD = torch.empty(N, num_q, D, dtype=dtype, device=cos_ND.device)
+    k_NHD = None if store else torch.empty(N, num_k, D, dtype=dtype, device=cos_ND.device)
+    if N:
+        early = launches_early(heads.device)
+        cache, slots = store or (q_NHD, q_NHD)
+        total, block = num_q + num_k + (num_k if store else 0), 1 if N <= FEW else 8
+        rotate_heads[(N, -(-total // block))](
+            heads, cos_ND if weight_GD is None else weight_GD, cos_ND, sin_ND,
+            q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
+            heads.stride(-2), N * heads.shape[-1], cache.stride(0), eps, num_q, num_k,
+            D, triton.next_power_of_2(D), block, weight_GD is not None, store is not None,
+            len(heads) if heads.dim() == 3 else 1, early, num_warps=1 if block == 1 else 4, launch_pdl=early,
+        )  # fmt: skip
+    return q_NHD, k_NHD

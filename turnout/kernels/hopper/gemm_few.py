@@ -1,0 +1,261 @@
+"""Grouped GEMM of the experts on Hopper for few tokens per expert (Gluon): weights in MXFP4 or NVFP4.
+
+What a decode step waits for is weights. So this kernel is made of warps that need nothing of each other: each
+loads the fragments of 16 weight rows (fragments.py) into its own registers, a chunk of columns ahead of the
+chunk it decodes, and multiplies them with `mma`, not `wgmma`, which four warps would have to enter together.
+Weights see no shared memory and no barrier; tokens do, of which a program keeps all columns, if they fit, or
+the next few chunks. Where programs are few, SLICES of a program's warps share the columns of its rows, and
+their sums are added last: so few tokens keep a GPU busy without partial sums in memory. Pairs that are too
+few to be sorted take gemm_pairs.py. What a program's end multiplies with is loaded in the beginning,
+and eight columns of a result stored at once: 1 to 2 % with 16 and 64 tokens.
+
+Measured on an H200, whole layers in MXFP4, us, with the best tilings found; beside it, gemm.py in the
+same run (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
+
+    tokens                               1           4          16           64
+    Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4
+    GPT-OSS-20B                    23.4  30.2  66.0  74.5   110   125
+    DeepSeek-V3, one rank of 8     21.3  28.6  45.2  61.5  80.8  91.2    173    182
+    Qwen3.5-397B, one rank of 4    15.6  26.3  28.7  37.3  71.4  83.2    166    180
+
+One token of Qwen3-30B-A3B, whose weights of that run were few enough to stay in the L2 cache in part, took 16
+us in another run, where they were loaded to leave it first, as they are now.
+
+Rejected:
+
+* Prefetching into the L2 cache, two chunks ahead or more: 2 to 10 % slower everywhere. Nor does it pay that
+  GEMM1's programs prefetch, while pairs are still sorted, what they would need if all experts had tokens.
+* Sixteen or thirty-two tokens: `mma` then takes as long as the weights, 146 and 140 us instead of 129 for
+  256 tokens of Qwen3-30B-A3B.
+* Eight slices: 35 us for one token of GPT-OSS-20B instead of 24. Two blocks of columns at once instead of
+  four: too few loads in flight, 32 instead of 29. Two slices where strips are many: 98 instead of 95.
+* Weights that stay in the caches after use: 3 % slower in GEMM2 at 64 tokens.
+
+Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, S slices.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.hopper.decode import bits, decode_codes, decode_scales
+from turnout.kernels.hopper.tile import activate, locate
+
+
+@gluon.constexpr_function
+def strips_layout(
+    slices: int, strips: int, chunk: int, words: int, across: int
+) -> gl.DistributedLinearLayout:
+    """Who holds [slices, strips, chunk, words]; a strip is 16 rows of one warp of `across`.
+
+    128 words are codes, four in a row of a thread; fewer are scales, which four threads share.
+    """
+    if words == 128:
+        of_thread, lanes = bits(4, 3, 4), bits(32, 3, 4, 4)
+    else:
+        of_thread, lanes = bits(words // 8, 3, 4), [[0, 0, 0, 0]] * 2 + bits(8, 3, 4, words // 8)
+    registers = of_thread + bits(chunk, 2, 4) + bits(strips // across, 1, 4, across)
+    warps = bits(across, 1, 4) + bits(slices, 0, 4)
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [slices, strips, chunk, words])
+
+
+@gluon.jit
+def decode(codes, scales, NVFP4: gl.constexpr, OPERAND: gl.constexpr, ACROSS: gl.constexpr):
+    """codes int32 [S, STRIPS, CHUNK, 128], scales int32 [S, STRIPS, CHUNK, 8 or 16] -> [S, rows, columns]."""
+    S: gl.constexpr = codes.shape[0]
+    STRIPS: gl.constexpr = codes.shape[1]
+    CHUNK: gl.constexpr = codes.shape[2]
+    PER: gl.constexpr = 2 if NVFP4 else 1
+    SHAPE: gl.constexpr = [S, STRIPS, CHUNK, 8, 4, 2, 2]  # lane / 4, lane % 4, column / 32, column / 16
+    AXES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, CHUNK, 1, 1, 2, 2], [1, 1, 1, 8, 4, 1, 1], [S, ACROSS, 1, 1, 1, 1, 1], [6, 5, 4, 3, 2, 1, 0]
+    )
+    word = gl.convert_layout(codes.reshape(SHAPE), AXES, assert_trivial=True)
+    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
+    upper = gl.join(upper0, upper1).reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
+    lower = gl.join(lower0, lower1).reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
+    upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
+    lower = gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
+    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
+    left = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # ..., odd, lower
+    right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    # slice 0, strip 1, chunk 2, lane / 4 3, lane % 4 4, step 5 6, odd 7, lower 8, right 9
+    w = gl.join(left, right).permute([0, 1, 8, 3, 2, 5, 6, 9, 4, 7])
+    return gl.convert_layout(w.reshape([S, STRIPS * 16, CHUNK * 64]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def places(
+    slice_blocks, k_blocks, last_block, strip,
+    WORDS: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr, STRIPS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Offsets int64 [S, STRIPS, CHUNK, WORDS / 4] of a tile's first chunk. WORDS: of a block of 64 rows.
+
+    Rows beyond the last block repeat it. Columns beyond a slice are the next slice's, the next rows' or the
+    slack behind all: tokens have zeros there.
+    """
+    s, i, j, word = axes4(LAYOUT, S, STRIPS, CHUNK, WORDS // 4)
+    i += strip
+    row = gl.minimum(i // 4, last_block) * k_blocks + s * slice_blocks
+    return (row * WORDS + (i % 4) * (WORDS // 4) + word).to(gl.int64) + j.to(gl.int64) * WORDS
+
+
+@gluon.jit
+def axes4(LAYOUT: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr, D: gl.constexpr):
+    """0, 1, 2, ... along each of four axes of LAYOUT."""
+    a = gl.arange(0, A, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[:, None, None, None]
+    b = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[None, :, None, None]
+    c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))[None, None, None, :]
+    return a, b, c, d
+
+
+@gluon.jit
+def copy_tokens(x_ptr, x, slot, offset, exists, chunk, slice_blocks, K,
+                S: gl.constexpr, CHUNK: gl.constexpr, COPY: gl.constexpr):  # fmt: skip
+    """Start copying chunk `chunk` of every slice of rows that begin at `offset`."""
+    s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    column = gl.arange(0, CHUNK * 64, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    c = chunk * CHUNK * 64 + column
+    k = s * slice_blocks * 64 + c
+    at = x_ptr + offset[None, :, None] + k
+    held = exists[None, :, None] & (c < slice_blocks * 64) & (k < K)
+    async_copy.async_copy_global_to_shared(x.index(slot), at, mask=held)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "n_rows",
+        "out_columns",
+        "k_blocks",
+        "n_blocks",
+        "top_k",
+        "first_expert",
+        "num_experts",
+    ]
+)
+def expert_gemm_few(
+    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
+    act_alpha, act_beta, act_limit,
+    FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    BIAS: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
+    WHOLE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]); arguments as of `expert_gemm`.
+
+    SLICES: the inner dimension is shared out among so many warps, whose sums are added last. K_BLOCKS: blocks
+    of 64 columns that a warp takes at once. WHOLE: STAGES hold all chunks of a slice, and all of x is copied
+    first.
+    """
+    NVFP4: gl.constexpr = FORMAT == "nvfp4"
+    S: gl.constexpr = SLICES
+    C: gl.constexpr = K_BLOCKS
+    WM: gl.constexpr = num_warps // S
+    STRIPS: gl.constexpr = BLOCK_N // 16
+    WORDS: gl.constexpr = 64 if NVFP4 else 32
+    CODES: gl.constexpr = strips_layout(S, STRIPS, C, 128, WM)
+    SCALES: gl.constexpr = strips_layout(S, STRIPS, C, WORDS // 4, WM)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, WM, 1], [1, 16, 8])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    SUM: gl.constexpr = gl.SliceLayout(0, ACC)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, num_warps, 1], [2, 1, 0])
+    COPY_ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
+
+    n_tiles = gl.cdiv(n_blocks * 64, BLOCK_N)
+    if PDL and GATHER:
+        gdc_wait()
+    expert, n, row, end = locate(
+        gl.program_id(0), tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP
+    )
+    if expert < 0:
+        return
+    if WEIGHTS_FIRST:
+        gdc_launch_dependents()
+
+    x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, S, TOKENS, C * 64], TILE)
+    slice_blocks = gl.cdiv(k_blocks, S)
+    chunks = gl.cdiv(slice_blocks, C)
+    strip = n * STRIPS
+    block = (expert * n_blocks).to(gl.int64) * k_blocks
+    w_tile = w_ptr + block * 512
+    scales_tile = scales_ptr + block * WORDS
+    codes_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, 512, CODES, S, STRIPS, C)
+    scales_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, WORDS, SCALES, S, STRIPS, C)
+    codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
+    scales = gl.load(scales_tile + scales_at)
+    alpha = gl.load(alpha_ptr + expert)
+    if BIAS:
+        bias_row = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUM))
+        bias = gl.load(bias_ptr + expert * n_rows + bias_row, mask=bias_row < n_rows, other=0.0)
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    to = row + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
+    stored = to < end
+    if SCATTER:
+        to = gl.load(order_ptr + to, mask=stored, other=0)
+        weight = gl.load(weights_ptr + to, mask=stored, other=0.0)
+    if WEIGHTS_FIRST:
+        gdc_wait()
+    r = row + gl.arange(0, TOKENS, COPY_ROWS)
+    exists = r < end
+    if GATHER:
+        r = gl.load(order_ptr + r, mask=exists, other=0) // top_k
+    offset = r.to(gl.int64) * x_stride
+    if WHOLE:
+        for i in range(0, chunks):
+            copy_tokens(x_ptr, x, i, offset, exists, i, slice_blocks, K, S, C, COPY)
+        async_copy.commit_group()
+    else:
+        for i in gl.static_range(STAGES - 1):
+            copy_tokens(x_ptr, x, i, offset, exists, i, slice_blocks, K, S, C, COPY)
+            async_copy.commit_group()
+    if PDL and GATHER:
+        gdc_launch_dependents()
+    if WHOLE:
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+
+    acc = gl.zeros([S, BLOCK_N, TOKENS], gl.float32, ACC)
+    for chunk in range(0, chunks - 1):
+        if not WHOLE:
+            async_copy.wait_group(STAGES - 2)
+            gl.thread_barrier()
+        slot = chunk if WHOLE else chunk % STAGES
+        w_tile += C * 512
+        scales_tile += C * WORDS
+        next_codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
+        next_scales = gl.load(scales_tile + scales_at)
+        w = decode(codes, scales, NVFP4, OPERAND, WM)
+        tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
+        codes, scales = next_codes, next_scales
+        acc = mma_v2(w, tokens, acc)
+        if not WHOLE:
+            copy_tokens(
+                x_ptr, x, (chunk + STAGES - 1) % STAGES, offset, exists, chunk + STAGES - 1, slice_blocks, K,
+                S, C, COPY,
+            )  # fmt: skip
+            async_copy.commit_group()
+    if not WHOLE:
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+    slot = chunks - 1 if WHOLE else (chunks - 1) % STAGES
+    w = decode(codes, scales, NVFP4, OPERAND, WM)
+    tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
+    acc = mma_v2(w, tokens, acc)
+
+    y = gl.sum(acc, 0) * alpha
+    if BIAS:
+        y += bias[:, None]
+    y = gl.convert_layout(activate(y, act_alpha, act_beta, act_limit, ACTIVATION), STORE)
+    if SCATTER:
+        y = y * weight[None, :]
+    column = n * y.shape[0] + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORE))
+    at = out_ptr + to.to(gl.int64)[None, :] * out_stride + column[:, None]
+    gl.store(at, y.to(gl.bfloat16), mask=stored[None, :] & (column // 8 * 8 < out_columns)[:, None])

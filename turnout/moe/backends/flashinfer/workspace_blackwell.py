@@ -1,0 +1,55 @@
+"""What FlashInfer's kernels for Blackwell need beside weights, by the formulas of its source (0.7.2).
+
+No torch here. The library takes its scratch from torch's allocator in each call and gives it back, so layers
+share it. All sizes are bytes.
+
+Legend: R rows of a batch, P = R top_k pairs, S slots: pairs by expert, each expert's padded to whole tiles;
+H hidden, I a rank's shard of the intermediate size, N rows of W1, E local experts.
+"""
+
+from __future__ import annotations
+
+from turnout.moe.budget import aligned
+from turnout.moe.planning.rank_share import Share
+
+TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
+SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
+GROUP = 16
+
+
+def slots(pairs: int, experts: int) -> int:
+    """The most rows that `pairs` become when each expert's are padded to whole tiles."""
+    if pairs <= experts:
+        return TILE * pairs
+    return TILE * ((pairs + (TILE - 1) * experts) // TILE)
+
+
+def nvfp4(rows: int, columns: int) -> int:
+    """Codes and block scales."""
+    return rows * (columns // 2 + columns // GROUP)
+
+
+def cutedsl_workspace_bytes(share: Share) -> int:
+    """Tokens: the input quantised, maps of the pairs, the output, and of W4A4 or W4A16 what is more: GEMM1's
+    output in NVFP4, or both GEMMs' inputs in bf16. Slabs: the input quantised, GEMM1's output, the same
+    activated and quantised, the output; other activations than silu pass through float32."""
+    spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
+    H, I, itemsize = spec.hidden_size, share.inner, share.itemsize
+    if share.layout == "tokens":
+        pairs = rows * spec.top_k
+        S = slots(pairs, num_local_experts)
+        maps = 4 * (pairs + S + 2 * S // TILE)
+        return nvfp4(rows, H) + maps + max(nvfp4(S, I), 2 * S * (H + I)) + itemsize * rows * H
+    held, N = num_local_experts * rows, share.gemm1
+    tiled = num_local_experts * (aligned(rows, SCALE_ROWS))  # rows that have scales
+    plain = 0 if spec.activation.kind == "silu" else held * (4 * N + (4 * 3 + itemsize) * I)
+    return nvfp4(tiled, H) + itemsize * held * N + plain + nvfp4(tiled, I) + itemsize * held * H
+
+
+def trtllm_workspace_bytes(share: Share) -> int:
+    """The input quantised, maps of the pairs, GEMM1's output in NVFP4, GEMM2's in bf16, the output."""
+    spec, rows, itemsize = share.spec, share.rows, share.itemsize
+    H, I, pairs = spec.hidden_size, share.inner, rows * spec.top_k
+    S = slots(pairs, spec.num_experts)
+    maps = 4 * (pairs + 2 * S + 2 * S // TILE + 2 * spec.num_experts)
+    return nvfp4(rows, H) + maps + nvfp4(S, I) + 2 * S * H + itemsize * rows * H

@@ -1,0 +1,69 @@
+"""What the Hopper kernels need beside weights, region by region: what plans count and arenas hold.
+
+No torch here. All sizes are bytes; regions of an arena begin at multiples of ALIGN.
+
+Legend: R rows of a batch, P = R top_k pairs (token, expert), H hidden, I inner, E local experts, C rows of
+a slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from turnout.moe.backends.hopper.tile_config import MIN_TOKENS, W4A8, LayerShape
+from turnout.moe.budget import aligned
+from turnout.moe.planning.rank_share import Share
+
+ALIGN = 256
+FP8_GROUP = 128  # columns that share a float32 scale
+
+
+def arena_bytes(regions: Mapping[str, int]) -> int:
+    """Of regions one after the other."""
+    return sum(aligned(size, ALIGN) for size in regions.values())
+
+
+def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
+    """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
+
+    counts: int32, nine for each of a power of two above E (kernels/hopper/sort.py), zero between calls, hence
+    first. tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y:
+    what GEMM2 gives for each pair, bf16 [P, H]. FP8: quantized, the input of either GEMM in e4m3, with a
+    float32 scale per group; place int32 [P], where sorted rows are, for which y has GEMM1's input before
+    GEMM2's output, and h GEMM1's output in e4m3. W4A8: quantized, sorted rows, with columns up to a whole
+    group, and a scale each; place.
+    """
+    fp8, w4a8, H, I = shape.format == "fp8", shape.format == W4A8, shape.hidden, shape.inner
+    columns = FP8_GROUP * -(-max(H, I) // FP8_GROUP)
+    found = {"counts": 9 * 4 * (1 << shape.local_experts.bit_length())}
+    if layout == "experts":
+        held = shape.local_experts * rows
+        found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))
+        found["h"] = 2 * held * I
+        if w4a8:
+            found |= {"quantized": held * columns, "quantized_scales": 4 * held}
+        return found | (_quantized("quantized", held * max(H, I)) if fp8 else {})
+    pairs = rows * shape.top_k
+    found["tiles"] = 16 * (1 + shape.most_tiles(rows, MIN_TOKENS))
+    found |= {"order": 4 * pairs, "h": 2 * pairs * I, "y": 2 * pairs * H}
+    if w4a8:
+        found |= {"quantized": pairs * columns, "quantized_scales": 4 * pairs, "place": 4 * pairs}
+    if fp8:
+        found |= _quantized("quantized", max(rows * H, pairs * I))
+        found |= {"place": 4 * pairs} if shape.sortable else {}
+    return found
+
+
+def workspace_bytes(share: Share) -> int:
+    """The arena for batches in one layout, and the output that a call hands out."""
+    experts = share.num_local_experts
+    shape = LayerShape.of(
+        share.spec, num_local_experts=experts, expert_tp=share.expert_tp, activations=share.activations
+    )
+    rows_out = share.rows * (experts if share.layout == "experts" else 1)
+    output = share.itemsize * rows_out * share.spec.hidden_size
+    return arena_bytes(regions(shape, share.layout, share.rows)) + output
+
+
+def _quantized(name: str, values: int) -> dict[str, int]:
+    return {name: values, f"{name}_scales": 4 * values // FP8_GROUP}

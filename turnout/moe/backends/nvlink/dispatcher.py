@@ -1,0 +1,27 @@
+"""The all-to-all by stores into peers' memory (moe/backends/nvlink/all_to_all.py), as its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.nvlink.all_to_all import OneSided, Sent
+from turnout.moe.batch import TokensBatch
+from turnout.moe.interface import DispatchSetup
+
+
+class NvlinkDispatch:
+    capability = DISPATCHER_CAPABILITIES["nvlink"]
+
+    def __init__(self, setup: DispatchSetup) -> None:
+        self.exchange = OneSided(setup)
+
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
+    ) -> tuple[TokensBatch, Sent]:
+        return self.exchange.send(x_TH, topk_ids_TK, topk_weights_TK, tokens)
+
+    def combine(self, out: Tensor, state: Sent) -> Tensor:
+        return self.exchange.bring_back(out, state)

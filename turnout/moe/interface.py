@@ -1,0 +1,108 @@
+"""What the layer asks of runners and dispatchers: the protocols that a backend implements.
+
+A runner computes the experts' GEMMs. It is chosen by the layouts and formats it declares, turns the canonical
+expert weights into its own frozen form once and then maps batches to outputs. A dispatcher brings tokens to
+the ranks that hold their experts and sums what comes back. What `combine` needs beyond the runner's output is
+in the state that `dispatch` returned with the batch, so several batches may be in flight at once. No backend
+knows another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from turnout.formats.experts import ExpertWeights
+from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.plan import MoEPlan
+from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.spec import MoESpec
+from turnout.parallel.groups import Groups
+
+
+class Experts(Protocol):
+    """The experts of one layer, as the layer uses them."""
+
+    def prepare(self, experts: ExpertWeights) -> None:
+        """Take the weights into this runner's own form. It keeps no reference to what it converted, so
+        that the canonical tensors go when the caller drops them."""
+        ...
+
+    def update(self, experts: ExpertWeights) -> None:
+        """Replace all weights by `experts`, of the same shapes and format, in the same storage: captured
+        graphs hold addresses."""
+        ...
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        """tokens: [T, H], weighted and summed over k, of this rank's experts; experts: [E_loc, C, H],
+        unweighted, zero beyond the counts. In the plan's compute dtype."""
+        ...
+
+
+class Runner(Experts, Protocol):
+    """What a plan may choose: built from values alone, it holds weights only after `prepare`."""
+
+    capability: ClassVar[RunnerCapability]
+
+    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None: ...
+
+    def same_bits(self, tokens: int) -> range:
+        """Sizes of "tokens" batches, around `tokens`, between which what a token gets differs in no bit,
+        whatever else is in the batch; empty where nothing is promised. Known after `prepare`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchSetup:
+    """What a dispatcher is made of: a layer in one phase, and this rank among the others.
+
+    input_scale: float32 scalar on the device, `amax / (6 * 448)` of the layer's input over all experts, for
+    plans that quantise to NVFP4 before the wire; its value may change in place.
+    """
+
+    spec: MoESpec
+    plan: MoEPlan
+    phase: str
+    groups: Groups
+    device: torch.device
+    input_scale: Tensor | None = None
+
+    @property
+    def wire_format(self) -> str:
+        """How tokens travel."""
+        return self.plan.phase(self.phase).wire_format
+
+    @property
+    def combine_format(self) -> str:
+        """How results travel back."""
+        return self.plan.phase(self.phase).combine_format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of hidden states."""
+        return getattr(torch, self.plan.compute_dtype)
+
+
+class Dispatcher(Protocol):
+    """Built once per layer and phase; every rank calls it for every batch, with tokens or without."""
+
+    capability: ClassVar[DispatcherCapability]
+
+    def __init__(self, setup: DispatchSetup) -> None: ...
+
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
+    ) -> tuple[TokensBatch | ExpertsBatch, Any]:
+        """This rank's tokens to the batch its runner sees, and the state for `combine`.
+
+        tokens: how many each data-parallel rank brings, T being this one's.
+        """
+        ...
+
+    def combine(self, out: Tensor, state: Any) -> Tensor:
+        """The runner's output for that batch to [T, H] of this rank's tokens."""
+        ...

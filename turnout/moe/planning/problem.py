@@ -1,0 +1,142 @@
+"""The question that planning answers for one layer: what it is, where it runs and what the user asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnout.moe import budget as sizes
+from turnout.moe.budget import Budget
+from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.planning.rank_share import Share
+from turnout.moe.spec import MoESpec
+from turnout.parallel.hardware import Hardware
+from turnout.parallel.topology import Topology
+
+PHASES = ("prefill", "decode")
+DECODE_ONCE_BYTES = 2 * 2**30
+DECODE_ONCE_PART = 1 / 8
+SPARSE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asked for; "auto" may be anything that is allowed."""
+
+    runner: str = "auto"
+    dispatcher: str = "auto"  # a name, or that of a family
+    dispatcher_mode: str = "auto"  # which of a family
+    dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
+    combine_format: str = "auto"  # auto, bf16, fp8
+    activation_format: str = "auto"  # auto, bf16 (weight-only), fp8 (W8A8, W4A8), nvfp4 (W4A4)
+    weight_storage: str = "auto"  # auto, packed, decoded
+    deterministic: bool = False  # a token's bits must not depend on what else is in the batch
+    overlap_shared_expert: bool = True
+    two_batches: bool = False  # large steps as two micro-batches, one computing while the other travels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The question put to every candidate."""
+
+    spec: MoESpec
+    topology: Topology
+    budget: Budget
+    hardware: Hardware
+    wishes: Wishes
+    compute_dtype: str
+    stored_itemsize: int  # of unquantised weights in the checkpoint
+    num_layers: int
+
+    @property
+    def itemsize(self) -> int:
+        return sizes.ITEMSIZE[self.compute_dtype]
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.spec.num_experts // self.topology.ep_size
+
+    @property
+    def native_fp4(self) -> bool:
+        """Whether W4A4 is what the checkpoint was made for and the device multiplies."""
+        return self.spec.quantized_activations and self.hardware.has_fp4_units
+
+    def weight_bytes(self, storage: str, runner: RunnerCapability | None = None) -> int:
+        """One layer's experts on this rank, as most runners or `runner` keeps them."""
+        in_bf16 = runner is not None and self.spec.format in runner.decoded_as_bf16
+        decoded = sizes.ITEMSIZE["bfloat16"] if in_bf16 else self.itemsize
+        return sizes.expert_bytes(
+            self.spec,
+            num_local_experts=self.num_local_experts,
+            expert_tp=self.topology.expert_tp,
+            decoded=storage == "decoded",
+            itemsize=decoded if storage == "decoded" else self.stored_itemsize,
+        )
+
+    def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
+        """The most tokens a runner sees behind `dispatcher`."""
+        return dispatcher.rows(phase, self.budget, self.topology)
+
+    def moves(self, dispatcher: DispatcherCapability) -> bool:
+        """Whether tokens leave their rank through `dispatcher`."""
+        return sizes.moves(dispatcher.exchange, dp_size=self.topology.dp_size)
+
+    @property
+    def reach(self) -> float:
+        """The share of the expert-parallel ranks that hold an expert of a token, routed evenly."""
+        return sizes.reach(self.spec.top_k, self.topology.ep_size)
+
+    def crowds(self, dispatcher: DispatcherCapability) -> bool:
+        """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""
+        return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
+
+    def in_chunks(self, dispatcher: DispatcherCapability) -> int:
+        """In how many chunks the largest step of prefill passes `dispatcher`."""
+        return -(-self.budget.local // self.budget.capacity) if dispatcher.in_chunks else 1
+
+    def large_prefill_us(self, dispatcher: DispatcherCapability, storage: str, wire: str) -> int:
+        """Where buffers hold less than the largest step of prefill, what that takes there and back, weights
+        that are read again included; 0 where all fits, nothing moves or nobody measured."""
+        if self.budget.capacity >= self.budget.local or dispatcher.cost is None or not self.moves(dispatcher):
+            return 0
+        H, gathers = self.spec.hidden_size, dispatcher.exchange == "gather"
+        row = sizes.token_bytes(wire, H, itemsize=self.itemsize) + 8 * self.spec.top_k
+        row += sizes.token_bytes(self.combine_format, H, itemsize=self.itemsize)
+        peers = self.topology.dp_size - 1 if gathers else self.reach * (self.topology.tp_size - 1)
+        tokens = self.budget.local / (1 if gathers else self.topology.attention_tp)
+        chunks, weights = self.in_chunks(dispatcher), self.weight_bytes(storage)
+        return round(dispatcher.cost.us(tokens * peers * row, chunks=chunks, weight_bytes=weights))
+
+    @property
+    def combine_format(self) -> str:
+        """How results travel back; what they are computed in, unless asked for."""
+        return "bf16" if self.wishes.combine_format == "auto" else self.wishes.combine_format
+
+    def workspace(
+        self,
+        runner: RunnerCapability,
+        dispatcher: DispatcherCapability,
+        phase: str,
+        storage: str,
+        activations: str,
+    ) -> int:
+        """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
+        share = Share(
+            spec=self.spec,
+            rows=self.rows(dispatcher, phase),
+            layout=dispatcher.layout,
+            num_local_experts=self.num_local_experts,
+            expert_tp=self.topology.expert_tp,
+            decoded=storage == "decoded",
+            # GEMM libraries for CPUs are fast in float32, and runners compute in it there.
+            itemsize=4 if self.hardware.device == "cpu" else self.itemsize,
+            activations=activations,
+        )
+        return runner.workspace(share)
+
+    def decode_once(self) -> bool:
+        """The rule of weight_storage "auto" (its reasons: plan.py)."""
+        decoded = self.weight_bytes("decoded")
+        if decoded <= self.weight_bytes("packed"):
+            return True
+        room = min(DECODE_ONCE_BYTES, DECODE_ONCE_PART * self.hardware.memory_bytes)
+        return self.hardware.device == "cpu" and decoded * self.num_layers <= room

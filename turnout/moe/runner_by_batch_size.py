@@ -1,0 +1,73 @@
+"""Runners of a plan: one, or two that take batches by their number of tokens (planning/buckets.py)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from turnout.formats.experts import ExpertWeights
+from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.interface import Experts, Runner
+from turnout.moe.plan import MoEPlan
+from turnout.moe.spec import MoESpec
+from turnout.registry import RUNNERS
+
+
+def make_runner(spec: MoESpec, plan: MoEPlan, device: torch.device) -> Experts:
+    """What computes the experts of one layer as planned."""
+    if plan.buckets:
+        return ByTokens(spec, plan, device)
+    runner: Experts = RUNNERS.get(plan.prefill.runner)(spec, plan, device)
+    return runner
+
+
+def _named(name: str, spec: MoESpec, plan: MoEPlan, device: torch.device) -> Runner:
+    """The runner `name` in the place of the plan's two."""
+    alone = replace(
+        plan,
+        prefill=replace(plan.prefill, runner=name),
+        decode=replace(plan.decode, runner=name),
+        tiles=plan.tiles if RUNNER_CAPABILITIES[name].tiled else (),
+        buckets=(),
+    )
+    runner: Runner = RUNNERS.get(name)(spec, alone, device)
+    return runner
+
+
+class ByTokens:
+    """Several runners, each with the weights in its own form; a batch goes to the one of its bucket."""
+
+    def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
+        self._bounds = [most for most, _ in plan.buckets]
+        self.parts = {name: _named(name, spec, plan, device) for name in dict.fromkeys(plan.runners)}
+        self._runners = [self.parts[name] for _, name in plan.buckets]
+        first, *others = (runner.capability for runner in self.parts.values())
+        self.capability = replace(
+            first,
+            deterministic=first.deterministic and all(other.deterministic for other in others),
+            graph_safe=first.graph_safe and all(other.graph_safe for other in others),
+            batch_invariant=False,
+        )
+
+    def prepare(self, experts: ExpertWeights) -> None:
+        for runner in self.parts.values():
+            runner.prepare(experts)
+
+    def update(self, experts: ExpertWeights) -> None:
+        for runner in self.parts.values():
+            runner.update(experts)
+
+    def same_bits(self, tokens: int) -> range:
+        """What the bucket's runner promises, within the bucket."""
+        place = bisect_left(self._bounds, tokens)
+        promised = self._runners[place].same_bits(tokens)
+        low = self._bounds[place - 1] + 1 if place else 0
+        return range(max(promised.start, low), min(promised.stop, self._bounds[place] + 1))
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        assert isinstance(batch, TokensBatch), "buckets are for plans of tokens"
+        return self._runners[bisect_left(self._bounds, len(batch.topk_ids))](batch)

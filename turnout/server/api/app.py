@@ -1,0 +1,168 @@
+"""The routes. Each reads its body, asks the service, and renders the answer."""
+
+from __future__ import annotations
+
+import hmac
+from functools import partial
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from turnout import __version__
+from turnout.server.api.connection import EventStream, read_body, while_connected
+from turnout.server.api.errors import ApiError, json_response
+from turnout.server.api.generation import Generation
+from turnout.server.api.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    check_ids,
+    parse,
+)
+from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
+from turnout.server.api.service import Service
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
+
+
+def create_app(service: Service) -> FastAPI:
+    """The HTTP interface of `service`."""
+    app = FastAPI(title="Turnout", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def check_key(request: Request) -> None:
+        key = service.config.api_key
+        given = request.headers.get("authorization", "")
+        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise ApiError(
+                401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
+            )
+
+    app.include_router(_open_routes(service))
+    app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
+    app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
+    _handle_errors(app)
+    return app
+
+
+def _open_routes(service: Service) -> APIRouter:
+    """For probes and scrapers, which carry no key."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while this process lives."""
+        return json_response({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 if a request sent now would be served, else 503 with the reason."""
+        service.check_ready()
+        return json_response({"status": "ready"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def _info_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [service.model_card()]})
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return json_response(service.model_card())
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        return json_response(service.describe())
+
+    return router
+
+
+def _generation_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+    limit = service.config.max_request_bytes
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        tokenizer = service.check_ready()
+        body = parse(CompletionBody, await read_body(request, limit))
+        generation = await service.complete(body)
+        return await _answer(service, request, body, generation, CompletionRenderer(tokenizer, body))
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        tokenizer = service.check_ready()
+        body = parse(ChatBody, await read_body(request, limit))
+        generation = await service.chat(body)
+        return await _answer(service, request, body, generation, ChatRenderer(tokenizer, body))
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse(TokenizeBody, await read_body(request, limit))
+        service.check_model(body.model)
+        if body.messages is not None:
+            ids = await service.render(body.messages)
+        else:
+            (ids,) = await service.encode([body.prompt or ""])
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        tokenizer = service.check_ready()
+        body = parse(DetokenizeBody, await read_body(request, limit))
+        service.check_model(body.model)
+        check_ids(body.tokens, service.vocab_size, "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens)})
+
+    return router
+
+
+async def _answer(
+    service: Service, request: Request, body: GenerationBody, generation: Generation, renderer: Renderer
+) -> Response:
+    """Stream or collect; either way the generation is released when the client has its answer or leaves."""
+    model = service.model_name
+    if body.stream:
+        parts = stream(generation, renderer, model, usage=body.wants_usage)
+        return EventStream(parts, on_end=partial(service.release, generation))
+    try:
+        return json_response(await while_connected(request.receive, collect(generation, renderer, model)))
+    finally:
+        service.release(generation)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        return ApiError(error.status_code, f"{where}: {error.detail}").response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return ApiError(500, "internal server error; the server's log has the details").response()

@@ -1,0 +1,102 @@
+"""The client's side of a request: its body within the limit, and the moment it hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from turnout.server.api.errors import ApiError
+
+DISCARD_FACTOR = 16
+T = TypeVar("T")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError 413 if it is longer than `limit` bytes.
+
+    A body that is too long is received and thrown away, up to a point, before the answer: a client
+    that is still sending when the connection closes sees a reset and never reads the reason. One that
+    waits for `100 Continue` gets the answer at once.
+    """
+    announced = _content_length(request)
+    if announced > limit and request.headers.get("expect", "").lower() == "100-continue":
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if size > DISCARD_FACTOR * limit:
+            break
+    if size > limit:
+        raise _too_large(limit)
+    return b"".join(chunks)
+
+
+def _content_length(request: Request) -> int:
+    try:
+        return int(request.headers.get("content-length", 0))
+    except ValueError:
+        return 0
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the request body is larger than {limit} bytes (--max-request-bytes)", code="request_too_large"
+    )
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client hangs up. Raises ClientDisconnect then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from `parts`, until they end or the client hangs up; then `on_end` is called."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, parts: AsyncIterator[bytes], on_end: Callable[[], None]):
+        self.status_code = 200
+        self.background = None
+        self._parts = parts
+        self._on_end = on_end
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._send(send))
+        finally:
+            self._on_end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

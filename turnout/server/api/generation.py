@@ -1,0 +1,158 @@
+"""All choices of one HTTP request: submitted together, their outputs turned into text as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
+from turnout.engine.sampling.detokenizer import TextDelta, TextStream
+from turnout.engine.sampling.params import SamplingParams
+from turnout.server.api.errors import ApiError
+from turnout.server.metrics import Metrics
+from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine_group import EngineFailed
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice gained. Several add up to the whole answer."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    first: bool = False  # nothing came before it
+    finish_reason: str | None = None
+
+    def add(self, later: Delta) -> None:
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.first = self.first or later.first
+        self.finish_reason = later.finish_reason
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation of one prompt, and what is known of it so far."""
+
+    index: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    text: TextStream
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    last_token_time: float = 0.0
+    started: bool = False
+    finished: bool = False
+
+
+Item = tuple[Choice, RequestOutput | EngineFailed | ApiError]
+
+
+class Generation:
+    """The choices of one request. Whoever makes one must close it, however the request ends."""
+
+    def __init__(self, id: str, engine: Engine, metrics: Metrics, choices: Sequence[Choice]):
+        self.id = id
+        self.created = int(time.time())
+        self.choices = choices
+        self._engine = engine
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._unfinished = len(choices)
+        for choice in choices:
+            self._submit(choice)
+
+    def _submit(self, choice: Choice) -> None:
+        def sink(output: RequestOutput | EngineFailed) -> None:
+            self._queue.put_nowait((choice, output))
+
+        request = AddRequest(
+            id=self._name(choice), prompt_ids=choice.prompt_ids, sampling=choice.sampling, arrival=time.time()
+        )
+        self._engine.submit(request, sink)
+
+    async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
+        """What the choices gained, whatever has come at once, until all have finished. Raises ApiError."""
+        while self._unfinished:
+            items = [await self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            yield [(choice, self._digest(choice, output)) for choice, output in items if not choice.finished]
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with `error`."""
+        self._queue.put_nowait((self.choices[0], error))
+
+    def close(self) -> None:
+        """Free what the engine still holds for this request."""
+        unfinished = [choice for choice in self.choices if not choice.finished]
+        self._engine.abort(self._name(choice) for choice in unfinished)
+        for choice in unfinished:
+            self._finish(choice, "abort")
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage object; a prompt counts once, however many choices continue it."""
+        per_prompt = {id(choice.prompt_ids): choice for choice in reversed(self.choices)}
+        prompt = sum(len(choice.prompt_ids) for choice in per_prompt.values())
+        cached = sum(choice.cached_tokens for choice in per_prompt.values())
+        completion = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _name(self, choice: Choice) -> str:
+        return f"{self.id}-{choice.index}"
+
+    def _digest(self, choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> Delta:
+        if isinstance(output, EngineFailed):
+            raise ApiError(500, f"the engine failed: {output}", code="engine_failed")
+        if isinstance(output, ApiError):
+            raise output
+        if output.finish_reason == "error":
+            message = output.error or "the engine could not compute this request"
+            raise ApiError(400 if output.user_error else 500, message)
+        if output.finish_reason == "abort":
+            raise ApiError(503, "the engine ended this request", code="aborted")
+        piece = choice.text.push(output)
+        self._observe(choice, piece)
+        delta = Delta(
+            text=piece.text,
+            logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
+            first=not choice.started,
+            finish_reason=piece.finish_reason,
+        )
+        choice.started = True
+        if piece.stopped and output.finish_reason is None:
+            self._engine.abort([self._name(choice)])
+        if piece.finish_reason:
+            self._finish(choice, piece.finish_reason)
+        return delta
+
+    def _observe(self, choice: Choice, piece: TextDelta) -> None:
+        choice.cached_tokens = choice.cached_tokens or piece.cached_tokens
+        if not piece.token_ids:
+            return
+        now = time.perf_counter()
+        if choice.num_tokens == 0:
+            self._metrics.first_token.observe(now - self._arrival)
+        else:
+            for _ in piece.token_ids:  # several at once share the time since the last
+                self._metrics.inter_token.observe((now - choice.last_token_time) / len(piece.token_ids))
+        choice.num_tokens += len(piece.token_ids)
+        choice.last_token_time = now
+
+    def _finish(self, choice: Choice, reason: str) -> None:
+        choice.finished = True
+        self._unfinished -= 1
+        self._metrics.finished(reason)
+        if reason != "abort":
+            self._metrics.latency.observe(time.perf_counter() - self._arrival)

@@ -1,0 +1,211 @@
+"""What the choices gained -> OpenAI's response objects, whole or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from turnout.engine.messages import TokenLogprobs
+from turnout.engine.tokenizer import Tokenizer
+from turnout.server.api.errors import ApiError
+from turnout.server.api.generation import Choice, Delta, Generation
+from turnout.server.api.protocol import ChatBody, CompletionBody
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
+
+
+class Renderer(Protocol):
+    """One style of response. `whole` and `part` are the values of its `object` field."""
+
+    whole: str
+    part: str
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first streamed part of a choice, before any token."""
+        ...
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """A streamed part of `choice`."""
+        ...
+
+    def answer(self, choice: Choice, total: Delta) -> dict[str, Any]:
+        """A whole choice."""
+        ...
+
+
+async def collect(generation: Generation, renderer: Renderer, model: str) -> dict[str, Any]:
+    """The response object once all choices have finished. Raises ApiError."""
+    totals = [Delta() for _ in generation.choices]
+    async for batch in generation.deltas():
+        for choice, delta in batch:
+            totals[choice.index].add(delta)
+    answers = [renderer.answer(c, totals[c.index]) for c in generation.choices]
+    return _envelope(generation, renderer.whole, model, answers) | {"usage": generation.usage()}
+
+
+async def stream(
+    generation: Generation, renderer: Renderer, model: str, *, usage: bool
+) -> AsyncIterator[bytes]:
+    """Server-sent events. An error after the start is an event of its own, and no [DONE] follows.
+
+    Events that are ready together go out in one write.
+    """
+    absent = {"usage": None} if usage else {}
+
+    def event(choices: list[dict[str, Any]]) -> bytes:
+        return _event(_envelope(generation, renderer.part, model, choices) | absent)
+
+    openings = [opening for c in generation.choices if (opening := renderer.opening(c)) is not None]
+    if openings:
+        yield b"".join(event([opening]) for opening in openings)
+    try:
+        async for batch in generation.deltas():
+            parts = [event([renderer.chunk(c, delta)]) for c, delta in batch if _says_something(delta)]
+            if parts:
+                yield b"".join(parts)
+    except ApiError as error:
+        yield _event(error.body())
+        return
+    if usage:
+        yield _event(_envelope(generation, renderer.part, model, []) | {"usage": generation.usage()})
+    yield b"data: [DONE]\n\n"
+
+
+def _says_something(delta: Delta) -> bool:
+    return bool(delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason or delta.first)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _envelope(generation: Generation, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": generation.id,
+        "object": kind,
+        "created": generation.created,
+        "model": model,
+        "choices": choices,
+    }
+
+
+class ChatRenderer:
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatBody):
+        self._tokenizer = tokenizer
+        self._wants_logprobs = bool(body.logprobs)
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text else {}
+        return self._choice(choice, "delta", content, self._logprobs(delta), delta.finish_reason)
+
+    def answer(self, choice: Choice, total: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": total.text, "refusal": None}
+        return self._choice(choice, "message", message, self._logprobs(total), total.finish_reason)
+
+    def _choice(
+        self, choice: Choice, key: str, content: dict[str, Any], logprobs: Any, finish: str | None
+    ) -> dict[str, Any]:
+        return {"index": choice.index, key: content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self._wants_logprobs:
+            return None
+        return {"content": [self._token(entry) for entry in delta.logprobs], "refusal": None}
+
+    def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._scored(token, logprob) for token, logprob in entry.top]
+        return self._scored(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def _scored(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(raw),
+        }
+
+
+class CompletionRenderer:
+    whole = "text_completion"
+    part = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody):
+        self._tokenizer = tokenizer
+        self._body = body
+        self._offsets: dict[int, int] = {}  # of each choice's next token, in characters
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        echo = bool(self._body.echo) and delta.first
+        text = self._prompt_text(choice) + delta.text if echo else delta.text
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(choice, delta, echo),
+            "finish_reason": delta.finish_reason,
+        }
+
+    answer = chunk
+
+    def _prompt_text(self, choice: Choice) -> str:
+        prompt = self._body.prompt[choice.index // (self._body.n or 1)]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _logprobs(self, choice: Choice, delta: Delta, echo: bool) -> dict[str, list[Any]]:
+        """Four parallel lists. The first token of a prompt has no log-probability: null."""
+        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        if echo:
+            entries = list(delta.prompt_logprobs or []) + entries
+        ids = [entry.token_id if entry else choice.prompt_ids[0] for entry in entries]
+        offset = self._offsets.get(choice.index, 0)
+        offsets = []
+        for token_id in ids:
+            offsets.append(offset)
+            offset += _characters_begun(self._tokenizer.token_bytes(token_id))
+        self._offsets[choice.index] = offset
+        return {
+            "tokens": [self._name(token_id) for token_id in ids],
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """By name, best first, and the token itself if it is not among the best."""
+        names: dict[str, float] = {}
+        for token_id, logprob in [*entry.top, (entry.token_id, entry.logprob)]:
+            names.setdefault(self._name(token_id), _finite(logprob))
+        return names
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; like OpenAI `bytes:\\xe2\\x80` for a part of a character; else its number.
+
+        Names key a dictionary, so that tokens without text, of which a padded vocabulary has many, need one.
+        """
+        raw = self._tokenizer.token_bytes(token_id)
+        if not raw:
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _characters_begun(raw: bytes) -> int:
+    """How many characters start in `raw`, so that a character split over tokens counts once."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -1,0 +1,230 @@
+"""What the routes share: who may come in, what a request costs, and the requests that are running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turnout import __version__
+from turnout.config import ServerConfig
+from turnout.engine.sampling.detokenizer import TextStream
+from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.tokenizer import Tokenizer
+from turnout.errors import UserError
+from turnout.server.api.errors import ApiError, invalid, unavailable
+from turnout.server.api.generation import Choice, Generation
+from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, Message, check_ids
+from turnout.server.metrics import Metrics
+from turnout.server.supervise.engine import Engine
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+LONG_TEXT = 4096  # characters; longer ones are tokenised on a thread, lest all streams wait
+
+
+class Service:
+    """The state of one server. Lives in the event loop's thread."""
+
+    def __init__(self, config: ServerConfig, engine: Engine):
+        self.config = config
+        self.engine = engine
+        self.model_name = config.served_model_name or model_name(config.model)
+        self.metrics = Metrics(engine, self.model_name)
+        self.draining = False
+        self._created = int(time.time())
+        self.tokenizer: Tokenizer | None = None
+        self.max_context = 0
+        self.vocab_size = 0
+        self._active: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, tokenizer: Tokenizer) -> None:
+        """Let requests in, once the engine is ready."""
+        ready = self.engine.ready
+        assert ready is not None
+        self.max_context = ready.max_context
+        self.vocab_size = ready.vocab_size
+        self.tokenizer = tokenizer
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def check_ready(self) -> Tokenizer:
+        """Raises ApiError 503 unless a request could be served now."""
+        if self.engine.failure:
+            raise unavailable(f"the engine failed: {self.engine.failure}", "engine_failed")
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.tokenizer is None:
+            raise unavailable("the model is loading", "loading")
+        if not self.engine.serving:
+            raise unavailable(f"restarting: {self.engine.last_failure}", "restarting")
+        return self.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 if a request names another model."""
+        if name not in (None, self.model_name):
+            raise ApiError(
+                404,
+                f"model {name!r} does not exist; this server serves {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError 400 if one is empty or holds an impossible id."""
+        tokenizer = self.check_ready()
+
+        def run() -> list[list[int]]:
+            return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        encoded = await asyncio.to_thread(run) if size > LONG_TEXT else run()
+        for ids in encoded:
+            check_ids(ids, self.vocab_size, "prompt")
+            if not ids:
+                raise invalid("prompt: must not be empty", "prompt")
+        return encoded
+
+    async def render(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation by the model's chat template, up to where the answer begins."""
+        tokenizer = self.check_ready()
+        plain = [message.for_template() for message in messages]
+        try:
+            return await asyncio.to_thread(tokenizer.encode_chat, plain)
+        except UserError as error:
+            raise invalid(f"messages: {error}", "messages") from None
+
+    async def complete(self, body: CompletionBody) -> Generation:
+        """Start what `body` asks for. Raises ApiError."""
+        self.check_model(body.model)
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
+        prompts = await self.encode(body.prompt)
+        return self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
+
+    async def chat(self, body: ChatBody) -> Generation:
+        """Start what `body` asks for. Raises ApiError."""
+        self.check_model(body.model)
+        if body.max_tokens == 0:
+            raise invalid("max_tokens: must be at least 1", "max_tokens")
+        return self._start("chatcmpl", body, [await self.render(body.messages)], None)
+
+    def model_card(self) -> dict[str, Any]:
+        """OpenAI's model object, with the context length as other engines add it."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "turnout",
+            "max_model_len": self.max_context or None,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """/server_info: how the server was configured, what the engine decided, and how each rank fares."""
+        ready = self.engine.ready
+        return {
+            "version": __version__,
+            "model": self.model_name,
+            "pid": os.getpid(),
+            "state": self.state,
+            "requests": {"active": self.num_active, "sequences": self.engine.num_requests},
+            "config": self.config.describe(),
+            "plan": ready.info.get("plan") if ready else None,
+            "engine": ready.info if ready else None,
+            "restarts": self.engine.restarts,
+            "last_failure": str(self.engine.last_failure) if self.engine.last_failure else None,
+            "ranks": self.engine.describe_ranks(),
+            "seconds_since_report": round(time.monotonic() - self.engine.heard, 3),
+        }
+
+    @property
+    def state(self) -> str:
+        if self.engine.failure:
+            return "failed"
+        if self.draining:
+            return "draining"
+        if self.tokenizer is None:
+            return "loading"
+        return "ready" if self.engine.serving else "restarting"
+
+    def release(self, generation: Generation) -> None:
+        """The request has been answered or its client has left; harmless when repeated."""
+        generation.close()
+        self._active.discard(generation)
+        if not self._active:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def cut_off(self) -> None:
+        """End all running requests with an error."""
+        for generation in self._active:
+            generation.fail(
+                unavailable("the server shut down before the answer was complete", "shutting_down")
+            )
+
+    def _start(
+        self, kind: str, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
+    ) -> Generation:
+        tokenizer = self.check_ready()  # again: things may have changed while the prompts were encoded
+        n = body.n or 1
+        self._admit(n * len(prompts))
+        choices: list[Choice] = []
+        for prompt_ids in prompts:
+            limit = self._token_limit(len(prompt_ids), body.max_tokens, default_tokens)
+            sampling = body.sampling(limit, self.vocab_size)
+            for choice in range(n):
+                own = _for_choice(sampling, choice)
+                choices.append(Choice(len(choices), prompt_ids, own, TextStream(tokenizer, own)))
+        generation = Generation(f"{kind}-{uuid.uuid4().hex}", self.engine, self.metrics, choices)
+        self._active.add(generation)
+        self._idle.clear()
+        return generation
+
+    def _admit(self, count: int) -> None:
+        room = self.config.max_running_requests + self.config.max_queued_requests
+        if count > room:
+            raise invalid(f"n times the number of prompts is {count}, but at most {room} are served at once")
+        if self.engine.num_requests + count > room:
+            raise unavailable(
+                f"{self.engine.num_requests} sequences are running or queued; try again later", "queue_full"
+            )
+
+    def _token_limit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
+        """max_tokens of a prompt. Raises ApiError 400 if prompt and output exceed the context."""
+        room = self.max_context - num_prompt
+        if asked is None and room >= 1:
+            return min(default or room, room)
+        if room < (asked or 0) or asked is None:
+            wanted = f" and max_tokens is {asked}" if asked is not None else ""
+            raise invalid(
+                f"the context holds {self.max_context} tokens, but the prompt has {num_prompt}{wanted}; "
+                "shorten the prompt or lower max_tokens",
+                "prompt" if room < 1 else "max_tokens",
+                "context_length_exceeded",
+            )
+        return asked
+
+
+def model_name(model: str) -> str:
+    """What clients call a model: a hub id as it is, a folder by its own name."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The choices of one prompt differ: each takes the next seed, and after the last 64-bit one the first."""
+    if choice == 0 or sampling.seed is None:
+        return sampling
+    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, seed=seed)

@@ -1,0 +1,219 @@
+"""The engine as the server sees it, through all lives of its group of ranks.
+
+When a rank fails, all requests get the failure at once, and the group starts anew, which is the only way out
+of a collective that a rank has left. What ends the engine for good: a user error while starting, a failure
+that a rank reports before anything was ever served (it would only happen again), several starts in a row
+that came to nothing, or a failure while the server is leaving anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turnout.config import ServerConfig
+from turnout.engine.messages import AddRequest, EngineStats, Ready
+from turnout.errors import UserError
+from turnout.parallel.health import Reading
+from turnout.server.supervise.engine_group import EngineFailed, RankGroup, Sink, topology_of
+from turnout.server.supervise.hosts import Agent, Hosts, RemoteRanks
+from turnout.server.supervise.local_ranks import Host, LocalRanks, Meeting
+from turnout.server.supervise.node_protocol import head_address
+from turnout.server.supervise.watchdog import STILL_SECONDS
+
+MAX_FAILED_STARTS = 5  # in a row
+
+log = logging.getLogger("turnout.server")
+
+
+class Engine:
+    """Requests go in through `submit` while `serving`; see `RankGroup`."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.ready: Ready | None = None  # what the ranks said when they were first ready
+        self.failure: EngineFailed | None = None  # that ended it for good
+        self._last_failure: EngineFailed | None = None
+        self.restarts = 0
+        self.started = asyncio.Event()  # set when first ready
+        self._group: RankGroup | None = None
+        self._local: LocalRanks | None = None
+        self._others = Hosts(config)
+        self._leaving = False
+        self._told_to_stop = asyncio.Event()
+
+    @property
+    def serving(self) -> bool:
+        group = self._group
+        return group is not None and group.ready is not None and group.failure is None
+
+    @property
+    def last_failure(self) -> EngineFailed | None:
+        """Why the ranks had to start anew, if they ever had to."""
+        return (self._group and self._group.failure) or self._last_failure
+
+    @property
+    def num_requests(self) -> int:
+        """Submitted and not finished."""
+        return self._group.num_requests if self._group else 0
+
+    @property
+    def stats(self) -> dict[int, EngineStats]:
+        """Each rank's last report."""
+        return self._group.stats if self._group else {}
+
+    @property
+    def expert_tokens(self) -> dict[int, list[list[int]]]:
+        """By rank, each [layer][expert]."""
+        return self._group.expert_tokens if self._group else {}
+
+    @property
+    def heard(self) -> float:
+        """time.monotonic() of the last report."""
+        return self._group.heard if self._group else time.monotonic()
+
+    async def run(self) -> None:
+        """Start the ranks, again if they fail, until `stop`. Raises EngineFailed when that is of no use,
+        UserError if other hosts cannot come."""
+        reason: str | None = None
+        try:
+            await self._others.open()
+            await self._live()
+        except (EngineFailed, UserError) as error:
+            reason = str(error)
+            raise
+        finally:
+            await self._others.close(reason)
+
+    async def _live(self) -> None:
+        failed_starts = life = 0
+        while (agents := await self._agents()) is not None:
+            life += 1
+            group = self._group = self._make_group(life, agents)
+            try:
+                await group.run(self._on_ready)
+                return
+            except EngineFailed as failure:
+                self._last_failure = failure
+                served = group.ready is not None
+                failed_starts = 0 if served else failed_starts + 1
+                if self._is_final(failure, served, failed_starts):
+                    self.failure = failure
+                    raise
+                log.error("%s; the group of ranks restarts", failure)
+            finally:
+                self._group = None
+            self.restarts += 1
+
+    async def _agents(self) -> list[Agent] | None:
+        """Those of all other hosts, once they have come; None if told to stop."""
+        here = asyncio.create_task(self._others.all_here())
+        stop = asyncio.create_task(self._told_to_stop.wait())
+        await asyncio.wait({here, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        here.cancel()  # harmless if it is done
+        return None if self._told_to_stop.is_set() else here.result()
+
+    def submit(self, request: AddRequest, sink: Sink) -> None:
+        """Generate; `sink` is called for every output, or once with the failure of the ranks."""
+        assert self._group is not None
+        self._group.submit(request, sink)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget requests; those unknown or finished are ignored."""
+        if self._group:
+            self._group.abort(ids)
+
+    def leave(self) -> None:
+        """The server is about to stop: from now on a failure is the last."""
+        self._leaving = True
+
+    def stop(self) -> None:
+        """End the ranks, gently if they listen. `run` returns."""
+        self._leaving = True
+        self._told_to_stop.set()
+        if self._group:
+            self._group.stop()
+
+    def end_at_once(self) -> None:
+        """Leave nothing behind on this host, waiting for nobody; other hosts see the connection end."""
+        if self._local:
+            self._local.kill()
+            self._local.remove_folder()
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """Each rank's place, process, state and counters; all but the experts', which /metrics has."""
+        return [self._describe_rank(rank) for rank in range(self.config.tp_size)]
+
+    def _describe_rank(self, rank: int) -> dict[str, Any]:
+        topology, group = topology_of(self.config, rank), self._group
+        reading = group.reading(rank) if group else Reading()
+        place = {
+            "rank": rank,
+            "dp_rank": topology.dp_rank,
+            "ep_rank": topology.ep_rank,
+            "pid": group.pid(rank) if group else None,
+            "state": self._state(rank),
+            "phase": reading.phase,
+            "collectives": reading.collectives,
+            "steps": 0,
+        }
+        stats = self.stats.get(rank)
+        counters = msgspec.structs.asdict(stats) if stats else {}
+        return place | {
+            k: v for k, v in counters.items() if k not in ("rank", "pid", "state", "expert_tokens")
+        }
+
+    def _state(self, rank: int) -> str:
+        group = self._group
+        if group is None or group.ready is None:
+            return "loading"
+        if rank in group.ended:
+            return "ended"
+        if group.watchdog.silence(rank, time.monotonic()) > STILL_SECONDS:
+            return "stalled"
+        return "running" if group.num_requests else "idle"
+
+    def _make_group(self, life: int, agents: Sequence[Agent]) -> RankGroup:
+        local = self._local = LocalRanks(self.config, range(self.config.tp_size // self.config.nnodes))
+        hosts: list[Host] = [local, *(RemoteRanks(self.config, agent) for agent in agents)]
+        try:
+            return RankGroup(self.config, hosts, self._meeting(life, local.folder))
+        except UserError:
+            local.remove_folder()
+            raise
+
+    def _meeting(self, life: int, folder: Path) -> Meeting:
+        if self.config.nnodes == 1:
+            return Meeting(
+                number=life,
+                commands=f"ipc://{folder}/commands",
+                events=f"ipc://{folder}/events",
+                init_method=f"file://{folder}/join",
+            )
+        host, port = head_address(self.config)
+        return Meeting(
+            number=life,
+            commands=f"tcp://{host}:{port + 2}",
+            events=f"tcp://{host}:{port + 3}",
+            init_method=f"tcp://{host}:{port + 1}",
+            towards=host,
+        )
+
+    def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:
+        if self._leaving or failed_starts >= MAX_FAILED_STARTS:
+            return True
+        return not served and (failure.user_error or (failure.spoken and self.ready is None))
+
+    def _on_ready(self) -> None:
+        assert self._group is not None
+        if self.restarts:
+            log.info("the ranks are ready again")
+        self.ready = self._group.ready
+        self.started.set()

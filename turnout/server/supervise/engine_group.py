@@ -1,0 +1,327 @@
+"""One life of the group of ranks: from its processes' start until they are told to stop, or one fails.
+
+The ranks run in processes of their own, so that Python code of the HTTP side never delays a step and this
+process needs no torch. Two ZeroMQ sockets carry messages.py: a ROUTER that names the rank it commands, and a
+PULL for what they all report. A rank that fails takes the group with it: the others wait for it in some
+collective, and nothing but their end gets them out of there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import zmq
+
+from turnout.config import ServerConfig
+from turnout.engine.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    EngineStats,
+    Event,
+    Failed,
+    Outputs,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    Wake,
+    encoder,
+    event_decoder,
+)
+from turnout.errors import UserError
+from turnout.parallel.health import Reading
+from turnout.parallel.topology import Topology
+from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
+from turnout.server.supervise.local_ranks import Host, Meeting
+from turnout.server.supervise.watchdog import Watchdog
+
+LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
+ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
+STOP_SECONDS = 5.0
+LOOK_SECONDS = 0.25  # between looks at the board
+UNREACHED_SECONDS = 0.01  # between attempts to reach a rank whose connection is being made
+
+log = logging.getLogger("turnout.server")
+
+
+class EngineFailed(Exception):
+    """The engine cannot go on. `user_error` tells a wrong input from a bug.
+
+    spoken: a rank said so itself, so that the next attempt is likely to end in the same way.
+    """
+
+    def __init__(self, message: str, *, user_error: bool = False, spoken: bool = False):
+        super().__init__(message)
+        self.user_error = user_error
+        self.spoken = spoken
+
+
+Sink = Callable[[RequestOutput | EngineFailed], None]
+
+
+class RankGroup:
+    """Requests go in through `submit`; each one's outputs come back through its sink, in order."""
+
+    def __init__(self, config: ServerConfig, hosts: Sequence[Host], meeting: Meeting):
+        self.meeting = meeting
+        self.topology = topology_of(config)
+        self.ready: Ready | None = None  # rank 0's, once all are
+        self.stats: dict[int, EngineStats] = {}
+        self.expert_tokens: dict[int, list[list[int]]] = {}  # by rank, each [layer][expert]
+        self.failure: EngineFailed | None = None
+        self.ended: dict[int, str] = {}  # ranks that are no more, and how they went
+        self.heard = time.monotonic()
+        self.watchdog = Watchdog(config.watchdog_timeout)
+        self._config = config
+        self._hosts = hosts
+        self._host_of = {rank: host for host in hosts for rank in host.ranks}
+        self._sinks: dict[str, Sink] = {}
+        known = 0 if config.disable_prefix_cache else KNOWN_PAGES
+        self._router = Router(config.dp_size, config.page_size, known_pages=known)
+        self._announced: dict[int, Ready] = {}
+        self._killed: list[tuple[int, str]] = []
+        self._said: list[Failed] = []
+        self._verdict: EngineFailed | None = None
+        self._news = asyncio.Event()  # something of the three above, or the end of a rank
+        self._stopping = False
+        self._context = zmq.Context()
+        # Queues are bounded by the number of requests admitted, not by message counts.
+        self._commands = self._socket(zmq.ROUTER, meeting.commands)
+        self._commands.router_mandatory = True
+        self._events = self._socket(zmq.PULL, meeting.events)
+
+    @property
+    def num_requests(self) -> int:
+        """Submitted and not finished."""
+        return len(self._sinks)
+
+    def pid(self, rank: int) -> int | None:
+        return self._host_of[rank].pid(rank)
+
+    def reading(self, rank: int) -> Reading:
+        """What `rank` does, as far as known."""
+        return self._host_of[rank].readings().get(rank, Reading())
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Start the ranks and pass their events on until all have ended. Raises EngineFailed unless stopped.
+
+        When this returns or raises, every request has its answer and no process is left.
+        """
+        loop = asyncio.get_running_loop()
+        descriptor = self._events.fileno()
+        loop.add_reader(descriptor, self._on_events)
+        watching = asyncio.create_task(self._watch(on_ready))
+        news = asyncio.create_task(self._news.wait())
+        try:
+            for host in self._hosts:
+                await host.start(self.meeting, self._on_exit)
+            await asyncio.wait({news, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            if not self._stopping:
+                failure = await self._cause()
+                self._fail(failure)
+                raise failure
+            await self._all_ended(STOP_SECONDS)
+        finally:
+            watching.cancel()
+            news.cancel()
+            self.kill()
+            await asyncio.gather(*(host.gone() for host in self._hosts))
+            loop.remove_reader(descriptor)
+            self._context.destroy(linger=0)
+
+    def submit(self, request: AddRequest, sink: Sink) -> None:
+        """Generate; `sink` is called for every output, or once with the failure of the group.
+
+        The group must be ready, and not have failed.
+        """
+        self._sinks[request.id] = sink
+        dp_rank = self._router.place(request.id, request.prompt_ids, request.sampling.max_tokens)
+        owners = self._sharing(dp_rank)
+        self._tell(owners, request)
+        self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget requests; those unknown or finished are ignored."""
+        by_rank: dict[int, list[str]] = {}
+        for id in ids:
+            if self._sinks.pop(id, None) is not None:
+                by_rank.setdefault(self._router.rank_of(id), []).append(id)
+                self._router.finished(id, complete=False)
+        for dp_rank, of_rank in by_rank.items():
+            self._tell(self._sharing(dp_rank), Abort(of_rank))
+
+    def stop(self) -> None:
+        """End the ranks, gently if they listen. `run` returns."""
+        self._stopping = True
+        if self.ready is None:  # still loading, and deaf
+            self.kill()
+        else:
+            self._tell(range(self.topology.tp_size), Shutdown())
+        self._news.set()
+
+    def fail(self, failure: EngineFailed) -> None:
+        """End the group for a reason that its ranks do not know."""
+        self._verdict = self._verdict or failure
+        self._news.set()
+
+    def kill(self) -> None:
+        for host in self._hosts:
+            host.kill()
+
+    def _sharing(self, dp_rank: int) -> range:
+        """The ranks that share the requests of `dp_rank`: all get the same commands in the same order."""
+        size = self.topology.attention_tp
+        return range(dp_rank * size, (dp_rank + 1) * size)
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise UserError(f"cannot listen on {address}: {error.strerror}; see --dist-init-addr") from None
+        return socket
+
+    def _tell(self, ranks: Iterable[int], command: Command) -> None:
+        payload = encoder.encode(command)
+        for rank in ranks:
+            with suppress(zmq.ZMQError):  # nobody is there: it has ended, as `run` is about to find
+                self._send(rank, payload)
+
+    def _send(self, rank: int, payload: bytes) -> None:
+        """Raises ZMQError if there is no connection to `rank`."""
+        self._commands.send_multipart([self.meeting.identity(rank).encode(), payload], zmq.NOBLOCK)
+
+    async def _all_ended(self, seconds: float) -> None:
+        """Wait until every rank has ended, but no longer than that."""
+        deadline = time.monotonic() + seconds
+        while len(self.ended) < self.topology.tp_size and (left := deadline - time.monotonic()) > 0:
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left)
+
+    async def _cause(self) -> EngineFailed:
+        """Why the group fails. Of what ranks say and how they end, the first may be an echo.
+
+        A rank killed by a signal says nothing, but the others complain that they lost it, perhaps before
+        its parent knows. One that ends by itself may have said why, in a message still on its way.
+        """
+        start = time.monotonic()
+        while True:
+            if self._verdict:
+                return self._verdict
+            waited = time.monotonic() - start
+            for said in self._said:
+                if said.user_error or (waited >= ECHO_SECONDS and not self._killed):
+                    return EngineFailed(said.message, user_error=said.user_error, spoken=True)
+            if self._killed:
+                rank, how = self._killed[0]
+                return EngineFailed(f"{self._name(rank)} {how}")
+            if waited >= LAST_WORDS_SECONDS:
+                rank, how = next(iter(self.ended.items()))
+                return EngineFailed(f"{self._name(rank)} {how}")
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), ECHO_SECONDS / 3)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}" if self.topology.tp_size > 1 else "the engine process"
+
+    def _on_exit(self, rank: int, how: str, by_signal: bool) -> None:
+        self.ended[rank] = how
+        if by_signal:
+            self._killed.append((rank, how))
+        self._news.set()
+
+    def _on_events(self) -> None:
+        """Receive until nothing is left: the descriptor tells of changes only, not of what remains."""
+        while True:
+            try:
+                raw = self._events.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(event_decoder.decode(raw))
+
+    def _handle(self, event: Event) -> None:
+        self.heard = time.monotonic()
+        if isinstance(event, Outputs):
+            self._deliver(event)
+        elif isinstance(event, Ready):
+            self._announced[event.rank] = event
+        else:
+            self._said.append(event)
+            self._news.set()
+
+    def _deliver(self, event: Outputs) -> None:
+        stats = event.stats
+        self.stats[stats.rank] = stats
+        if stats.expert_tokens is not None:
+            self.expert_tokens[stats.rank] = stats.expert_tokens
+        for output in event.outputs:
+            sink = self._sinks.get(output.id)
+            if sink is None:  # aborted while this was on its way
+                continue
+            self._router.produced(output.id, len(output.token_ids))
+            if output.finish_reason is not None:
+                del self._sinks[output.id]
+                self._router.finished(output.id, complete=output.finish_reason in ("stop", "length"))
+            sink(output)
+
+    def _fail(self, failure: EngineFailed) -> None:
+        self.failure = failure
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(failure)
+
+    async def _watch(self, on_ready: Callable[[], None]) -> None:
+        """Wait for all ranks to be ready, then for one to stall."""
+        deadline = time.monotonic() + self._config.startup_timeout
+        while len(self._announced) < self.topology.tp_size:
+            await asyncio.sleep(UNREACHED_SECONDS)
+            if time.monotonic() > deadline:
+                return self.fail(self._late())
+        for rank in range(self.topology.tp_size):
+            await self._reach(rank)
+        self.ready = self._announced[0]
+        on_ready()
+        while True:
+            readings = {rank: reading for host in self._hosts for rank, reading in host.readings().items()}
+            stall = self.watchdog.look(time.monotonic(), readings, busy=bool(self._sinks))
+            if stall:
+                return self.fail(EngineFailed(str(stall)))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _reach(self, rank: int) -> None:
+        """Return once `rank` can be told something: its two connections may come up in either order."""
+        while True:
+            try:
+                self._send(rank, encoder.encode(Wake()))
+                return
+            except zmq.ZMQError:
+                await asyncio.sleep(UNREACHED_SECONDS)
+
+    def _late(self) -> EngineFailed:
+        absent = [rank for rank in range(self.topology.tp_size) if rank not in self._announced]
+        who = f" (ranks {absent} are missing)" if self.topology.tp_size > 1 else ""
+        seconds = self._config.startup_timeout
+        return EngineFailed(
+            f"the engine did not load within --startup-timeout {seconds:g} s{who}", user_error=True
+        )
+
+
+def topology_of(config: ServerConfig, rank: int = 0) -> Topology:
+    return Topology(
+        tp_size=config.tp_size,
+        dp_size=config.dp_size,
+        ep_size=config.ep_size,
+        enable_dp_attention=config.enable_dp_attention,
+        nnodes=config.nnodes,
+        rank=rank,
+    )
