@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from typer.testing import CliRunner
 
 import turnout.bench.moe
@@ -246,11 +248,11 @@ def generate(run, tiny_folder, *words, stdin=""):
 
 
 def test_a_prompt_gives_its_text(run, tiny_folder, expected):
-    assert generate(run, tiny_folder, "One two") == expected["One two"] + "\n"
+    assert generate(run, tiny_folder, "One two", "--no-chat") == expected["One two"] + "\n"
 
 
 def test_standard_input_is_a_prompt(tiny_folder, expected):
-    words = ["generate", tiny_folder, "--max-tokens", 6, "--device", "cpu", "--no-load-progress"]
+    words = ["generate", tiny_folder, "--no-chat", "--max-tokens", 6, "--device", "cpu", "--no-load-progress"]
     done = shell(*words, stdin="One two")
     assert (done.returncode, done.stdout) == (0, expected["One two"] + "\n"), done.stderr
 
@@ -267,7 +269,7 @@ def test_lines_in_lines_out(run, tiny_folder, expected, tmp_path):
 
 
 def test_a_file_asked_for_gets_lines_even_for_one_prompt(run, tiny_folder, expected, tmp_path):
-    assert generate(run, tiny_folder, "One two", "--output", tmp_path / "out.jsonl") == ""
+    assert generate(run, tiny_folder, "One two", "--no-chat", "--output", tmp_path / "out.jsonl") == ""
     row = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))
     assert (row["prompt"], row["text"]) == ("One two", expected["One two"])
 
@@ -275,13 +277,72 @@ def test_a_file_asked_for_gets_lines_even_for_one_prompt(run, tiny_folder, expec
 def test_options_reach_the_sampler(run, tiny_folder, expected):
     text = expected["One two"]
     stop = text[2]
-    assert generate(run, tiny_folder, "One two", "--stop", stop) == text[: text.index(stop)] + "\n"
+    assert generate(run, tiny_folder, "One two", "--no-chat", "--stop", stop) == text[: text.index(stop)] + "\n"
 
 
-def test_chat_goes_through_the_template(run, tiny_folder):
+@pytest.fixture(scope="module")
+def answer(tiny_folder: Path) -> str:
+    """What the model says to "hi" through its chat template, which is not how it continues the text."""
+    params = SamplingParams(max_tokens=6, temperature=0)
     with LLM(str(tiny_folder), device="cpu", load_progress=False) as llm:
-        [answer] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=6, temperature=0))
-    assert generate(run, tiny_folder, "hi", "--chat") == answer.text + "\n"
+        [chat], [plain] = llm.chat([{"role": "user", "content": "hi"}], params), llm.generate("hi", params)
+    assert chat.text != plain.text
+    return chat.text
+
+
+def test_a_text_goes_through_the_chat_template(run, tiny_folder, answer):
+    assert generate(run, tiny_folder, "hi") == answer + "\n"
+    assert generate(run, tiny_folder, stdin="hi") == answer + "\n"
+
+
+def test_a_file_goes_through_the_chat_template_if_asked_for(run, tiny_folder, answer, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi"}')
+    plain, chat = (json.loads(generate(run, tiny_folder, file, *words)) for words in ((), ("--chat",)))
+    assert chat["text"] == answer != plain["text"]
+
+
+def test_a_model_without_a_chat_template_continues_a_text(run, tiny_folder, expected, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "base")
+    strip_template(folder)
+    assert generate(run, folder, "One two") == expected["One two"] + "\n"
+    code, _, err = run("generate", folder, "One two", "--chat", "--device", "cpu")
+    assert code == 2
+    assert "has no chat template" in only_line(err)
+
+
+def strip_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def overflowing(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with finite weights whose logits are not."""
+    folder = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("overflowing") / "model")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["lm_head.weight"].fill_(3e38)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_prompt_that_cannot_be_answered_fails(run, overflowing):
+    code, out, err = run("generate", overflowing, "hi", "--device", "cpu")
+    assert (code, out) == (1, "\n")
+    assert "logits are not finite" in only_line(err)
+
+
+def test_lines_that_cannot_be_answered_say_why(run, overflowing, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n' * 7)
+    code, out, err = run("generate", overflowing, file, "--device", "cpu")
+    assert code == 1
+    for row in map(json.loads, out.splitlines()):
+        assert row["finish_reason"] == "error"
+        assert "logits are not finite" in row["error"]
+    assert only_line(err).startswith("error: prompt 1, 2, 3, 4, 5 and 2 more of 7: the model's logits are not")
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}'])

@@ -151,7 +151,13 @@ def generate(
         str | None,
         typer.Argument(help="a prompt, or a .jsonl file of {prompt: ...}; default: standard input"),
     ] = None,
-    chat: Annotated[bool, typer.Option(help="apply the model's chat template")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="apply the model's chat template; default: to a text, if the model has one, not to a file",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
@@ -179,7 +185,8 @@ def generate(
     sampling.check()
     if place is None and config.tp_size > 1:
         raise typer.Exit(launch(config, sys.argv[1:]))
-    run(config, prompt, sampling, chat=chat, output=Path(output) if output else None, launched=place)
+    to = Path(output) if output else None
+    raise typer.Exit(run(config, prompt, sampling, chat=chat, output=to, launched=place))
 
 
 @app.command("eval")

@@ -14,20 +14,27 @@ from turnout.engine.ranks.launch import blameless
 from turnout.engine.sampling.params import SamplingParams
 from turnout.errors import UserError
 
+FAILED = 1  # exit code, of a prompt that could not be answered
+SHOWN = 5  # numbers of failed prompts in a message
+
 
 def generate(
     config: Config,
     prompt: str | None,
     sampling: SamplingParams,
     *,
-    chat: bool,
+    chat: bool | None,
     output: Path | None,
     launched: Launched | None = None,
-) -> None:
-    """Answer `prompt` (a text, a .jsonl file, or None: standard input). Raises UserError.
+) -> int:
+    """Answer `prompt` (a text, a .jsonl file, or None: standard input); the exit code. Raises UserError.
 
-    A single prompt prints its text; a file, or `output`, gives one JSON object per prompt. Of several ranks
-    (`launched`: which this is) the first reads and writes.
+    A single prompt prints its text; a file, or `output`, gives one JSON object per prompt. Prompts that could
+    not be answered are reported on standard error, and the exit code is 1. Of several ranks (`launched`: which
+    this is) the first reads, writes and fails.
+
+    chat: apply the model's chat template. None: to a text, where the model has a template; the prompts of a
+    file go in as they are.
     """
     first = launched is None or launched.rank == 0
     asked = _read(prompt) if first else None
@@ -37,12 +44,16 @@ def generate(
         LLM.from_config(config, launched) as llm,
     ):
         prompts, many = llm.from_first(asked)
+        if chat is None:
+            chat = not many and llm.tokenizer.has_chat_template
         if chat:
             completions = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
         else:
             completions = llm.generate(prompts, sampling)
-        if first:
-            _write(out, prompts, completions, as_json=many or output is not None)
+        if not first:
+            return 0
+        _write(out, prompts, completions, as_json=many or output is not None)
+    return _report_failures(completions)
 
 
 def _write(out: IO[str], prompts: list[str], completions: list[Completion], *, as_json: bool) -> None:
@@ -54,9 +65,25 @@ def _write(out: IO[str], prompts: list[str], completions: list[Completion], *, a
                 "finish_reason": completion.finish_reason,
                 "tokens": len(completion.token_ids),
             }
+            if completion.error is not None:
+                record["error"] = completion.error
             out.write(json.dumps(record, ensure_ascii=False) + "\n")
         else:
             out.write(completion.text + "\n")
+
+
+def _report_failures(completions: list[Completion]) -> int:
+    """A line on standard error for each reason, with the numbers of its prompts; the exit code."""
+    failed: dict[str, list[int]] = {}
+    for number, completion in enumerate(completions, 1):
+        if completion.finish_reason == "error":
+            failed.setdefault(completion.error or "no reason given", []).append(number)
+    for reason, numbers in failed.items():
+        shown = ", ".join(map(str, numbers[:SHOWN]))
+        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+        where = f"prompt {shown}{more} of {len(completions)}: " if len(completions) > 1 else ""
+        sys.stderr.write(f"error: {where}{reason}\n")
+    return FAILED if failed else 0
 
 
 def _open(output: Path | None) -> IO[str] | nullcontext[IO[str]]:
