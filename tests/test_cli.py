@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 import turnout.bench.moe
 import turnout.commands.plan
-from tests.test_cli_flags import commands
+from tests.test_cli_flags import ROOT, SHARED, commands
 from turnout import LLM, SamplingParams, __version__
+from turnout.checkpoint.locate import ASSETS
 from turnout.cli import app, main
 from turnout.config import Config
 
-COMMANDS = sorted(name for name in commands() if not name.startswith("shared"))
+COMMANDS = sorted(commands().keys() - {SHARED, ROOT})
 
 
 def invoke(*words: object):
@@ -70,8 +71,9 @@ def test_without_a_command_there_is_help():
     assert all(command.split()[0] in done.output for command in COMMANDS)
 
 
-def test_version(run):
-    assert run("version") == (0, f"{__version__}\n", "")
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version(word, run):
+    assert run(word) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -136,6 +138,21 @@ def test_a_negative_flag_undoes_a_variable(planned, monkeypatch):
     assert [config.disable_prefix_cache for config in planned] == [True, False]
 
 
+@pytest.fixture
+def bare_config(tmp_path) -> Path:
+    """A configuration of Qwen3-30B-A3B's kind, by itself and under a name of its own."""
+    return Path(shutil.copyfile(ASSETS / "demo-bf16" / "config.json", tmp_path / "qwen3.json"))
+
+
+def test_a_plan_of_a_configuration_by_itself(run, bare_config):
+    code, out, err = run("plan", bare_config, "--hardware", "H100", "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert (plan["model"], plan["hardware"]["name"]) == (str(bare_config), "h100")
+    _, folder, _ = run("plan", "demo-bf16", "--hardware", "h100", "--json")
+    assert plan["memory"] == json.loads(folder)["memory"]
+
+
 # Errors
 
 
@@ -154,6 +171,12 @@ def only_line(text: str) -> str:
         (["plan", "demo", "--device", "tpu"], "--device 'tpu': must be one of auto, cpu, cuda"),
         (["plan", "demo", "--page-size", "0"], "--page-size 0: must be between"),
         (["plan", "demos"], "no model 'demos'"),
+        (
+            ["serve", "{bare}"],
+            "qwen3.json is a configuration without weights, enough for `turnout plan` only",
+        ),
+        (["generate", "{bare}", "hello"], "qwen3.json is a configuration without weights"),
+        (["quantize", "{bare}", "/tmp/never"], "qwen3.json is a configuration without weights"),
         (["plan", "demo", "--hardware", "abacus"], "--hardware 'abacus': unknown; known: cpu"),
         (["plan", "demo", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read"),
         (["generate", "demo", "x", "--temperature", "-1"], "temperature"),
@@ -176,8 +199,8 @@ def only_line(text: str) -> str:
         (["bench", "moe", "--output", "/proc/x/y"], "--output /proc/x/y: cannot be written"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_code_2(words, message, run):
-    code, out, err = run(*words)
+def test_user_errors_are_one_line_and_exit_code_2(words, message, run, bare_config):
+    code, out, err = run(*(word.replace("{bare}", str(bare_config)) for word in words))
     assert (code, out) == (2, "")
     assert message in only_line(err)
 
@@ -277,7 +300,9 @@ def test_a_file_asked_for_gets_lines_even_for_one_prompt(run, tiny_folder, expec
 def test_options_reach_the_sampler(run, tiny_folder, expected):
     text = expected["One two"]
     stop = text[2]
-    assert generate(run, tiny_folder, "One two", "--no-chat", "--stop", stop) == text[: text.index(stop)] + "\n"
+    assert (
+        generate(run, tiny_folder, "One two", "--no-chat", "--stop", stop) == text[: text.index(stop)] + "\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +367,9 @@ def test_lines_that_cannot_be_answered_say_why(run, overflowing, tmp_path):
     for row in map(json.loads, out.splitlines()):
         assert row["finish_reason"] == "error"
         assert "logits are not finite" in row["error"]
-    assert only_line(err).startswith("error: prompt 1, 2, 3, 4, 5 and 2 more of 7: the model's logits are not")
+    assert only_line(err).startswith(
+        "error: prompt 1, 2, 3, 4, 5 and 2 more of 7: the model's logits are not"
+    )
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}'])

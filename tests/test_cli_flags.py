@@ -13,6 +13,7 @@ from turnout.cli import app
 from turnout.config import Config, ServerConfig, flag_name
 
 FROZEN = Path(__file__).with_name("cli_flags.txt")
+ROOT = "turnout"
 SHARED = "shared by serve, plan, generate and eval"
 
 
@@ -23,6 +24,8 @@ def commands() -> dict[str, set[str]]:
     while pending:
         path, command = pending.pop()
         inner = getattr(command, "commands", None)
+        if path == "":
+            found[ROOT] = {name for parameter in command.params for name in _names(parameter)}
         if inner is None:
             found[path] = {name for parameter in command.params for name in _names(parameter)}
         else:

@@ -22,7 +22,6 @@ from turnout.errors import UserError
 
 app = typer.Typer(
     name="turnout",
-    help="Serve, plan, evaluate and quantise mixture-of-experts models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # else [auto|cpu] is taken for markup, and flags are cut to fit a column
@@ -82,6 +81,21 @@ def _option(cls: type[Config], f: dataclasses.Field) -> inspect.Parameter:
     return inspect.Parameter(
         f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Serve, plan, evaluate and quantise mixture-of-experts models."""
 
 
 @app.command()

@@ -15,6 +15,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from tests.checkpoint.packing import nvfp4_scheme
 from turnout.checkpoint import CheckpointError, locate, parse_quantization, read_config
+from turnout.checkpoint.locate import require_folder
 from turnout.checkpoint.patterns import ModulePatterns
 from turnout.errors import UserError
 
@@ -336,6 +337,17 @@ def test_a_model_that_is_not_here(hub, model, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=words):
         locate(model)
+
+
+def test_a_configuration_of_another_name_says_everything_itself(tmp_path):
+    file = tmp_path / "qwen3.json"
+    file.write_text('{"hidden_size": 64}')
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert locate(str(file)) == file
+    assert read_config(file) == {"hidden_size": 64}
+    with pytest.raises(UserError, match=r"qwen3\.json is a configuration without weights.*give the folder"):
+        require_folder(file)
+    require_folder(tmp_path)
 
 
 def test_a_file_is_no_model(tmp_path):

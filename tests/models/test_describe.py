@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.models.configs import QWEN2_A27B, QWEN3_30B, QWEN3_CODER, empty_model, tiny
 from turnout.errors import UserError
 from turnout.models import describe
+from turnout.registry import ARCHITECTURES
 
 STRUCTURES = {
     "qwen3": tiny("qwen3"),
@@ -113,10 +114,17 @@ def refusal(config: dict) -> str:
     return str(error.value)
 
 
+def test_an_unknown_architecture_is_told_what_could_run():
+    told = refusal(QWEN3_30B | {"architectures": ["MambaForCausalLM"]})
+    assert all(name in told for name in ARCHITECTURES)
+    assert "Give a checkpoint whose config.json names one of these" in " ".join(told.split())
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("architectures", ["MambaForCausalLM"], "'MambaForCausalLM'; known: Qwen2MoeForCausalLM"),
+        ("architectures", ["MambaForCausalLM"], "unknown model architecture 'MambaForCausalLM'; known: "),
+        ("architectures", ["Qwen3MoEForCausalLM"], "the most similar name is Qwen3MoeForCausalLM"),
         ("architectures", None, "architectures = None: must be a list that holds one name"),
         ("architectures", "Qwen3MoeForCausalLM", "must be a list"),
         ("architectures", ["Qwen3MoeForCausalLM", "Other"], "must be a list that holds one name"),

@@ -14,6 +14,7 @@ from turnout.checkpoint.config import CONFIG, read_config
 from turnout.checkpoint.experts import ExpertShape, Wanted
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.headers import TensorMeta
+from turnout.checkpoint.locate import require_folder
 from turnout.checkpoint.parts import decode_by_rows
 from turnout.checkpoint.quantization import Quantization, parse_quantization
 from turnout.formats.experts import ExpertWeights
@@ -38,6 +39,7 @@ class Checkpoint:
     """`config`: config.json as read_config gives it. `quantization`: what it says about number formats."""
 
     def __init__(self, folder: Path, progress: ProgressFn | None = None):
+        require_folder(folder)
         self.folder = folder
         self.config = read_config(folder)
         self.quantization: Quantization = parse_quantization(self.config, folder / CONFIG)

@@ -15,8 +15,9 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 def read_config(folder_or_file: Path) -> dict[str, Any]:
     """A model's configuration, its `quantization_config` completed from `hf_quant_config.json`.
 
-    Takes a checkpoint folder or the path of a bare `config.json`. ModelOpt's own file is used where
-    `config.json` says nothing about quantisation; where both speak they must name the same algorithm.
+    Takes a checkpoint folder or the path of a bare configuration. ModelOpt's own file is used where
+    `config.json` says nothing about quantisation; where both speak they must name the same algorithm. A
+    configuration of another name may lie next to those of other models, and says everything itself.
     Raises CheckpointError for a file that is missing, unreadable, or not a JSON object.
     """
     path = folder_or_file / CONFIG if folder_or_file.is_dir() else folder_or_file
@@ -26,7 +27,7 @@ def read_config(folder_or_file: Path) -> dict[str, Any]:
         )
     config = read_json_object(path)
     beside = path.with_name(MODELOPT_CONFIG)
-    if beside.is_file():
+    if path.name == CONFIG and beside.is_file():
         config["quantization_config"] = _merge(config.get("quantization_config"), path, beside)
     return config
 

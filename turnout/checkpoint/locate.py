@@ -17,7 +17,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def locate(model: str) -> Path:
     """The folder of a bundled model, of a local path, or of a hub id already in the local cache.
 
-    The path of a `config.json` stands for the folder it lies in; a plan needs no more than that file.
+    The path of a `config.json` stands for the folder it lies in. A configuration of another name, such as
+    `qwen3.json`, has no folder and is itself returned: enough for a plan, and `require_folder` refuses it
+    where weights are needed.
     A folder of one's own that is called like a bundled model is `./demo`. Never uses the network.
     Raises UserError saying what to do when there is no such model.
     """
@@ -43,6 +45,15 @@ def locate(model: str) -> Path:
     )
 
 
+def require_folder(path: Path) -> None:
+    """Raise UserError for a configuration without weights; `path` is what `locate` returned."""
+    if path.is_file():
+        raise UserError(
+            f"{path} is a configuration without weights, enough for `turnout plan` only: give the folder "
+            f"that holds {CONFIG}, *.safetensors and tokenizer.json"
+        )
+
+
 def _bundled(model: str) -> Path:
     folder = ASSETS / model
     if not (folder / CONFIG).is_file():
@@ -56,7 +67,12 @@ def _bundled(model: str) -> Path:
 def _file(path: Path) -> Path:
     if path.name == CONFIG:
         return path.parent
-    raise UserError(f"{path} is a file: give the folder that holds {CONFIG} and *.safetensors")
+    if path.suffix.lower() == ".json":
+        return path
+    raise UserError(
+        f"{path} is a file: give the folder that holds {CONFIG} and *.safetensors, or for `turnout plan` a "
+        "configuration named *.json"
+    )
 
 
 def _cached(repo_id: str) -> Path | None:

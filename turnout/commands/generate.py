@@ -30,8 +30,8 @@ def generate(
     """Answer `prompt` (a text, a .jsonl file, or None: standard input); the exit code. Raises UserError.
 
     A single prompt prints its text; a file, or `output`, gives one JSON object per prompt. Prompts that could
-    not be answered are reported on standard error, and the exit code is 1. Of several ranks (`launched`: which
-    this is) the first reads, writes and fails.
+    not be answered are reported on standard error, and the exit code is 1. Of several ranks (`launched`:
+    which this is) the first reads, writes and fails.
 
     chat: apply the model's chat template. None: to a text, where the model has a template; the prompts of a
     file go in as they are.

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from turnout.checkpoint import locate, open_checkpoint
 from turnout.checkpoint import quantize as writing
+from turnout.checkpoint.locate import require_folder
 from turnout.checkpoint.quantize import Calibration, InputAmax
 from turnout.config import Config
 from turnout.engine.core import EngineCore
@@ -53,6 +54,7 @@ def quantize(model: str, out: Path, format: str, *, samples: Sequence[Sample] | 
     weights alone. Raises UserError, before any work, for what `checkpoint.quantize` refuses.
     """
     source = locate(model)
+    require_folder(source)
     with _Bars() as bars:
         calibration = None if samples is None else lambda: calibrate(model, samples, bars.reporter())
         writing.quantize(source, out, format, calibration=calibration, progress=bars.reporter("quantising"))

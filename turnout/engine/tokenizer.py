@@ -19,6 +19,7 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
+from turnout.checkpoint.locate import require_folder
 from turnout.errors import UserError
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -42,6 +43,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
         """The tokenizer of a model's folder. Raises UserError naming the file that is missing or broken."""
+        require_folder(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
         return cls(

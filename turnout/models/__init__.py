@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from turnout.checkpoint import Quantization, parse_quantization
@@ -78,9 +79,21 @@ def _read_spec(config: Mapping[str, Any]) -> DecoderSpec:
     names = fields.raw("architectures")
     if not isinstance(names, Sequence) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.wrong("architectures", "must be a list that holds one name")
+    if names[0] not in ARCHITECTURES:
+        raise UserError(_unknown(names[0]))
     spec: DecoderSpec = ARCHITECTURES.get(names[0])(fields)
     fields.refuse_unread()
     return spec
+
+
+def _unknown(architecture: str) -> str:
+    nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
+    similar = f" (the most similar name is {nearest[0]})" if nearest else ""
+    return (
+        f"unknown model architecture {architecture!r}; known: {', '.join(sorted(ARCHITECTURES))}{similar}. "
+        "Give a checkpoint whose config.json names one of these under architectures; docs/extending.md says "
+        "how to add another"
+    )
 
 
 def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[str, bool]:

@@ -64,11 +64,15 @@ def hardware_names() -> list[str]:
 
 
 def named(name: str) -> Hardware:
-    """The preset called `name`; "cpu" is this machine's. Raises UserError naming the known ones."""
+    """The preset called `name`, in capitals or not; "cpu" is this machine's.
+
+    Raises UserError naming the known ones.
+    """
+    asked, name = name, name.lower()
     if name == "cpu":
         return detect("cpu")
     if name not in PRESETS:
-        raise UserError(f"--hardware {name!r}: unknown; known: {', '.join(hardware_names())}")
+        raise UserError(f"--hardware {asked!r}: unknown; known: {', '.join(hardware_names())}")
     return PRESETS[name]
 
 

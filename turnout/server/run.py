@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from turnout.checkpoint.locate import locate
+from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
@@ -49,7 +49,7 @@ class HttpServer(uvicorn.Server):
 def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can mend."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    locate(config.model)
+    require_folder(locate(config.model))
     check_hosts(config)
     if config.node_rank > 0:
         return serve_ranks(config)
