@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -131,10 +132,27 @@ def test_a_key_is_never_shown():
     assert ServerConfig().describe()["api_key"] == ""
 
 
+@pytest.mark.parametrize("key", ["", "caf\u00e9", "two words", "line\n", "tab\t", "\u0665"])
+def test_a_key_that_would_let_in_everybody_or_nobody_is_refused(key, tmp_path, monkeypatch):
+    """Wherever it comes from; a key is never shown."""
+    words = "empty" if not key else f"U\\+{ord(next(c for c in key if not '!' <= c <= '~')):04X}"
+    with pytest.raises(UserError, match=f"--api-key.*{words}") as caught:
+        load(ServerConfig, {"api_key": key})
+    assert not key or key not in str(caught.value)
+    with pytest.raises(UserError, match="--api-key"):
+        load(ServerConfig, {}, config_file=write(tmp_path, f"api-key: {json.dumps(key)}\n"))
+    monkeypatch.setenv("TURNOUT_API_KEY", key)
+    with pytest.raises(UserError, match="--api-key"):
+        load(ServerConfig, {})
+    assert load(ServerConfig, {"api_key": "!~aZ09"}).api_key == "!~aZ09"
+
+
 def test_every_field_has_help_and_a_default_of_its_type():
     for field in dataclasses.fields(ServerConfig):
         assert field.metadata["help"], field.name
-        assert type(field.default) is field_type(ServerConfig, field.name), field.name
+        assert type(field.default) is field_type(ServerConfig, field.name) or field.default is None, (
+            field.name
+        )
         assert flag_name(field.name).startswith("--")
 
 

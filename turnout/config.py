@@ -152,7 +152,7 @@ class ServerConfig(Config):
 
     host: str = flag("127.0.0.1", "address to bind")
     port: int = flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
-    api_key: str = flag("", "require `Authorization: Bearer KEY`")
+    api_key: str | None = flag(None, "require `Authorization: Bearer KEY`")
     served_model_name: str = flag("", "model id shown to clients; default: the model's name")
     max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
     max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
@@ -168,6 +168,11 @@ class ServerConfig(Config):
         120.0, "seconds without progress until ranks with work count as stalled and restart", minimum=1
     )
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_key is not None:
+            _check_key(self.api_key)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"api_key": "***" if self.api_key else ""}
@@ -253,7 +258,7 @@ def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(f: dataclasses.Field, raw: str, where: str) -> Any:
-    kind = {"str": str, "int": int, "float": float, "bool": bool}[str(f.type)]
+    kind = {"str": str, "int": int, "float": float, "bool": bool}[_type_name(f)]
     if kind is bool:
         if raw.lower() in ("1", "true", "yes", "on"):
             return True
@@ -266,16 +271,38 @@ def _parse(f: dataclasses.Field, raw: str, where: str) -> Any:
         raise UserError(f"{where}={raw!r}: must be of type {kind.__name__}") from None
 
 
+def _type_name(f: dataclasses.Field) -> str:
+    """`str`, `int`, `float` or `bool`; a field whose default is None (not given) may hold None, too."""
+    return str(f.type).removesuffix(" | None")
+
+
+def _check_key(key: str) -> None:
+    """Raise UserError, without showing the key, if it would let everybody in or nobody."""
+    if not key:
+        raise UserError(
+            "--api-key is given, but empty, so that nothing would be required; give a key, or drop --api-key "
+            "(and TURNOUT_API_KEY) to serve without one"
+        )
+    wrong = next((char for char in key if not "!" <= char <= "~"), None)
+    if wrong is not None:
+        raise UserError(
+            f"--api-key: holds U+{ord(wrong):04X}, but clients can send only printable ASCII without spaces "
+            "in the Authorization header; take such a key, e.g. from `openssl rand -hex 32`"
+        )
+
+
 def _check_field(f: dataclasses.Field, value: Any) -> None:
-    where = flag_name(f.name)
+    if value is None and f.default is None:
+        return
+    where, kind = flag_name(f.name), _type_name(f)
     kinds: dict[str, tuple[type, ...]] = {
         "str": (str,),
         "int": (int,),
         "float": (int, float),
         "bool": (bool,),
     }
-    if not isinstance(value, kinds[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
-        raise UserError(f"{where} {value!r}: must be of type {f.type}")
+    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise UserError(f"{where} {value!r}: must be of type {kind}")
     choices, low, high = f.metadata["choices"], f.metadata["min"], f.metadata["max"]
     if choices and value not in choices:
         raise UserError(f"{where} {value!r}: must be one of {', '.join(choices)}")

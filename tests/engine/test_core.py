@@ -305,6 +305,20 @@ def test_scores_equal_the_reference() -> None:
             assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+def test_a_minimum_that_no_token_may_reach_is_refused() -> None:
+    """If every id ends the output, none may come before min_tokens; without a minimum, one does."""
+    core = make_core()
+    ids = list(range(ToyModel().shape.vocab_size))
+    assert len(run(core, requests_of([[1, 2]], max_tokens=4, stop_token_ids=ids))["0"].token_ids) == 1
+    for stops, ignore_eos in ((ids, True), (ids[:-1], False)):  # the last one is the end of sequence
+        never = request(
+            "never", [1, 2], max_tokens=4, min_tokens=2, stop_token_ids=stops, ignore_eos=ignore_eos
+        )
+        with pytest.raises(UserError, match="min_tokens=2: stop_token_ids and the end-of-sequence ids cover"):
+            core.add(never)
+    assert_idle(core)
+
+
 def test_min_tokens_and_stop_token_ids() -> None:
     model = ToyModel()
     asked = prompts(12, seed=6)

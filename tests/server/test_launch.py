@@ -33,8 +33,8 @@ def test_every_field_survives_the_command_line(monkeypatch):
             changed[field.name] = not field.default
         elif choices:
             changed[field.name] = choices[-1]
-        elif field.type == "str":
-            changed[field.name] = f"some {field.name}"
+        elif field.type in ("str", "str | None"):
+            changed[field.name] = f"some-{field.name}"
         else:
             maximum = field.metadata["max"]
             changed[field.name] = field.default + 1 if maximum != 1 else 0.5
@@ -53,6 +53,12 @@ def test_the_key_is_not_an_argument():
     config = ServerConfig(api_key="s3cret")
     assert "s3cret" not in arguments(config)
     assert environment(config)["TURNOUT_API_KEY"] == "s3cret"
+
+
+def test_the_key_of_the_configuration_counts_not_the_environments(monkeypatch):
+    monkeypatch.setenv("TURNOUT_API_KEY", "another")
+    assert environment(ServerConfig(api_key="s3cret"))["TURNOUT_API_KEY"] == "s3cret"
+    assert "TURNOUT_API_KEY" not in environment(ServerConfig())
 
 
 def test_a_plain_configuration_is_served_on_a_free_port(monkeypatch):

@@ -120,7 +120,10 @@ def arguments(config: ServerConfig) -> list[str]:
 
 def environment(config: ServerConfig) -> dict[str, str]:
     """Ours, plus what must not show in a process list, plus our terminal's nature behind the pipe."""
-    values = dict(os.environ) | {"TURNOUT_API_KEY": config.api_key, "PYTHONUNBUFFERED": "1"}
+    values = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    values.pop("TURNOUT_API_KEY", None)  # `config` holds the one that counts
+    if config.api_key is not None:
+        values["TURNOUT_API_KEY"] = config.api_key
     if sys.stderr.isatty():
         values["TTY_COMPATIBLE"] = "1"
         columns = os.get_terminal_size(sys.stderr.fileno()).columns

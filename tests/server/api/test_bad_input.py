@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,7 +124,35 @@ def test_a_body_that_waits_for_permission_is_refused_before_it_is_sent(root: str
 
 def test_unknown_routes_and_methods(http: httpx.Client):
     assert refused(http.get("/v2/models"), 404)["type"] == "not_found_error"
-    refused(http.get(COMPLETIONS), 405)
+    for path, allowed in (
+        (COMPLETIONS, {"POST"}),
+        ("/health", {"GET", "HEAD"}),
+        ("/v1/models", {"GET", "HEAD"}),
+    ):
+        reply = http.request("DELETE", path)
+        refused(reply, 405)
+        assert set(reply.headers["allow"].split(", ")) == allowed  # RFC 9110, 15.5.6
+
+
+def test_whoever_may_read_may_ask_for_the_head(http: httpx.Client):
+    for path in (
+        "/health",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/server_info",
+    ):
+        reply = http.head(path)
+        assert (reply.status_code, reply.content) == (200, b"")
+
+
+def test_a_minimum_that_no_token_may_reach(http: httpx.Client):
+    body = {"prompt": "a", "max_tokens": 4, "min_tokens": 2, "stop_token_ids": list(range(384))}
+    assert "min_tokens=2" in refused(http.post(COMPLETIONS, json=body))["message"]
+    stream = http.post(COMPLETIONS, json=body | {"stream": True})
+    assert "min_tokens=2" in json.loads(stream.text.removeprefix("data: "))["error"]["message"]
 
 
 def test_a_broken_request_line(root: str):

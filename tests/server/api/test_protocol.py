@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -111,7 +112,16 @@ def test_fields_that_cannot_matter_are_ignored():
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"stop": [1]}, "stop: must be a string or a list of strings"),
         ({"stop": ["x"] * 65}, "stop: at most 64 stop strings"),
-        ({"logit_bias": {"a": 1}}, "logit_bias: must map token ids to numbers"),
+        ({"logit_bias": [1]}, "logit_bias: must map token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: key 'a' is not a token id in decimal digits"),
+        *(
+            ({"logit_bias": {key: 1}}, f"logit_bias: key {key[:20]!r} is not a token id in decimal digits")
+            for key in ("", "\u0665", " 5", "5_0", " 5_0", "05", "+5", "-1", "5.0", "1e1", "9" * 5000)
+        ),
+        *(
+            ({"logit_bias": {"5": bias}}, "logit_bias: token 5: the bias must be a number in [-100, 100]")
+            for bias in (True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400, 101)
+        ),
         ({"stream_options": {"include_usage": True}}, "stream_options is only allowed when stream is true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x: unknown field"),
         ({"a": 1, "b": 2}, "a: unknown field; b: unknown field"),
@@ -145,7 +155,6 @@ def test_chat_refusals_name_the_field(fields: dict[str, Any], message: str):
         ({"top_p": 0}, "top_p=0"),
         ({"stop": [""]}, "stop=('',)"),
         ({"logprobs": 21}, "logprobs=21"),
-        ({"logit_bias": {"3": 101}}, "logit_bias={3: 101.0}"),
         ({"logit_bias": {"10": 1}}, "logit_bias: token id 10 does not lie in [0, 10)"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: token id -1"),
         ({"min_tokens": 20}, "min_tokens=20"),

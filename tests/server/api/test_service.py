@@ -34,7 +34,8 @@ def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
     for path in ("/v1/models", "/version", "/server_info"):
         assert httpx.get(root + path).status_code == 401
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        for header in ({}, {"Authorization": KEY}, {"Authorization": "Bearer wrong"}):
+        for given in (None, KEY, "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer{KEY}", f"Bearer {KEY}é"):
+            header = {} if given is None else {"Authorization": given.encode()}
             reply = httpx.post(root + path, json={"prompt": "a"}, headers=header)
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
@@ -42,6 +43,13 @@ def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
         openai.OpenAI(base_url=guarded, api_key="wrong", max_retries=0).models.list()
     client = openai.OpenAI(base_url=guarded, api_key=KEY, max_retries=0)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
+def test_the_scheme_is_case_insensitive(guarded: str, scheme: str):
+    """RFC 9110, 11.1 and 11.4: the scheme's case does not matter, and one or more spaces follow it."""
+    header = {"Authorization": f"{scheme} {KEY}"}
+    assert httpx.get(f"{guarded}/models", headers=header).status_code == 200
 
 
 def test_the_key_is_shown_to_nobody(guarded: str):

@@ -9,6 +9,7 @@ import msgspec
 from turnout.errors import UserError
 
 MAX_LOGPROBS = 20
+MAX_BIAS = 100
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,8 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("stop", all(self.stop), "must not contain an empty string"),
             (
                 "logit_bias",
-                all(-100 <= b <= 100 for b in self.logit_bias.values()),
-                "values must lie in [-100, 100]",
+                all(-MAX_BIAS <= b <= MAX_BIAS for b in self.logit_bias.values()),
+                f"values must lie in [-{MAX_BIAS}, {MAX_BIAS}]",
             ),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a 64-bit integer"),
         ]

@@ -27,6 +27,7 @@ from turnout.server.api.protocol import (
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
 from turnout.server.api.service import Service
 
+GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
 
 
@@ -36,8 +37,7 @@ def create_app(service: Service) -> FastAPI:
 
     async def check_key(request: Request) -> None:
         key = service.config.api_key
-        given = request.headers.get("authorization", "")
-        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        if key is not None and not _carries(request.headers.get("authorization", ""), key):
             raise ApiError(
                 401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
             )
@@ -49,22 +49,29 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+def _carries(authorization: str, key: str) -> bool:
+    """Whether an Authorization header names `key`, compared in a time that tells nothing about it."""
+    scheme, _, given = authorization.partition(" ")
+    raw = given.strip(" ").encode("latin-1")  # header values are bytes, which starlette reads as Latin-1
+    return hmac.compare_digest(raw, key.encode()) and scheme.lower() == "bearer"
+
+
 def _open_routes(service: Service) -> APIRouter:
     """For probes and scrapers, which carry no key."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=GET)
     async def health() -> Response:
         """200 while this process lives."""
         return json_response({"status": "ok"})
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=GET)
     async def ready() -> Response:
         """200 if a request sent now would be served, else 503 with the reason."""
         service.check_ready()
         return json_response({"status": "ready"})
 
-    @router.get("/metrics")
+    @router.api_route("/metrics", methods=GET)
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -74,20 +81,20 @@ def _open_routes(service: Service) -> APIRouter:
 def _info_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/version")
+    @router.api_route("/version", methods=GET)
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=GET)
     async def models() -> Response:
         return json_response({"object": "list", "data": [service.model_card()]})
 
-    @router.get("/v1/models/{model:path}")
+    @router.api_route("/v1/models/{model:path}", methods=GET)
     async def model(model: str) -> Response:
         service.check_model(model)
         return json_response(service.model_card())
 
-    @router.get("/server_info")
+    @router.api_route("/server_info", methods=GET)
     async def server_info() -> Response:
         return json_response(service.describe())
 
@@ -157,7 +164,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
-        return ApiError(error.status_code, f"{where}: {error.detail}").response()
+        return ApiError(error.status_code, f"{where}: {error.detail}", headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:

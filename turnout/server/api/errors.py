@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,29 +14,34 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class ApiError(Exception):
     """Something that ends a request with an error `status`; `param` names the field at fault, if one is."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        headers = {}
-        if self.status == 503:
-            headers["Retry-After"] = "1"
-        elif self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return json_response(self.body(), self.status, headers)
+        return json_response(self.body(), self.status, HEADERS.get(self.status, {}) | self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

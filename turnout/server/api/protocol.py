@@ -12,12 +12,13 @@ misspelt `max_token` that is ignored costs more than an error. Three kinds of Op
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling.params import MAX_BIAS, SamplingParams
 from turnout.errors import UserError
 from turnout.server.api.errors import ApiError, invalid
 
@@ -102,15 +103,23 @@ def _stops(value: Any) -> list[str]:
 
 
 def _bias(value: Any) -> dict[int, float]:
-    """JSON object keys are strings; OpenAI's are token ids in decimal."""
+    """JSON object keys are strings; OpenAI's are token ids in decimal.
+
+    Python's `int` and `float` take more than that (" 5_0", "٥", True, "1e5"), which would be guesses here.
+    """
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ValueError("must map token ids to numbers")
-    try:
-        return {int(token): float(bias) for token, bias in value.items()}
-    except (TypeError, ValueError):
-        raise ValueError("must map token ids to numbers") from None
+    for token, bias in value.items():
+        if not _TOKEN_ID.fullmatch(token):
+            raise ValueError(f"key {token[:20]!r} is not a token id in decimal digits")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"token {token}: the bias must be a number in [-{MAX_BIAS}, {MAX_BIAS}]")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each, so that no two keys mean the same token
 
 
 class StreamOptions(Body):
