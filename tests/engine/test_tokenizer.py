@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+import unicodedata
 from pathlib import Path
 
 import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.tiny import write_tokenizer
@@ -139,3 +146,95 @@ def test_torch_is_not_imported(folder: Path) -> None:
         f"Tokenizer.load(Path({str(folder)!r})).encode('x'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def merging(
+    *,
+    normalizer: normalizers.Normalizer | None = None,
+    before: pre_tokenizers.PreTokenizer | None = None,
+    added: AddedToken | None = None,
+    alphabet: int = 256,
+) -> Tokenizer:
+    """Of bytes, with a token for two, four and eight spaces."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())[:alphabet]
+    spaces = ["Ġ" * 2**k for k in range(1, 4)]
+    vocab = {symbol: i for i, symbol in enumerate([*dict.fromkeys([*symbols, "Ġ"]), *spaces])}
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ" * 2**k,) * 2 for k in range(3)]))
+    core.pre_tokenizer = pre_tokenizers.Sequence([before, BYTES]) if before else BYTES
+    core.normalizer = normalizer
+    core.add_special_tokens([added or "<|eleven|>"])
+    return Tokenizer(core, template=None, special={}, folder=Path())
+
+
+DIGITS = pre_tokenizers.Split(tokenizers.Regex(r"\d"), behavior="isolated")
+NFC = normalizers.NFC()
+
+
+@pytest.mark.parametrize(
+    ("ours", "longest"),
+    [
+        (merging(), 10),
+        (merging(before=DIGITS), 10),
+        (merging(added=AddedToken("<é>")), 8),  # 4 bytes
+        (merging(normalizer=NFC), 40),
+        (merging(normalizer=normalizers.Sequence([NFC, normalizers.Replace("~", "~~")])), 40),
+    ],
+)
+@given(text=st.text(st.sampled_from(" aé\u0390\u1fbe\u0308\u0301\u212a<|eleven|>~7"), max_size=200))
+def test_no_text_takes_fewer_tokens_than_it_must(ours: Tokenizer, longest: int, text: str) -> None:
+    assert ours.longest_token == longest
+    assert len(ours.encode(text)) >= ours.least_tokens(text) >= len(text.encode()) / longest
+    assert ours.least_tokens(text + " " * longest) == ours.least_tokens(text) + 1
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        merging(added=AddedToken("<mask>", lstrip=True)),
+        merging(before=pre_tokenizers.Split(" ", behavior="removed")),
+        merging(before=pre_tokenizers.WhitespaceSplit()),
+        merging(normalizer=normalizers.Strip()),
+        merging(normalizer=normalizers.Sequence([NFC, normalizers.Replace("  ", " ")])),
+        merging(alphabet=255),
+    ],
+)
+def test_where_text_may_vanish_there_is_no_bound(ours: Tokenizer) -> None:
+    assert ours.longest_token is None
+    assert ours.least_tokens("a" * 1000) == 0
+
+
+def test_normal_forms_shorten_text_by_no_more_than_the_bound_allows() -> None:
+    """Each character written as long as Unicode allows: every part of its decomposition by the longest
+    character that decomposes to that part alone."""
+    characters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i <= 0xDFFF]
+    longest: dict[str, int] = {}
+    for c in characters:
+        part = unicodedata.normalize("NFD", c)
+        longest[part] = max(longest.get(part, 0), len(c.encode()))
+    for c in characters:
+        written = sum(longest[part] for part in unicodedata.normalize("NFD", c))
+        assert max(written, len(c.encode())) <= 4 * len(unicodedata.normalize("NFC", c).encode())
+
+
+def test_other_threads_run_while_a_text_is_tokenised(folder: Path) -> None:
+    ours = Tokenizer.load(folder)
+    pauses, stop = [0.0], threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not stop.wait(0.001):
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    assert len(ours.encode("the quick brown fox " * 100_000)) == 2_000_000
+    took = time.perf_counter() - start
+    stop.set()
+    watcher.join()
+    assert max(pauses) < took / 4, f"a pause of {max(pauses):.2f} s in {took:.2f} s"
