@@ -1,12 +1,15 @@
-"""A Qwen3-MoE checkpoint with random weights, in NVFP4 as ModelOpt exports it: for measuring, not for use.
+"""A Qwen3-MoE checkpoint with random weights, for measuring, not for use.
 
-    python -m tools.random_checkpoint /tmp/qwen3-30b            # 17.5 GB, shaped like Qwen3-30B-A3B
+    python -m tools.random_checkpoint /tmp/qwen3-30b                  # 17.5 GB, shaped like Qwen3-30B-A3B
+    python -m tools.random_checkpoint /tmp/qwen3-30b --format fp8     # 31.2 GB; bf16: 61.1 GB
     python -m tools.random_checkpoint OUT --num-layers 4
 
-Names, types, shapes and files are those of a real checkpoint; only values are made up. They come from one
-pool of random numbers, each tensor starting elsewhere in it: drawing 17 GB takes minutes, this as long as
-writing, which several threads do, a file each. The scales give weights a standard deviation of 0.02, so that
-hidden states stay finite and routing is spread over the experts.
+Names, types, shapes and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them;
+experts and attention in FP8 blocks as Qwen3-30B-A3B-FP8 has them; or bf16. Only values are made up. They come
+from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB takes minutes, this as
+long as writing, which several threads do, a file each. Only bf16 tensors larger than the pool (embeddings and
+head) are drawn value by value, since a repeated pool would give many token ids the same row. The scales give
+weights a standard deviation of 0.02: hidden states stay finite and routing is spread over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
 says is text.
@@ -28,9 +31,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from turnout.checkpoint.encoders import PROJECTIONS, ExpertLayer, Nvfp4
+from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Nvfp4
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
-from turnout.formats import nvfp4
+from turnout.formats import fp8, nvfp4
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B: config.json
 QWEN3_30B: Mapping[str, Any] = {
@@ -74,17 +77,21 @@ SHARD_BYTES = 10**9
 THREADS = 16
 CODE_RMS = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of e2m1, all codes alike
 SCALES = (0x58, 0x68)  # e4m3 codes of block scales: 16 to 64, less one step
+FP8_STD = 64.0  # of e4m3 values, whose largest is 448
 INPUT_AMAX = 8.0
+FORMATS = ("nvfp4", "fp8", "bf16")
 
 
 class Pool:
-    """Random tensors, cheaply: views of one block of random numbers."""
+    """Random tensors, cheaply: views of blocks of random numbers."""
 
     def __init__(self, seed: int):
         draw = torch.Generator().manual_seed(seed)
         self._bytes = torch.randint(256, (POOL_BYTES,), dtype=torch.uint8, generator=draw)
         self._scales = torch.randint(*SCALES, (POOL_BYTES // 4,), dtype=torch.uint8, generator=draw)
         self._weights = torch.empty(POOL_BYTES // 4, dtype=torch.bfloat16).normal_(0, SPREAD, generator=draw)
+        values = torch.empty(POOL_BYTES // 4).normal_(0, FP8_STD, generator=draw)
+        self._fp8 = values.clamp_(-448, 448).to(fp8.DTYPE).view(torch.uint8)
         mean_square = self._scales.view(torch.float8_e4m3fn).float().square().mean()
         self._global_scale = SPREAD / (CODE_RMS * mean_square.sqrt())
         self._seed = seed
@@ -95,13 +102,22 @@ class Pool:
             return self._global_scale
         if entry.name.endswith("input_scale"):
             return torch.tensor(INPUT_AMAX / nvfp4.GLOBAL_MAX)
+        if entry.name.endswith("weight_scale_inv"):
+            return torch.full(entry.shape, SPREAD / FP8_STD, dtype=entry.dtype)
         if entry.name.endswith("norm.weight"):
             return torch.ones(entry.shape, dtype=entry.dtype)
         if entry.dtype == torch.uint8:
             return self._view(self._bytes, entry)
         if entry.dtype == torch.bfloat16:
+            return self._weights_of(entry)
+        is_scale = entry.name.endswith("weight_scale")
+        return self._view(self._scales if is_scale else self._fp8, entry).view(entry.dtype)
+
+    def _weights_of(self, entry: Entry) -> Tensor:
+        if math.prod(entry.shape) <= len(self._weights):
             return self._view(self._weights, entry)
-        return self._view(self._scales, entry).view(entry.dtype)
+        draw = torch.Generator().manual_seed(crc32(entry.name.encode(), self._seed))
+        return torch.empty(entry.shape, dtype=entry.dtype).normal_(0, SPREAD, generator=draw)
 
     def _view(self, block: Tensor, entry: Entry) -> Tensor:
         size = math.prod(entry.shape)
@@ -112,8 +128,9 @@ class Pool:
         return block.repeat(repeats)[start : start + size].view(entry.shape)
 
 
-def entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
-    """All tensors of a Qwen3-MoE model, in groups that belong into one file."""
+def entries(config: Mapping[str, Any], encoder: Encoder | None) -> Iterator[list[Entry]]:
+    """All tensors of a Qwen3-MoE model, in groups that belong into one file; encoder None: all in bf16."""
+    linear = encoder.entries if isinstance(encoder, Fp8) else _linear
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -122,23 +139,29 @@ def entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
         prefix = f"model.layers.{i}"
         yield [
             _entry(f"{prefix}.input_layernorm", hidden),
-            _entry(f"{prefix}.self_attn.q_proj", queries, hidden),
-            _entry(f"{prefix}.self_attn.k_proj", keys, hidden),
-            _entry(f"{prefix}.self_attn.v_proj", keys, hidden),
-            _entry(f"{prefix}.self_attn.o_proj", hidden, queries),
+            *linear(f"{prefix}.self_attn.q_proj", (queries, hidden)),
+            *linear(f"{prefix}.self_attn.k_proj", (keys, hidden)),
+            *linear(f"{prefix}.self_attn.v_proj", (keys, hidden)),
+            *linear(f"{prefix}.self_attn.o_proj", (hidden, queries)),
             _entry(f"{prefix}.self_attn.q_norm", config["head_dim"]),
             _entry(f"{prefix}.self_attn.k_norm", config["head_dim"]),
             _entry(f"{prefix}.post_attention_layernorm", hidden),
             _entry(f"{prefix}.mlp.gate", config["num_experts"], hidden),
         ]
-        yield from Nvfp4({}).groups(_experts(config, i))
+        experts = _experts(config, i)
+        if encoder is not None:
+            yield from encoder.groups(experts)
+            continue
+        for e in range(experts.num_experts):
+            yield [_entry(f"{experts.expert(e)}.{p}", *experts.shape(p)) for p in PROJECTIONS]
     yield [_entry("model.norm", hidden)]
     yield [_entry("lm_head", vocab, hidden)]
 
 
-def write(out: Path, config: Mapping[str, Any], *, seed: int = 0) -> int:
+def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: int = 0) -> int:
     """A model folder at `out`; how many bytes its weights have. Raises UserError if it cannot be written."""
-    groups = list(entries(config))
+    encoder = {"nvfp4": Nvfp4({}), "fp8": Fp8(), "bf16": None}[format]
+    groups = list(entries(config, encoder))
     size = sum(entry.nbytes for group in groups for entry in group)
     pool = Pool(seed)
     with new_folder(out, needed_bytes=size) as folder:
@@ -152,19 +175,24 @@ def write(out: Path, config: Mapping[str, Any], *, seed: int = 0) -> int:
             list(threads.map(fill, writer.files))
         writer.finish()
         write_tokenizer(folder, config["vocab_size"])
-        kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]
-        layers = [_experts(config, i) for i in range(config["num_hidden_layers"])]
-        names = [
-            f"{layer.expert(e)}.{p}"
-            for layer in layers
-            for e in range(layer.num_experts)
-            for p in PROJECTIONS
-        ]
-        quantization, beside = Nvfp4({}).declare(kept, names)
-        for name, value in beside.items():
-            write_json(folder / name, value)
-        write_json(folder / "config.json", {**config, "quantization_config": quantization})
+        quantization = {} if encoder is None else _declare(config, encoder, groups, folder)
+        write_json(folder / "config.json", {**config, **quantization})
     return size
+
+
+def _declare(
+    config: Mapping[str, Any], encoder: Encoder, groups: Sequence[Sequence[Entry]], folder: Path
+) -> dict[str, Any]:
+    """What config.json says of the quantisation; writes the further files that say it too."""
+    kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]
+    layers = [_experts(config, i) for i in range(config["num_hidden_layers"])]
+    names = [
+        f"{layer.expert(e)}.{p}" for layer in layers for e in range(layer.num_experts) for p in PROJECTIONS
+    ]
+    quantization, files = encoder.declare(kept, names)
+    for name, value in files.items():
+        write_json(folder / name, value)
+    return {"quantization_config": quantization}
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -183,6 +211,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _entry(module: str, *shape: int) -> Entry:
     return Entry(f"{module}.weight", torch.bfloat16, shape)
+
+
+def _linear(module: str, shape: tuple[int, int]) -> list[Entry]:
+    return [_entry(module, *shape)]
 
 
 def _experts(config: Mapping[str, Any], layer: int) -> ExpertLayer:
@@ -204,6 +236,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--num-layers", type=int, default=QWEN3_30B["num_hidden_layers"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -212,9 +245,8 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     fields = {name: json.loads(value) for name, value in options.set}
-    size = write(
-        options.out, {**QWEN3_30B, "num_hidden_layers": options.num_layers, **fields}, seed=options.seed
-    )
+    config = {**QWEN3_30B, "num_hidden_layers": options.num_layers, **fields}
+    size = write(options.out, config, format=options.format, seed=options.seed)
     seconds = time.perf_counter() - start
     print(f"{options.out}: {size / 1e9:.1f} GB of weights in {seconds:.1f} s")
 

@@ -3,9 +3,10 @@
     python -m tools.serving demo --output benchmarks/results/serve-DEVICE-DATE.json
     TURNOUT_MAX_RUNNING_REQUESTS=128 TURNOUT_CUDA_GRAPH_MAX_BS=128 python -m tools.serving /dev/shm/qwen3-30b
 
-The server takes its other flags from the environment (TURNOUT_<FLAG>); or give the --base-url of one that
-runs, and the names of its flags as --flags. Each load is preceded by a short one, so that nothing new happens
-under the clock.
+The server is started without a prefix cache and takes its other flags from the environment (TURNOUT_<FLAG>);
+or give the --base-url of one that runs, and the names of its flags as --flags. Each load is preceded by a
+short one of other prompts, so that nothing new happens under the clock and nothing that is measured was seen
+before. A row says how many of its prompt tokens came from a prefix cache all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,18 @@ def rows(model: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]],
     found = []
     server: AbstractContextManager[str] = nullcontext(options.base_url)
     if not options.base_url:
-        server = launch(load(ServerConfig, {"model": model, "port": 0}))
+        server = launch(load(ServerConfig, {"model": model, "port": 0, "disable_prefix_cache": True}))
     with server as base_url:
-        for concurrency in options.concurrency:
+        for i, concurrency in enumerate(options.concurrency):
             bench = ServeBench(
                 input_len=options.input_len,
                 output_len=options.output_len,
                 num_prompts=max(4, 4 * concurrency),
                 max_concurrency=concurrency,
+                seed=2 * i,
             )
-            measure(ServeBench(input_len=options.input_len, output_len=8, num_prompts=concurrency), base_url)
+            warm_up = replace(bench, output_len=8, num_prompts=concurrency, seed=2 * i + 1)
+            measure(warm_up, base_url)
             found.append({"model": Path(model).name} | measure(bench, base_url))
             print(model, concurrency, {name: found[-1][name] for name in SHOWN}, flush=True)
         return found, place(base_url)

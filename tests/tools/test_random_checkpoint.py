@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.tiny import QWEN3_MOE, write_model
-from tools.random_checkpoint import QWEN3_30B, write
+from tools.random_checkpoint import FORMATS, POOL_BYTES, QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.checkpoint.quantize import quantize
 
@@ -40,8 +42,41 @@ def test_tensors_are_those_of_transformers_quantised(tmp_path: Path):
     assert 0 < (tmp_path / "random/model.safetensors").stat().st_size - size < 2e5
 
 
-def test_it_runs_and_speaks(tmp_path: Path):
-    write(tmp_path / "random", CONFIG, seed=1)
+def test_attention_is_fp8_where_experts_are(tmp_path: Path):
+    write_model(tmp_path / "bf16", dtype=torch.bfloat16)
+    quantize(tmp_path / "bf16", tmp_path / "fp8", "fp8")
+    write(tmp_path / "random", CONFIG, format="fp8")
+    ours, real = tensors(tmp_path / "random"), tensors(tmp_path / "fp8")
+    assert {name: at for name, at in ours.items() if "self_attn" not in name or "norm" in name} == {
+        name: at for name, at in real.items() if "self_attn" not in name or "norm" in name
+    }
+    for name, (shape, dtype) in real.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+            assert dtype == "BF16"
+            assert ours[name] == (shape, "F8_E4M3")
+            assert ours[f"{name}_scale_inv"] == ([-(-n // 128) for n in shape], "F32")
+    kept = json.loads((tmp_path / "random/config.json").read_text())["quantization_config"]
+    assert not any("_proj" in name for name in kept["modules_to_not_convert"])
+
+
+def test_no_two_tokens_share_a_row_of_the_head(tmp_path: Path):
+    """With rows from a repeated pool, thousands of ids would always have the same logit."""
+    config = CONFIG | {
+        "vocab_size": 70_000,
+        "eos_token_id": 69_999,
+        "hidden_size": 256,
+        "num_hidden_layers": 1,
+    }
+    assert POOL_BYTES // 4 < 70_000 * 256  # more values than the pool has
+    write(tmp_path / "random", config, format="bf16")
+    weights = load_file(tmp_path / "random/model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert len(torch.unique(weights[name].view(torch.int16), dim=0)) == 70_000
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_runs_and_speaks(tmp_path: Path, format: str):
+    write(tmp_path / "random", CONFIG, format=format, seed=1)
     with LLM(str(tmp_path / "random"), device="cpu", num_threads=1, load_progress=False) as llm:
         (first,) = llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
     assert len(set(first.token_ids)) > 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -110,11 +111,26 @@ def place(base_url: str) -> dict[str, Any]:
     return {"device": hardware["name"], "devices": len(ranks), "driver": gpu_driver()}
 
 
+def cached_prompt_tokens(base_url: str) -> float | None:
+    """Prompt tokens taken from the prefix cache since the server started; None: the server does not say."""
+    url = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+    try:
+        families = list(text_string_to_metric_families(httpx.get(url, timeout=10).text))
+    except (httpx.HTTPError, ValueError):
+        return None
+    found = [s.value for f in families for s in f.samples if s.name == "turnout:cached_prompt_tokens_total"]
+    return sum(found) if found else None
+
+
 def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
-    """Apply the load once; a row with throughputs per second and latencies in milliseconds."""
-    start = time.perf_counter()
+    """Apply the load once; a row with throughputs per second and latencies in milliseconds.
+
+    cached_prompt_tokens: prompt tokens that the server took from its prefix cache meanwhile, None where it
+    does not say.
+    """
+    before, start = cached_prompt_tokens(base_url), time.perf_counter()
     traces = asyncio.run(_load(bench, base_url))
-    seconds = time.perf_counter() - start
+    seconds, after = time.perf_counter() - start, cached_prompt_tokens(base_url)
     tokens = sum(trace.tokens for trace in traces)
     row: dict[str, Any] = {
         "num_prompts": bench.num_prompts,
@@ -122,6 +138,7 @@ def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
         "request_rate": bench.request_rate if bench.request_rate != float("inf") else "inf",
         "input_len": bench.input_len,
         "output_len": bench.output_len,
+        "cached_prompt_tokens": None if before is None or after is None else int(after - before),
         "duration_s": seconds,
         "output_tokens": tokens,
         "request_throughput": len(traces) / seconds,

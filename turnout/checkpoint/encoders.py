@@ -194,7 +194,7 @@ class Fp8:
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
-            [e for p in PROJECTIONS for e in self._entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
+            [e for p in PROJECTIONS for e in self.entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
             for i in range(layer.num_experts)
         ]
 
@@ -216,7 +216,8 @@ class Fp8:
         }
         return config, {}
 
-    def _entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+    def entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+        """Those of one linear layer of `shape` [N, K]."""
         rows, columns = shape
         blocks = (-(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
         return [
