@@ -43,14 +43,6 @@ MAY_IMPORT = {
 }
 # What imports against the order today. Each line goes when what it imports moves down; none is added.
 EXCEPTIONS = {
-    ("turnout.attention.cpu", "turnout.engine.scheduler.scheduler"),
-    ("turnout.attention.cpu", "turnout.models.interface"),
-    ("turnout.attention.torch", "turnout.engine.scheduler.request"),
-    ("turnout.attention.torch", "turnout.engine.scheduler.scheduler"),
-    ("turnout.attention.torch", "turnout.models.interface"),
-    ("turnout.attention.triton", "turnout.engine.scheduler.scheduler"),
-    ("turnout.attention.triton", "turnout.models.interface"),
-    ("turnout.evals.calibration", "turnout.commands.quantize"),
     ("turnout.moe.backends.flashinfer.fused_moe", "turnout.moe.backends.hopper.arena"),
 }
 OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}

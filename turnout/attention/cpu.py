@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.attention.interface import Attention, Chunk, KVShape
 from turnout.attention.torch import PagedAttention
-from turnout.engine.scheduler.scheduler import Chunk
 from turnout.kernels import cpu
-from turnout.models.interface import Attention, ModelShape
 
 
 def paged_attention(
-    shape: ModelShape, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
+    shape: KVShape, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
 ) -> PagedAttention:
     """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
     fits = (
@@ -35,7 +34,7 @@ def paged_attention(
 class CompiledAttention(PagedAttention):
     """In float32, for head sizes and pages of multiples of 16."""
 
-    def __init__(self, shape: ModelShape, **rest: Any) -> None:
+    def __init__(self, shape: KVShape, **rest: Any) -> None:
         super().__init__(shape, **rest)
         from turnout.kernels.cpu import attention
 

@@ -25,9 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.engine.scheduler.request import Request
-from turnout.engine.scheduler.scheduler import Chunk
-from turnout.models.interface import Attention, ModelShape
+from turnout.attention.interface import Attention, Chunk, KVShape, PagedSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ class PagedAttention(Attention):
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: KVShape,
         *,
         num_pages: int,
         page_size: int,
@@ -105,7 +103,8 @@ class PagedAttention(Attention):
         the last, which whoever writes to the slot adds."""
         slots, behind = [], []
         copied, size = self._copied, self.page_size
-        for request, start, _, _ in chunks:
+        for chunk in chunks:
+            request, start = chunk.request, chunk.start
             row, pages, page = request.row, request.pages, start // size
             if request.placed < len(pages):
                 self._place(request)
@@ -176,7 +175,7 @@ class PagedAttention(Attention):
         return _LaidOut(self, self._layout)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        """See `interface.Attention`."""
+        """See `attention.interface.Attention`."""
         assert self._layout is not None, "begin() lays out the step first"
         return self.attend_laid_out(self._layout, layer, q_NHD, k_NHD, v_NHD)
 
@@ -198,7 +197,7 @@ class PagedAttention(Attention):
             return q_NHD
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _place(self, request: Request) -> None:
+    def _place(self, request: PagedSequence) -> None:
         """Bring the page table up to date with the pages of `request`."""
         if request.placed < len(request.pages):
             self._copied[request.row] = min(self._copied[request.row], request.placed)

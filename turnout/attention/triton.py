@@ -14,9 +14,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from turnout.attention.interface import Attention, Chunk
 from turnout.attention.torch import PagedAttention, to_device
-from turnout.engine.scheduler.scheduler import Chunk
-from turnout.models.interface import Attention
 
 WIDEST = 128  # head size of which a tile of a prompt fits into a multiprocessor
 

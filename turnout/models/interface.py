@@ -10,27 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from turnout.attention.interface import Attention
 from turnout.moe.spec import MoESpec
 
 if TYPE_CHECKING:  # describing a model must not cost the import of torch
     from torch import Tensor
-
-
-class Attention(Protocol):
-    """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        """Store k and v [N, Hkv, D] for `layer`, attend causally with q [N, Hq, D]; returns [N, Hq, D]."""
-        ...
-
-    def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Where a kernel that makes keys and values may put them itself: a cache [Hkv, S, 2, D], keys before
-        values, and a slot [N] of it for each token. None: they are to be handed over."""
-        return None
-
-    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
-        """As a call, with keys and values that are in their place already."""
-        raise ValueError("nothing was put in place")
 
 
 @dataclass(frozen=True, kw_only=True)

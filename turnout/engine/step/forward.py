@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.interface import Attention
 from turnout.attention.torch import PagedAttention, to_device
 from turnout.attention.triton import StepAttention, has_kernels
 from turnout.engine.engine_plan import Blueprint
@@ -20,7 +21,7 @@ from turnout.engine.step import batch_invariant
 from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_eager
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs
 from turnout.engine.step.two_batch_overlap import cut, halves
-from turnout.models.interface import Attention, Model, ProgressFn, Step
+from turnout.models.interface import Model, ProgressFn, Step
 
 
 class Forward:

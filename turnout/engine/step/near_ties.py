@@ -23,9 +23,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.interface import Attention
 from turnout.attention.torch import attend_chunk
 from turnout.engine.engine_plan import SETTLED_BLOCK
-from turnout.models.interface import Attention, Model, Step
+from turnout.models.interface import Model, Step
 
 BLOCK = SETTLED_BLOCK  # tokens; never from configuration, for the result must not depend on it
 CLOSE = 1e-4  # of the spread between a row's largest and smallest logit

@@ -1,0 +1,71 @@
+"""What attention is to a model, and what it must know of the sequences of a step. Torch-free.
+
+Legend: N tokens of a step (all sequences concatenated), Hq/Hkv query/KV heads, D head size, S slots of a
+KV cache: places of one token each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Attention(Protocol):
+    """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+        """Store k and v [N, Hkv, D] for `layer`, attend causally with q [N, Hq, D]; returns [N, Hq, D]."""
+        ...
+
+    def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Where a kernel that computes keys and values may store them itself: the layer's cache
+        [Hkv, S, 2, D], keys before values, and each token's slot, int64 [N]. None: hand them to the call."""
+        return None
+
+    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+        """As a call, for keys and values that are stored already. Raises ValueError if `place` gives None."""
+        raise ValueError("keys and values were not stored: place() gives None")
+
+
+class KVShape(Protocol):
+    """The sizes of a model that a KV cache depends on. Heads are those of this rank."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class PagedSequence(Protocol):
+    """A request as the page table sees it."""
+
+    @property
+    def row(self) -> int:
+        """Of the page table; unique among running requests."""
+        ...
+
+    @property
+    def pages(self) -> list[int]:
+        """The KV pages that hold its context, in order."""
+        ...
+
+    placed: int  # pages already written to the page table; attention updates it
+
+
+class Chunk(Protocol):
+    """Tokens [start, end) of one request, to be computed in this step."""
+
+    @property
+    def request(self) -> PagedSequence: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def length(self) -> int: ...
