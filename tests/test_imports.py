@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "evals": {"server.launch", "engine", *BELOW_ENGINE},
     "bench": {"server.launch", "evals", "engine", *BELOW_ENGINE},
     "integrations": BELOW_ENGINE,
-    "commands": {"engine", *BELOW_ENGINE},
+    "commands": {"server", "evals", "bench", "engine", *BELOW_ENGINE},
     "cli": {"commands", "server", "evals", "bench", "engine", *BELOW_ENGINE},
     "": {"engine"},
 }
@@ -218,6 +218,9 @@ TORCH_FREE = [
     "turnout.parallel.topology",
     "turnout.engine.engine_plan",
     "turnout.commands.plan",
+    "turnout.commands.generate",
+    "turnout.commands.serve",
+    "turnout.commands.bench",
     "turnout.engine.messages",
     "turnout.engine.sampling.detokenizer",
     "turnout.engine.scheduler.block_pool",

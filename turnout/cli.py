@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from turnout import __version__
-from turnout.config import Config, ServerConfig, field_type, flag_name, launched, load
+from turnout.config import Config, ServerConfig, field_type, flag_name, load
 from turnout.errors import UserError
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def root(
 @with_config(ServerConfig)
 def serve(model: ModelArg, *, config: ServerConfig) -> None:
     """Start the OpenAI-compatible server."""
-    from turnout.server.run import serve as run
+    from turnout.commands.serve import serve as run
 
     raise typer.Exit(run(config))
 
@@ -186,21 +186,14 @@ def generate(
     config: Config,
 ) -> None:
     """Generate offline. A prompt, standard input or a JSON-lines file in; text or JSON lines out."""
-    from turnout.engine.ranks.launch import follow, launch
+    from turnout.commands.generate import run
     from turnout.engine.sampling.params import SamplingParams
-
-    place = launched()
-    follow(place)  # at once: what comes next takes seconds to import
-    from turnout.commands.generate import generate as run
 
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ())
     )
-    sampling.check()
-    if place is None and config.tp_size > 1:
-        raise typer.Exit(launch(config, sys.argv[1:]))
     to = Path(output) if output else None
-    raise typer.Exit(run(config, prompt, sampling, chat=chat, output=to, launched=place))
+    raise typer.Exit(run(config, prompt, sampling, chat=chat, output=to, arguments=sys.argv[1:]))
 
 
 @app.command("eval")
@@ -224,7 +217,8 @@ def evaluate(
     config: Config,
 ) -> None:
     """Measure accuracy. With a confidence interval, through the HTTP interface."""
-    from turnout.evals.run import EvalOptions, run
+    from turnout.commands.eval import evaluate as run
+    from turnout.evals.run import EvalOptions
 
     options = EvalOptions(
         task=task,
@@ -236,9 +230,7 @@ def evaluate(
         min_accuracy=min_accuracy,
         output=Path(output) if output else None,
     )
-    if (model is None) == (not base_url):
-        raise UserError("eval needs either MODEL or --base-url URL")
-    raise typer.Exit(run(options, config=None if base_url else config, base_url=base_url, api_key=api_key))
+    raise typer.Exit(run(config, options, own=model is not None, base_url=base_url, api_key=api_key))
 
 
 @app.command()
@@ -258,14 +250,9 @@ def quantize(
     ] = None,
 ) -> None:
     """Write a checkpoint that other engines can read."""
-    from turnout.commands.quantize import quantize as run
-    from turnout.evals.calibration import load_samples
+    from turnout.commands.quantize import run
 
-    if calibration and not (calibrate and format == "nvfp4"):
-        raise UserError("--calibration is for --format nvfp4 with --calibrate")
-    samples = load_samples(calibration) if calibrate and format == "nvfp4" else None
-    run(model, out, format, samples=samples)
-    typer.echo(f"wrote {out}")
+    run(model, out, format, calibrate=calibrate, calibration=calibration)
 
 
 @bench_app.command("serve")
@@ -286,13 +273,13 @@ def bench_serve(
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
 ) -> None:
     """Throughput and latencies of a server under load."""
-    from turnout.bench.serve import ServeBench, run
+    from turnout.commands.bench import serve as run
 
-    if (model is None) == (not base_url):
-        raise UserError("bench serve needs either MODEL or --base-url URL")
-    if dataset_name != "random":
-        raise UserError(f"--dataset-name {dataset_name!r}: only `random` is known")
-    bench = ServeBench(
+    run(
+        model=model,
+        base_url=base_url,
+        dataset_name=dataset_name,
+        output=Path(output) if output else None,
         input_len=random_input_len,
         output_len=random_output_len,
         num_prompts=num_prompts,
@@ -301,7 +288,6 @@ def bench_serve(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    run(bench, model=model, base_url=base_url, output=Path(output) if output else None)
 
 
 @bench_app.command("moe")
@@ -330,12 +316,12 @@ def bench_moe(
     plot: Annotated[str, typer.Option(help="draw the share of the roofline as SVG here")] = "",
 ) -> None:
     """Time of one layer's experts. Beside other implementations and what the device allows."""
-    from turnout.bench.moe import run
+    from turnout.commands.bench import moe as run
 
     run(
-        shapes=shape or ["cpu-small"],
-        formats=format or ["bf16", "nvfp4"],
-        tokens=tokens or [1, 16, 256],
+        shapes=shape,
+        formats=format,
+        tokens=tokens,
         runner=runner,
         routing=routing,
         device=device,
@@ -371,20 +357,18 @@ def bench_a2a(
     plot: Annotated[str, typer.Option(help="draw the share of the wire as SVG here")] = "",
 ) -> None:
     """Time of tokens to experts and back. Beside the collectives alone."""
-    from turnout.bench.a2a import run
+    from turnout.commands.bench import a2a as run
 
-    if topk > experts:
-        raise UserError(f"--topk {topk}: a layer of --experts {experts} has no more to choose")
     run(
         world_size=world_size,
         hidden=hidden,
         experts=experts,
         top_k=topk,
-        tokens=tokens or [16, 256],
-        dispatchers=dispatcher or [],
-        formats=format or ["bf16"],
-        combine_formats=combine_format or ["bf16"],
-        routings=routing or ["uniform"],
+        tokens=tokens,
+        dispatchers=dispatcher,
+        formats=format,
+        combine_formats=combine_format,
+        routings=routing,
         device=device,
         output=Path(output) if output else None,
         plot=Path(plot) if plot else None,

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import QWEN2_MOE, QWEN3_MOE, write_model
 from turnout import LLM, SamplingParams
-from turnout.commands import quantize as calibrating
-from turnout.commands.quantize import Sample, calibrate, quantize
+from turnout.commands import quantize as command
+from turnout.commands.quantize import quantize
+from turnout.engine.calibration import Sample, calibrate
 from turnout.errors import PlanRefused, UserError
 from turnout.evals.tasks import is_correct, load_task
 
@@ -109,7 +110,7 @@ def test_a_written_scale_is_the_layers_own(tiny, tmp_path):
 
 @pytest.mark.parametrize("case", ["format", "exists", "unwritable", "quantised", "nowhere", "stacked"])
 def test_what_must_be_refused_is_refused_before_the_model_runs(case, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrating, "calibrate", lambda *_: pytest.fail("the model ran"))
+    monkeypatch.setattr(command, "calibrate", lambda *_: pytest.fail("the model ran"))
     source, out, format = str(tiny), tmp_path / "out", "nvfp4"
     match case:
         case "format":

@@ -17,11 +17,12 @@ from tests.moe.broken import WRONG, offer
 from tests.tiny import QWEN2_MOE, write_model
 from turnout.checkpoint import open_checkpoint
 from turnout.commands.quantize import quantize
-from turnout.commands.verify import Report, examine, verify
+from turnout.commands.verify import verify
 from turnout.config import Config
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
 from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.verify import Report, examine
 from turnout.engine.worker import Start, load
 from turnout.errors import UserError
 from turnout.models import load_model

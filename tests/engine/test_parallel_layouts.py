@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from tests.engine.remedies import followed
-from turnout.engine.parallel_layouts import arrangements, receive_buffers
 from turnout.commands.plan import explain
 from turnout.engine.engine_plan import read_model, resolve
+from turnout.engine.parallel_layouts import arrangements, receive_buffers
 from turnout.errors import PlanRefused
 from turnout.parallel.hardware import GB, Hardware, named
 

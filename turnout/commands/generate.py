@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from turnout.config import Config, Launched
-from turnout.engine.llm import LLM, Completion
-from turnout.engine.ranks.launch import blameless
+from turnout.config import Config, Launched, launched
+from turnout.engine.ranks.launch import blameless, follow, launch
 from turnout.engine.sampling.params import SamplingParams
 from turnout.errors import UserError
 
+if TYPE_CHECKING:  # a rank must follow its launcher before torch is imported, which takes seconds
+    from turnout.engine.llm import Completion
+
 FAILED = 1  # exit code, of a prompt that could not be answered
 SHOWN = 5  # numbers of failed prompts in a message
+
+
+def run(
+    config: Config,
+    prompt: str | None,
+    sampling: SamplingParams,
+    *,
+    chat: bool | None,
+    output: Path | None,
+    arguments: Sequence[str],
+) -> int:
+    """`generate`, on as many ranks as `config` has: the first process starts them all with `arguments`."""
+    place = launched()
+    follow(place)
+    sampling.check()
+    if place is None and config.tp_size > 1:
+        return launch(config, arguments)
+    return generate(config, prompt, sampling, chat=chat, output=output, launched=place)
 
 
 def generate(
@@ -36,6 +57,8 @@ def generate(
     chat: apply the model's chat template. None: to a text, where the model has a template; the prompts of a
     file go in as they are.
     """
+    from turnout.engine.llm import LLM
+
     first = launched is None or launched.rank == 0
     asked = _read(prompt) if first else None
     with (

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnout.engine.parallel_layouts import Arrangement, arrangements, receive_buffers
 from turnout.config import Config
 from turnout.engine.engine_plan import Blueprint, read_model, resolve
+from turnout.engine.parallel_layouts import Arrangement, arrangements, receive_buffers
 from turnout.engine.step.cuda_graph_policy import why_eager
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.plan import PHASES, PhasePlan

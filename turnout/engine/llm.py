@@ -18,13 +18,12 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config, Launched, launched, load
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
+from turnout.engine.progress_bars import counting_bar, loading_bar
 from turnout.engine.ranks.rendezvous import check_launch, meet
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling.params import SamplingParams
@@ -155,15 +154,12 @@ class LLM:
         blueprint = resolve(config, rank=launched.rank if launched else 0)
         self.tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=config.trust_remote_code)
         self._groups, lockstep = meet(blueprint, init_method=launched.init_method if launched else "")
-        with _bar(self.rank == 0 and config.load_progress and sys.stderr.isatty()) as bar:
-            task = bar.add_task("loading", total=None)
+        with loading_bar(shown=self.rank == 0 and config.load_progress) as progress:
             self._core = EngineCore(
                 blueprint,
                 groups=self._groups,
                 lockstep=lockstep,
-                progress=lambda what, done, total: bar.update(
-                    task, description=what, completed=done, total=total
-                ),
+                progress=progress,
             )
 
     def _open(self) -> EngineCore:
@@ -213,8 +209,7 @@ class LLM:
         streams = {request.id: TextStream(self.tokenizer, request.sampling) for request in requests}
         for request in requests:
             core.add(request)
-        with _bar(shown) as bar:
-            task = bar.add_task("generating", total=len(requests))
+        with counting_bar("generating", len(requests), shown=shown) as answered:
             working = True
             while working:
                 for output in core.step():
@@ -223,7 +218,7 @@ class LLM:
                     if delta.stopped and output.finish_reason is None:
                         core.abort([output.id])
                     if delta.finish_reason is not None:
-                        bar.advance(task)
+                        answered()
                 working = core.agreed is None or bool(core.agreed.phase)
 
     def _check_same(self, requests: list[AddRequest]) -> None:
@@ -271,15 +266,3 @@ def _for_each(
     if len(sampling) != count:
         raise UserError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each")
     return sampling
-
-
-def _bar(shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not shown,
-    )

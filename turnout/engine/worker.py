@@ -17,15 +17,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from turnout.config import Config
 from turnout.engine.messages import (
@@ -43,13 +40,13 @@ from turnout.engine.messages import (
     command_decoder,
     encoder,
 )
+from turnout.engine.progress_bars import loading_bar
 from turnout.engine.ranks.step_sync import Agreement, Lockstep
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
     from turnout.engine.engine_plan import Blueprint
-    from turnout.models.interface import ProgressFn
 
 STATS_INTERVAL = 1.0  # seconds
 FLUSH_MS = 2000  # to deliver the last message
@@ -220,22 +217,6 @@ def summary(blueprint: Blueprint) -> list[str]:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-@contextmanager
-def loading_bar(*, shown: bool) -> Iterator[ProgressFn]:
-    """Progress of loading on a terminal; elsewhere the bar stays silent."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-    ) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield report
 
 
 def _leave_with_server(folder: str) -> None:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from turnout.commands.quantize import Sample
+from turnout.engine.calibration import Sample
 from turnout.errors import UserError
 from turnout.evals import wordmath
 

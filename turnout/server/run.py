@@ -1,8 +1,4 @@
-"""`turnout serve`: bind, start the engine, serve, drain, and say how it ended in the exit code.
-
-0  drained after SIGTERM or SIGINT       1  the engine failed for good
-2  a user error (raised as UserError)    128 + n  a second signal n ended it at once
-"""
+"""The life of a server: bind, start the engine, serve, drain."""
 
 from __future__ import annotations
 
@@ -12,21 +8,19 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
-from turnout.checkpoint.locate import locate, require_folder
+from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
 from turnout.server.api.app import create_app
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import Engine
-from turnout.server.supervise.engine_group import EngineFailed, topology_of
-from turnout.server.supervise.node_agent import serve_ranks
+from turnout.server.supervise.engine_group import topology_of
 from turnout.server.supervise.node_protocol import head_address
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
@@ -44,25 +38,6 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def serve(config: ServerConfig) -> int:
-    """Serve until told to stop; the exit code. Raises UserError for what the user can mend."""
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    require_folder(locate(config.model))
-    check_hosts(config)
-    if config.node_rank > 0:
-        return serve_ranks(config)
-    listener = bind(config.host, config.port)
-    try:
-        return asyncio.run(Supervisor(config, listener).run())
-    except EngineFailed as failure:
-        if failure.user_error:
-            raise UserError(str(failure)) from None
-        sys.stderr.write(f"error: {failure}\n")
-        return 1
-    finally:
-        listener.close()
 
 
 def check_hosts(config: ServerConfig) -> None:
