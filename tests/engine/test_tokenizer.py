@@ -64,6 +64,41 @@ def test_chat_templates_equal_transformers(folder: Path, template: str) -> None:
     assert ours.encode_chat(MESSAGES, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
 
 
+CONTINUED = [
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}",
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}|{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", CONTINUED)
+@pytest.mark.parametrize("final", ["Sure:", "Sure: ", "  a\n", "", "CONTINUE_FINAL_MESSAGE_TAG x"])
+def test_a_continued_message_ends_where_transformers_ends_it(folder: Path, template: str, final: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [*MESSAGES, {"role": "assistant", "content": final}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert ours.render_chat(messages, continue_final_message=True) == expected
+    assert messages[-1]["content"] == final
+
+
+def test_variables_may_have_the_names_of_our_own_parameters(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ self_ }}{{ text }}{{ skip_special_tokens }}")
+    assert Tokenizer.load(folder).encode_chat(MESSAGES, self=0, text="1", skip_special_tokens="2") == [16, 17]
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [*MESSAGES, {"role": "assistant", "content": "I"}]
+    with pytest.raises(ValueError):
+        theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    with pytest.raises(UserError, match="continue_final_message: the model's chat template drops"):
+        ours.render_chat(messages, continue_final_message=True)
+    with pytest.raises(UserError, match="exclude each other"):
+        ours.render_chat(messages, continue_final_message=True, add_generation_prompt=True)
+
+
 @pytest.mark.parametrize("shape", ["text", "list"])
 def test_a_template_may_stand_in_the_tokenizer_config(folder: Path, shape: str) -> None:
     (folder / "chat_template.jinja").unlink()

@@ -92,15 +92,34 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt for `messages`, by the model's chat template.
 
-        Raises UserError if there is no template or it refuses the messages.
+        add_generation_prompt:   end with what opens the assistant's answer; default: unless the final message
+                                 is continued
+        continue_final_message:  end within the final message, for the model to go on with it
+        variables:               whatever else the template reads, e.g. `enable_thinking`
+
+        Raises UserError if there is no template, or it refuses the messages or drops the one to continue.
         """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise UserError("continue_final_message and add_generation_prompt exclude each other")
+        if continue_final_message:
+            *before, final = messages
+            marked = [*before, {**final, "content": final["content"] + _END_MARK}]
+            text = self.render_chat(
+                marked, tools=tools, documents=documents, add_generation_prompt=False, **variables
+            )
+            return _until_mark(text, final["content"])
         if self._template is None:
             raise UserError(
                 f"{self._folder}: the tokenizer has no chat template; use plain completions, or add "
@@ -110,6 +129,7 @@ class Tokenizer:
             **self._special,
             "messages": messages,
             "tools": tools,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
@@ -118,9 +138,26 @@ class Tokenizer:
         except Exception as error:  # the template is the model's, its input the user's: either may be wrong
             raise UserError(f"the model's chat template refuses these messages: {error}") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of `render_chat`; the template itself writes every special token."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """Token ids of `render_chat`. Templates write special tokens themselves; `add_special_tokens` adds
+        those that begin and end plain texts, too."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=add_special_tokens)
+
+
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to show whether the template strips messages
+
+
+def _until_mark(text: str, content: str) -> str:
+    """A rendered conversation up to the mark at the end of its final message, as transformers cuts it."""
+    word = _END_MARK.strip()
+    if content.strip() not in text or word not in text:
+        raise UserError(
+            "continue_final_message: the model's chat template drops or changes the final message"
+        )
+    at = text.rindex(word)
+    return text[:at] if text.startswith(_END_MARK, at) else text[:at].rstrip()
 
 
 def _read_core(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:

@@ -76,6 +76,21 @@ def test_any_bytes_in_any_groups_add_up_to_the_whole_text(
     assert texts(stream(tokenizer, groups)) == tokenizer.decode(ids)
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), byte_level=st.booleans(), skip=st.booleans())
+def test_special_tokens_are_text_if_asked(
+    tokenizer: Tokenizer, pieces: Tokenizer, data: st.DataObject, byte_level: bool, skip: bool
+) -> None:
+    """One token at a time equals the library's decoding of the whole, with special tokens and without."""
+    which = tokenizer if byte_level else pieces
+    special = st.sampled_from(sorted(which.special_ids))
+    # Of byte pieces only ASCII: the library decodes runs of others by rules of its own.
+    plain = st.integers(0, 127) if byte_level else st.integers(1, 6 + 127)
+    ids = data.draw(st.lists(st.one_of(plain, special), max_size=20))
+    got = texts(stream(which, one_by_one(ids) or [[]], skip_special_tokens=skip))
+    assert got == which.decode(ids, skip_special_tokens=skip)
+
+
 def test_a_character_that_never_completes_comes_at_the_end(tokenizer: Tokenizer) -> None:
     deltas = stream(tokenizer, one_by_one(tokenizer.encode("a€")[:-1]))
     assert [delta.text for delta in deltas] == ["a", "", "�"]

@@ -209,6 +209,97 @@ def test_parts_of_characters(client: openai.OpenAI, tokenizer):
     assert math.isfinite(entry.logprob)
 
 
+QUESTION = [{"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        (QUESTION, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (QUESTION, {"chat_template_kwargs": {"enable_thinking": True, "nobody_reads_this": [1]}}),
+        (QUESTION, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
+        (QUESTION, {"add_generation_prompt": False}),
+        ([*QUESTION, {"role": "assistant", "content": "Because "}], {"continue_final_message": True}),
+        ([*QUESTION, {"role": "assistant", "content": "Because "}], {"add_generation_prompt": False}),
+        ([*QUESTION, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}, *QUESTION], {}),
+        ([{"role": "user", "content": "Why?", "name": "Ann"}], {}),
+    ],
+)
+def test_prompts_of_chats_are_transformers(client, http, tokenizer, messages, fields):
+    """The ids that the template gives, and the answer to them."""
+    variables = dict(fields)
+    variables |= variables.pop("chat_template_kwargs", {})
+    variables = {"add_generation_prompt": not fields.get("continue_final_message"), **variables}
+    ids = tokenizer.apply_chat_template(messages, return_dict=False, **variables)
+    assert http.post("/tokenize", json={"messages": messages} | fields).json()["tokens"] == ids
+    settings = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    answer = client.chat.completions.create(messages=messages, extra_body=fields, **settings)
+    plain = client.completions.create(prompt=ids, **settings)
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_an_effort_of_none_switches_thinking_off(client: openai.OpenAI, tokenizer):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, reasoning_effort="none"
+    )
+    expected = tokenizer.apply_chat_template(
+        QUESTION,
+        add_generation_prompt=True,
+        return_dict=False,
+        enable_thinking=False,
+        reasoning_effort="none",
+    )
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI):
+    settings = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    first = client.chat.completions.create(messages=QUESTION, **settings).choices[0].message
+    silent = {"role": "assistant", "content": None, "tool_calls": [], "function_call": None, "audio": None}
+    for said in (first, first.model_dump(), silent):
+        answer = client.chat.completions.create(messages=[*QUESTION, said, *QUESTION], **settings)
+        assert answer.choices[0].finish_reason == "length"
+
+
+def test_special_tokens_can_be_seen(client: openai.OpenAI, http: httpx.Client, tokenizer):
+    (pad,) = tokenizer.encode("<|pad|>")
+    ask = {"model": MODEL, "prompt": "a", "max_tokens": 2, "temperature": 0, "logit_bias": {str(pad): 100}}
+    for skip in (True, False):
+        expected = tokenizer.decode([pad, pad], skip_special_tokens=skip)
+        for spaces in (True, False):
+            fields = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
+            answer = client.completions.create(**ask, extra_body=fields)
+            assert answer.choices[0].text == expected
+        body = {"tokens": [pad, pad], "skip_special_tokens": skip}
+        assert http.post("/detokenize", json=body).json() == {"prompt": expected}
+    assert expected == "<|pad|><|pad|>"
+
+
+def test_the_end_of_a_prompt_can_be_asked_for(client: openai.OpenAI):
+    settings = {"model": MODEL, "temperature": 0, "extra_body": {"truncate_prompt_tokens": 5}}
+    short = client.completions.create(model=MODEL, temperature=0, prompt=PROMPT[-5:], max_tokens=4)
+    long = client.completions.create(prompt=PROMPT, max_tokens=4, **settings)
+    assert long.choices[0].text == short.choices[0].text
+    assert long.usage.prompt_tokens == 5
+    echoed = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **settings)
+    assert echoed.choices[0].text == PROMPT[-5:]
+    fields = {"truncate_prompt_tokens": -1, "ignore_eos": True}
+    full = client.completions.create(model=MODEL, prompt="x" * 600, max_tokens=12, extra_body=fields)
+    assert (full.usage.prompt_tokens, full.usage.completion_tokens) == (500, 12)
+    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, extra_body=fields)
+    assert chat.usage.prompt_tokens == len("user: Why?\nassistant: ")
+
+
+def test_a_request_has_the_name_that_its_client_gave(client: openai.OpenAI):
+    ask = {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 8}
+    with client.completions.create(**ask, stream=True, extra_body={"rid": "mine/1"}) as stream:
+        # Names need not be unique, and one that is in use harms nobody.
+        again = client.completions.create(**ask, extra_body={"request_id": "mine/1"})
+        assert {again.id, *(part.id for part in stream)} == {"mine/1"}
+    assert client.completions.create(**ask).id.startswith("cmpl-")
+
+
 def test_errors_are_the_clients_own(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=MODEL, prompt="hi", temperature=-1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from turnout.server.api.body import UNSUPPORTED
 from turnout.server.api.errors import ApiError
 from turnout.server.api.protocol import ChatBody, CompletionBody, TokenizeBody, parse
 
@@ -100,13 +101,137 @@ def test_fields_that_cannot_matter_are_ignored():
     assert completion(suffix="", best_of=1, user="me") == completion()
 
 
+# What sglang-router 0.3.2 and vllm-router 0.1.17 make of {"model", "messages" or "prompt", "max_tokens"}.
+BEHIND_SGLANG_ROUTER = {
+    "logprobs": False,
+    "max_completion_tokens": 3,
+    "stream": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+}
+BEHIND_VLLM_ROUTER = {
+    "max_tokens": 3,
+    "logprobs": False,
+    "stream": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+}
+BEHIND_EITHER = {
+    "max_tokens": 3,
+    "stream": False,
+    "echo": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+# The defaults of vLLM's ChatCompletionRequest that are not null, which typed clients of it send.
+TYPED_FOR_VLLM = {
+    "logprobs": False,
+    "top_logprobs": 0,
+    "n": 1,
+    "stop": [],
+    "stream": False,
+    "tool_choice": "none",
+    "include_reasoning": True,
+    "parallel_tool_calls": True,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "stop_token_ids": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "bad_words": [],
+    "echo": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "priority": 0,
+}
+
+
+@pytest.mark.parametrize("fields", [BEHIND_SGLANG_ROUTER, BEHIND_VLLM_ROUTER, TYPED_FOR_VLLM])
+def test_what_routers_and_typed_clients_add_to_a_chat_changes_nothing(fields: dict[str, Any]):
+    body, plain = chat(**fields), chat(max_tokens=fields.get("max_tokens"))
+    assert body.sampling(3, 10) == plain.sampling(3, 10)
+    unsaid = {"add_generation_prompt": None}  # stands for true: no message is continued
+    assert body.template_options() | unsaid == plain.template_options() | unsaid
+
+
+def test_what_routers_add_to_a_completion_changes_nothing():
+    assert completion(**BEHIND_EITHER).sampling(3, 10) == completion(max_tokens=3).sampling(3, 10)
+
+
+def test_every_unsupported_field_is_accepted_at_its_neutral_values_and_refused_at_others():
+    for name, neutral in UNSUPPORTED.items():
+        make = chat if name in CompletionBody.model_fields else completion
+        for value in (None, *neutral):
+            assert make(**{name: value}) == make()
+        other = [value for value in ("x", 7, False, {"a": 1}) if value not in neutral][-1]
+        assert refusal(make, **{name: other}).startswith(
+            f"{name}: not supported by this server; leave it out"
+        )
+
+
+def test_sglangs_and_vllms_names_for_the_same_field():
+    assert completion(no_stop_trim=True).sampling(1, 10).include_stop_str_in_output
+    assert completion(rid="mine").chosen_id == completion(request_id="mine").chosen_id == "mine"
+    assert completion().chosen_id is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"self": 1, "anything": [2]}}, {"self": 1, "anything": [2]}),
+        (
+            {"reasoning_effort": "none"},
+            {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
+            {"enable_thinking": True, "thinking": False, "reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_variables_of_the_chat_template(fields: dict[str, Any], variables: dict[str, Any]):
+    """An effort switches thinking as in vLLM and SGLang, unless it is switched by name."""
+    assert chat(**fields).template_options() == chat().template_options() | variables
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_token": 3}, "max_token: unknown field; did you mean max_tokens?"),
         ({"zzz": 3}, "zzz: unknown field"),
-        ({"suffix": "end"}, "suffix: not supported by this server"),
-        ({"best_of": 3}, "best_of: not supported by this server"),
+        ({"suffix": "end"}, 'suffix: not supported by this server; leave it out, or send ""'),
+        ({"best_of": 3}, "best_of: not supported by this server; leave it out, or send 1"),
+        ({"regex": "a+"}, "regex: not supported by this server; leave it out"),
+        (
+            {"truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens: must be at least 1, or -1 for as many as fit; 0 leaves no prompt",
+        ),
+        (
+            {"truncate_prompt_tokens": -2},
+            "truncate_prompt_tokens: Input should be greater than or equal to -1",
+        ),
+        ({"rid": ""}, "rid: String should have at least 1 character"),
+        ({"rid": "a", "request_id": "b"}, "rid and request_id differ; give one of them"),
         ({"max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
@@ -141,6 +266,39 @@ def test_refusals_name_the_field(fields: dict[str, Any], message: str):
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ"),
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: required"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages.0.content: required"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages.0.content: must be a text or a list of parts",
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]}]},
+                f"messages.0.content: part 1 is of type {kind!r}, but this model takes text only",
+            )
+            for kind in ("image_url", "input_audio", "video_url", "file", "refusal")
+        ),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content: part 0 must be an object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content: part 0: its text must be a string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+            "messages.0.content: part 0: unknown field 'x'",
+        ),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: Input should be an object"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, f"chat_template_kwargs: '{name}' is no")
+            for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort and chat_template_kwargs.reasoning_effort differ",
+        ),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort: Input should be 'none', 'minimal'"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message and add"),
+        ({"include_reasoning": False}, "include_reasoning: not supported by this server"),
         ({"messages": [{"role": "poet", "content": ""}]}, "messages.0.role: Input should be"),
     ],
 )
@@ -196,13 +354,26 @@ def test_message_parts_and_the_developer_role():
                 "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
             },
             {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None},
+            {"role": "assistant", "content": None},
+            {"role": "assistant"},
+            {"role": "assistant", "content": "4", "reasoning_content": "2+2"},
+            {"role": "assistant", "content": "4", "reasoning": "2+2", "reasoning_content": None},
+            {"role": "user", "content": "hi", "name": "Ann"},
         ]
     )
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     assert [message.for_template() for message in body.messages] == [
         {"role": "system", "content": "be kind"},
         {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": ""},
+        thought,
+        thought,
+        {"role": "user", "content": "hi", "name": "Ann"},
     ]
 
 
 def test_tokenize_takes_one_of_prompt_and_messages():
     assert refusal(lambda: parse(TokenizeBody, b"{}")) == "give either prompt or messages"
+    with pytest.raises(ApiError, match="are for messages, not for a prompt"):
+        parse(TokenizeBody, b'{"prompt": "a", "continue_final_message": true}')

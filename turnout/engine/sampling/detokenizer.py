@@ -43,7 +43,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
         self._sampling = sampling
-        self._decoder: Decoder = ByteDecoder(tokenizer) if tokenizer.byte_level else PieceDecoder(tokenizer)
+        kind = ByteDecoder if tokenizer.byte_level else PieceDecoder
+        self._decoder: Decoder = kind(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
         self._stops = StopStrings(sampling.stop, keep=sampling.include_stop_str_in_output)
         self._num_tokens = 0
         self._finished = False
@@ -146,12 +147,13 @@ class Decoder(Protocol):
 class ByteDecoder:
     """For byte-level vocabularies: every token is known bytes, so decoding is exact and takes one look."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        if token in self._tokenizer.special_ids:
+        if token in self._skipped:
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
@@ -166,28 +168,32 @@ class PieceDecoder:
     ends in U+FFFD may be part of a character and waits for the next tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._finished = 0  # ids before this are the context
         self._context = ""  # their text
 
     def push(self, token: int) -> str:
-        if token in self._tokenizer.special_ids:
+        if self._skip and token in self._tokenizer.special_ids:
             return ""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode()
         waiting = len(self._ids) - self._finished
         if text.endswith("\ufffd") and waiting < _LONGEST_CHARACTER:
             return ""
         return self._take(text)
 
     def flush(self) -> str:
-        return self._take(self._tokenizer.decode(self._ids))
+        return self._take(self._decode())
 
     def _take(self, text: str) -> str:
         new = text[len(self._context) :]
         self._ids = self._ids[self._finished :]
         self._finished = len(self._ids)
-        self._context = self._tokenizer.decode(self._ids)
+        self._context = self._decode()
         return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)

@@ -18,7 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` give how
     many alternatives to report beside each token's own log-probability (0: only its own; None: off).
     Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL (repetition: over
-    prompt and generated tokens). Raises UserError through `check`.
+    prompt and generated tokens). `skip_special_tokens`: leave special tokens out of the text.
+    Raises UserError through `check`.
     """
 
     max_tokens: int = 16
@@ -32,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}

@@ -124,9 +124,9 @@ def _generation_routes(service: Service) -> APIRouter:
         body = parse(TokenizeBody, await read_body(request, limit))
         service.check_model(body.model)
         if body.messages is not None:
-            ids = await service.render(body.messages)
+            ids = await service.render(body.messages, body)
         else:
-            (ids,) = await service.encode([body.prompt or ""])
+            (ids,) = await service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
     @router.post("/detokenize")
@@ -135,7 +135,8 @@ def _generation_routes(service: Service) -> APIRouter:
         body = parse(DetokenizeBody, await read_body(request, limit))
         service.check_model(body.model)
         check_ids(body.tokens, service.vocab_size, "tokens")
-        return json_response({"prompt": tokenizer.decode(body.tokens)})
+        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is not False)
+        return json_response({"prompt": text})
 
     return router
 

@@ -55,8 +55,10 @@ Item = tuple[Choice, RequestOutput | EngineFailed | ApiError]
 class Generation:
     """The choices of one request. Whoever makes one must close it, however the request ends."""
 
-    def __init__(self, id: str, engine: Engine, metrics: Metrics, choices: Sequence[Choice]):
+    def __init__(self, key: str, id: str, engine: Engine, metrics: Metrics, choices: Sequence[Choice]):
+        """key: what the engine calls it, unique; id: what the client calls it, which need not be."""
         self.id = id
+        self._key = key
         self.created = int(time.time())
         self.choices = choices
         self._engine = engine
@@ -109,7 +111,7 @@ class Generation:
         }
 
     def _name(self, choice: Choice) -> str:
-        return f"{self.id}-{choice.index}"
+        return f"{self._key}-{choice.index}"
 
     def _digest(self, choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> Delta:
         if isinstance(output, EngineFailed):

@@ -1,82 +1,30 @@
 """Request bodies: what may be asked, and how it becomes `SamplingParams`.
 
 Strict on purpose: an unknown field, a wrong type or a value out of range is refused by name, since a
-misspelt `max_token` that is ignored costs more than an error. Three kinds of OpenAI fields besides:
-
-  * IGNORED ones cannot change the answer (`user`, `metadata`, ...) and are accepted.
-  * UNSUPPORTED ones would change it. They are refused unless their value asks for nothing, because
-    clients send `"tools": []` or `"suffix": null` on their own.
-  * null stands for a field's default everywhere, as OpenAI's clients use it.
+misspelt `max_token` that is ignored costs more than an error. null stands for a field's default
+everywhere, as OpenAI's clients use it. For fields that other engines know see `body`.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from turnout.engine.sampling.params import MAX_BIAS, SamplingParams
 from turnout.errors import UserError
+from turnout.server.api.body import UNSUPPORTED, Body
+from turnout.server.api.chat import Message, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 64
-
-IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-)
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that ask for nothing
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "tool_calls": ([],),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    "refusal": (),
-    "annotations": ([],),
-}
-
-
-class Body(BaseModel):
-    """Base of all request bodies."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = cls.model_fields.keys()
-        return {
-            name: value for name, value in data.items() if name in known or not _asks_nothing(name, value)
-        }
-
-
-def _asks_nothing(name: str, value: Any) -> bool:
-    return name in IGNORED or (name in UNSUPPORTED and (value is None or value in UNSUPPORTED[name]))
+MAX_ID = 256  # characters of a request's name
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -127,6 +75,9 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against traffic analysis; we send none
 
 
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
+
+
 class GenerationBody(Body):
     """Fields that completions and chat completions share."""
 
@@ -145,6 +96,12 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name for the same
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # texts have none between them, whatever is asked
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    rid: RequestId | None = None
+    request_id: RequestId | None = None  # vLLM's name for the same
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -155,6 +112,20 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
         return self
+
+    @model_validator(mode="after")
+    def _one_name_and_some_prompt(self) -> GenerationBody:
+        if None not in (self.rid, self.request_id) and self.rid != self.request_id:
+            raise ValueError("rid and request_id differ; give one of them")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError(
+                "truncate_prompt_tokens: must be at least 1, or -1 for as many as fit; 0 leaves no prompt"
+            )
+        return self
+
+    @property
+    def chosen_id(self) -> str | None:
+        return self.request_id if self.rid is None else self.rid
 
     @property
     def wants_usage(self) -> bool:
@@ -169,6 +140,7 @@ class GenerationBody(Body):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.logit_bias,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
             **{name: value for name, value in given.items() if value is not None},
             **self.reported(),
         )
@@ -192,7 +164,7 @@ _PASSED_ON = (
     "min_p",
     "seed",
     "ignore_eos",
-    "include_stop_str_in_output",
+    "skip_special_tokens",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -202,29 +174,14 @@ _PASSED_ON = (
 class CompletionBody(GenerationBody):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), Field(max_length=MAX_PROMPTS)]
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = None
 
     def reported(self) -> dict[str, Any]:
         return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates know it: plain text, and `developer` under its older name."""
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -236,7 +193,7 @@ class ChatBody(GenerationBody):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
             self.max_tokens = self.max_completion_tokens
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed when logprobs is true")
         return self
 
@@ -244,7 +201,7 @@ class ChatBody(GenerationBody):
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateFields):
     """Either `prompt`, or `messages` for the chat template."""
 
     model: str | None = None
@@ -255,12 +212,20 @@ class TokenizeBody(Body):
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is not None and (
+            self.chat_template_kwargs or self.reasoning_effort or self.continue_final_message
+        ):
+            raise ValueError(
+                "chat_template_kwargs, reasoning_effort and continue_final_message are for messages, "
+                "not for a prompt"
+            )
         return self
 
 
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[int]
+    skip_special_tokens: bool | None = None
 
 
 B = TypeVar("B", bound=Body)
@@ -288,7 +253,9 @@ def _explain(cls: type[Body], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
         if name in UNSUPPORTED:
-            return f"{where}: not supported by this server"
+            neutral = " or ".join(json.dumps(value) for value in UNSUPPORTED[name])
+            remedy = f"leave it out, or send {neutral}" if neutral else "leave it out"
+            return f"{where}: not supported by this server; {remedy}"
         close = difflib.get_close_matches(name, cls.model_fields, n=1)
         return f"{where}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
     if detail["type"] == "missing":

@@ -159,8 +159,12 @@ class CompletionRenderer:
     answer = chunk
 
     def _prompt_text(self, choice: Choice) -> str:
+        """The prompt as it was sent, if as a whole text; else what its tokens stand for."""
         prompt = self._body.prompt[choice.index // (self._body.n or 1)]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        if isinstance(prompt, str) and self._body.truncate_prompt_tokens is None:
+            return prompt
+        skip = choice.sampling.skip_special_tokens
+        return self._tokenizer.decode(choice.prompt_ids, skip_special_tokens=skip)
 
     def _logprobs(self, choice: Choice, delta: Delta, echo: bool) -> dict[str, list[Any]]:
         """Four parallel lists. The first token of a prompt has no log-probability: null."""

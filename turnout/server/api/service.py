@@ -18,9 +18,10 @@ from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
+from turnout.server.api.chat import Message, TemplateFields
 from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
-from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, Message, check_ids
+from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import Engine
 
@@ -79,12 +80,17 @@ class Service:
                 code="model_not_found",
             )
 
-    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool | None = None
+    ) -> list[list[int]]:
         """Token ids of each prompt. Raises ApiError 400 if one is empty or holds an impossible id."""
+        special = add_special_tokens is not False
         tokenizer = self.check_ready()
 
         def run() -> list[list[int]]:
-            return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+            return [
+                tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts
+            ]
 
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         encoded = await asyncio.to_thread(run) if size > LONG_TEXT else run()
@@ -94,12 +100,12 @@ class Service:
                 raise invalid("prompt: must not be empty", "prompt")
         return encoded
 
-    async def render(self, messages: list[Message]) -> list[int]:
+    async def render(self, messages: list[Message], options: TemplateFields) -> list[int]:
         """Token ids of a conversation by the model's chat template, up to where the answer begins."""
         tokenizer = self.check_ready()
         plain = [message.for_template() for message in messages]
         try:
-            return await asyncio.to_thread(tokenizer.encode_chat, plain)
+            return await asyncio.to_thread(tokenizer.encode_chat, plain, **options.template_options())
         except UserError as error:
             raise invalid(f"messages: {error}", "messages") from None
 
@@ -108,7 +114,7 @@ class Service:
         self.check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
-        prompts = await self.encode(body.prompt)
+        prompts = await self.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         return self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody) -> Generation:
@@ -116,7 +122,7 @@ class Service:
         self.check_model(body.model)
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return self._start("chatcmpl", body, [await self.render(body.messages)], None)
+        return self._start("chatcmpl", body, [await self.render(body.messages, body)], None)
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length as other engines add it."""
@@ -180,13 +186,15 @@ class Service:
         n = body.n or 1
         self._admit(n * len(prompts))
         choices: list[Choice] = []
-        for prompt_ids in prompts:
+        for whole_ids in prompts:
+            prompt_ids = self._truncate(whole_ids, body, default_tokens)
             limit = self._token_limit(len(prompt_ids), body.max_tokens, default_tokens)
             sampling = body.sampling(limit, self.vocab_size)
             for choice in range(n):
                 own = _for_choice(sampling, choice)
                 choices.append(Choice(len(choices), prompt_ids, own, TextStream(tokenizer, own)))
-        generation = Generation(f"{kind}-{uuid.uuid4().hex}", self.engine, self.metrics, choices)
+        key = f"{kind}-{uuid.uuid4().hex}"
+        generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
         self._active.add(generation)
         self._idle.clear()
         return generation
@@ -199,6 +207,13 @@ class Service:
             raise unavailable(
                 f"{self.engine.num_requests} sequences are running or queued; try again later", "queue_full"
             )
+
+    def _truncate(self, prompt_ids: list[int], body: GenerationBody, default_tokens: int | None) -> list[int]:
+        """The last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
+        keep = body.truncate_prompt_tokens
+        if keep == -1:
+            keep = self.max_context - (body.max_tokens or default_tokens or 1)
+        return prompt_ids[-keep:] if keep is not None and keep > 0 else prompt_ids
 
     def _token_limit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """max_tokens of a prompt. Raises ApiError 400 if prompt and output exceed the context."""

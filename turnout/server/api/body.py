@@ -1,0 +1,146 @@
+"""What all request bodies share: which fields are known elsewhere, and what becomes of them here.
+
+Clients and routers fill in every field they know, most of them with the value that asks for nothing. Hence
+three kinds of fields besides those that a body declares:
+
+  * IGNORED ones cannot change the answer (`user`, `metadata`, ...) and are accepted.
+  * UNSUPPORTED ones would change it. They are refused, unless their value asks for nothing.
+  * Any other name is a mistake, and refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "session_id",
+    "custom_labels",
+)
+
+_OPENAI: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),  # of completions, which have no chat template
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "refusal": (),
+    "annotations": ([],),
+}
+_VLLM: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "repetition_detection": (),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "echo": (False,),  # of chat
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),  # of completions
+    "prompt_embeds": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "truncation_side": ("left",),
+    "priority": (0,),
+    "cache_salt": (),
+    "continuous_usage_stats": (False,),
+    "stream_interval": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_token_strs": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (True,),
+    "routed_experts_prompt_start": (0,),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+_SGLANG: dict[str, tuple[Any, ...]] = {
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "stop_regex": ("", []),
+    "separate_reasoning": (True, False),  # answers are one text either way: there is no reasoning parser
+    "stream_reasoning": (True, False),
+    "reasoning": (),
+    "task": (),
+    "input_ids": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "return_cached_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "lora_path": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "extra_key": (),
+    "ngram_corpus_id": (),
+    "images_config": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "use_audio_in_video": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "routed_dp_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "data_parallel_rank": (),
+}
+UNSUPPORTED = _OPENAI | _VLLM | _SGLANG  # field -> values that ask for nothing; null does so always
+
+
+class Body(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields.keys()
+        return {
+            name: value for name, value in data.items() if name in known or not _asks_nothing(name, value)
+        }
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return name in IGNORED or (name in UNSUPPORTED and (value is None or value in UNSUPPORTED[name]))

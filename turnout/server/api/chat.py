@@ -1,0 +1,105 @@
+"""Conversations: messages, and what a request may tell the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from turnout.server.api.body import Body
+
+OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+NOT_VARIABLES = ("chat_template", "tokenize", "add_special_tokens")  # of other engines' template functions
+
+
+def _text(value: Any) -> Any:
+    """The content of a message as one text, from a text or a list of text parts."""
+    if isinstance(value, list):
+        return "".join(_part_text(i, part) for i, part in enumerate(value))
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError('must be a text or a list of parts like {"type": "text", "text": "..."}')
+
+
+def _part_text(index: int, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise ValueError(f'part {index} must be an object like {{"type": "text", "text": "..."}}')
+    if part["type"] != "text":
+        raise ValueError(
+            f"part {index} is of type {part['type'][:40]!r}, but this model takes text only; send it as "
+            '{"type": "text", "text": "..."} or leave it out'
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"part {index}: its text must be a string")
+    if unknown := part.keys() - {"type", "text"}:
+        raise ValueError(f"part {index}: unknown field {min(unknown)!r}; a text part has type and text")
+    return part["text"]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | None, BeforeValidator(_text), Field(validate_default=True)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name for the same
+
+    @field_validator("content")
+    @classmethod
+    def _only_an_assistant_may_say_nothing(cls, content: str | None, info: ValidationInfo) -> str:
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("required; only an assistant's may be null")
+        return content or ""
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know it: plain text, and `developer` under its older name."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        return message
+
+
+def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name in given or {}:
+        if name in OWN_FIELDS:
+            raise ValueError(f"{name!r} is no variable to choose; it is a field of the request itself")
+        if name in NOT_VARIABLES:
+            raise ValueError(f"{name!r} is not a variable of chat templates, and cannot be changed here")
+    return given
+
+
+class TemplateFields(Body):
+    """How a conversation becomes a prompt."""
+
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_template_kwargs)] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_ending_and_one_effort(self) -> TemplateFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        elsewhere = (self.chat_template_kwargs or {}).get("reasoning_effort")
+        if None not in (elsewhere, self.reasoning_effort) and elsewhere != self.reasoning_effort:
+            raise ValueError("reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one")
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of `Tokenizer.encode_chat` besides the messages.
+
+        An effort also switches thinking on or off, under the two names that templates have for it.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            switches = {"enable_thinking": thinks, "thinking": thinks}
+            variables = switches | variables | {"reasoning_effort": self.reasoning_effort}
+        return variables | {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": bool(self.continue_final_message),
+            "add_special_tokens": bool(self.add_special_tokens),
+        }
