@@ -253,3 +253,76 @@ def test_a_folder_without_weights(tmp_path):
 def test_unreadable_bytes_in_place_of_a_header(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((5).to_bytes(8, "little") + b"\xff\xfe\x00{}")
     refused(tmp_path, "model.safetensors", "not valid JSON")
+
+
+# Numbers that are none
+
+
+def every_code(dtype):
+    """All bit patterns of a dtype of one or two bytes; of wider ones a sample in which all kinds occur."""
+    if dtype.itemsize == 1:
+        return torch.arange(256, dtype=torch.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    largest = torch.finfo(dtype).max
+    values = [0.0, -0.0, 1.0, largest, -largest, 1e-45, torch.inf, -torch.inf, torch.nan, -torch.nan]
+    return torch.tensor(values, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_exactly_the_codes_that_are_not_finite_are_refused(dtype, tmp_path):
+    codes = every_code(dtype)
+    finite = torch.isfinite(codes.double())
+    bits = codes.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    save_file({"sound": bits[finite].view(dtype), "all": codes}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert torch.equal(files.read("sound").double(), codes.double()[finite])
+    for i in (~finite).nonzero().flatten().tolist()[:: max(1, len(codes) // 64)]:
+        with pytest.raises(CheckpointError, match=rf"tensor all: is damaged.* at \[{i}\] of"):
+            files.read("all", first=i, count=1)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (899, 1), (437, 510), (899, 512)])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda files, row: files.read("w"),
+        lambda files, row: files.read_into("w", torch.empty(900, 513)),
+        lambda files, row: files.read("w", first=row, count=1),
+    ],
+    ids=["whole", "converted", "part"],
+)
+def test_a_nan_is_found_wherever_it_lies(read, place, tmp_path):
+    """In any of the pieces that a large tensor is read in, and its place is named."""
+    weight = torch.randn(900, 513, generator=torch.Generator().manual_seed(0)).half()
+    save_file({"other": torch.ones(3), "w": weight}, tmp_path / "model.safetensors")
+    TensorFiles(tmp_path).read("w")
+    weight[place] = torch.nan
+    save_file({"other": torch.ones(3), "w": weight}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    where = rf"model\.safetensors: tensor w: is damaged: .*at \[{place[0]}, {place[1]}\] of \[900, 513\]"
+    with pytest.raises(CheckpointError, match=where):
+        read(files, place[0])
+    files.read("other")
+
+
+def test_integers_have_no_nan(tmp_path):
+    """Four-bit codes fill their bytes with every pattern."""
+    tensors = {
+        "u8": torch.full((64,), 255, dtype=torch.uint8),
+        "i32": torch.full((64,), -1, dtype=torch.int32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert all(torch.equal(files.read(name), tensor) for name, tensor in tensors.items())

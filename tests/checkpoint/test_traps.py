@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -161,10 +162,19 @@ def test_wrong_dtype(format, tensor, value, expected, tmp_path):
 )
 def test_scale_not_finite_and_positive(format, tensor, value, tmp_path):
     damaged(tmp_path, format, fill(tensor, value))
-    refused(tmp_path, f"model.safetensors: tensor {tensor}", "finite and positive")
+    expected = "finite and positive" if math.isfinite(value) else "expected finite numbers"
+    refused(tmp_path, f"model.safetensors: tensor {tensor}", expected)
 
 
-@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x81], ids=["nan", "-nan", "negative"])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0x7F, ("expected finite numbers", "found NaN")),
+        (0xFF, ("expected finite numbers", "found NaN")),
+        (0x81, ("no scales", "1 negative of ")),
+    ],
+    ids=["nan", "-nan", "negative"],
+)
 @pytest.mark.parametrize(
     ("format", "tensor"),
     [
@@ -173,9 +183,25 @@ def test_scale_not_finite_and_positive(format, tensor, value, tmp_path):
         ("compressed-tensors", f"{EXPERT}.weight_scale"),
     ],
 )
-def test_damaged_block_scale(format, tensor, code, tmp_path):
+def test_damaged_block_scale(format, tensor, code, words, tmp_path):
     damaged(tmp_path, format, fill(tensor, code, index=17))
-    refused(tmp_path, f"tensor {tensor}", "no scales", " of ")
+    refused(tmp_path, f"tensor {tensor}", *words)
+
+
+@pytest.mark.parametrize(
+    ("format", "tensor", "code"),
+    [
+        ("fp8", f"{EXPERT}.weight", 0x7F),
+        ("fp8", f"{EXPERT}.weight", 0xFF),
+        ("modelopt-fp8-fused", FUSED, 0x7F),
+        ("bf16", f"{EXPERT}.weight", float("nan")),
+        ("bf16-stacked", FUSED, float("-inf")),
+    ],
+)
+def test_weights_that_are_not_finite(format, tensor, code, tmp_path):
+    """They would load, and poison every token that meets this expert."""
+    damaged(tmp_path, format, fill(tensor, code, index=133))
+    refused(tmp_path, f"model.safetensors: tensor {tensor}", "is damaged", "expected finite numbers")
 
 
 def test_nan_in_mxfp4_scales(tmp_path):
@@ -334,7 +360,8 @@ def test_a_slice_that_is_no_slice(tmp_path):
     [
         (drop("model.layers.0.self_attn.q_proj.weight_scale_2"), ("weight_scale_2", "is missing")),
         (drop("model.layers.0.self_attn.q_proj.weight_scale"), ("weight_scale", "is missing")),
-        (fill("model.layers.0.self_attn.q_proj.weight_scale_2", float("nan")), ("finite and positive",)),
+        (fill("model.layers.0.self_attn.q_proj.weight_scale_2", float("nan")), ("is damaged",)),
+        (fill("model.layers.0.self_attn.q_proj.weight_scale_2", -1.0), ("finite and positive",)),
         (
             put("model.layers.0.self_attn.q_proj.weight", torch.zeros(64, 64)),
             ("wrong dtype", "expected uint8"),

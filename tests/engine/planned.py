@@ -41,6 +41,7 @@ SMALL = QWEN3_30B | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "vocab_size": 512,
+    "eos_token_id": 511,
     "max_position_embeddings": 2048,
 }
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}}

@@ -30,6 +30,7 @@ LARGE = QWEN3_30B | {
     "num_experts": 256,
     "moe_intermediate_size": 2048,
     "vocab_size": 129280,
+    "eos_token_id": 1,
 }
 SHARED = QWEN3_30B | {
     "architectures": ["Qwen2MoeForCausalLM"],

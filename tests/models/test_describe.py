@@ -150,6 +150,7 @@ def test_an_unknown_architecture_is_told_what_could_run():
         ("mlp_only_layers", [-1], "mlp_only_layers = [-1]"),
         ("mlp_only_layers", "0", "mlp_only_layers = '0'"),
         ("eos_token_id", "</s>", "eos_token_id = '</s>'"),
+        ("eos_token_id", [1, 151936], "eos_token_id = [1, 151936]: must be below vocab_size (151936)"),
         ("hidden_act", "gelu", "hidden_act = 'gelu': is not implemented; only 'silu' or 'swish'"),
         ("use_qk_norm", False, "use_qk_norm = False: is not implemented"),
         ("qkv_bias", True, "could change the result: qkv_bias = True"),

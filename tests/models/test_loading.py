@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,16 +118,56 @@ def test_weights_without_a_place_are_refused(
 
 
 def test_unused_tensors_that_change_nothing_are_accepted(tmp_path: Path) -> None:
-    """Old files store the rotary frequencies, and a head that is tied anyway."""
+    """Rotary frequencies, a head that is tied anyway, scales of a KV cache in FP8."""
     write_model(tmp_path, tie_word_embeddings=True)
     tensors = tensors_of(tmp_path)
     ids = list(range(20))
     (expected,) = PlainAttention(load(tmp_path)).logits(("a", ids))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["lm_head.weight"] = torch.ones(384, 64)
+    tensors["model.layers.1.self_attn.k_proj.k_scale"] = torch.ones(1)
+    tensors["model.layers.1.self_attn.v_scale"] = torch.ones(1)
     save(tmp_path, tensors)
     (logits,) = PlainAttention(load(tmp_path)).logits(("a", ids))
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.experts.3.up_proj.zero_point",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+        "model.layers.0.self_attn.sinks",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        "lm_head.bias",
+    ],
+)
+def test_tensors_that_nothing_reads_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Whatever they are called: a correction of the router or a zero point changes every answer."""
+    write_model(tmp_path)
+    save(tmp_path, tensors_of(tmp_path) | {name: torch.ones(8)})
+    with pytest.raises(UserError, match=re.escape(name) + ".*without them the result would be wrong"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_with_a_nan_does_not_load(name: str, value: float, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors[name].view(-1)[5] = value
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {re.escape(name)}: is damaged"):
+        load(tmp_path)
 
 
 MEASURE = """

@@ -230,6 +230,12 @@ class Fused:
         return by_family if rows == columns else meta.shape[1:] == (columns, rows)
 
 
+def set_aside_input_scales(wanted: Wanted, stored: Arrangement, suffix: str) -> None:
+    """Calibrated scales of inputs that are not quantised with them: finer ones are computed, or none."""
+    modules = [*stored.modules("w13"), *stored.modules("w2")]
+    wanted.files.set_aside(name for m in modules for name in (m + suffix, m + suffix.replace(".", "_")))
+
+
 def read_stacked_bias(wanted: Wanted, matrix: str, name: str, *, interleaved: bool) -> Tensor | None:
     """float32 [n, N] of a bias stored [E, N]; None, and refused where there is one, for biasless experts."""
     if not wanted.shape.biased:

@@ -3,6 +3,9 @@
 Tensors are read with `readinto` rather than through a memory map: the bytes land in the preallocated
 weights without a second copy, mapped pages never count towards this process's memory, and a file that
 shrinks while it is read is an error instead of a SIGBUS.
+
+Floats are checked to be finite as they arrive, while they are still in the CPU's cache: a NaN that loads
+would otherwise answer nonsense long after anyone could say where it came from.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +26,19 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ProgressFn = Callable[[str, int, int], None]  # (tensor, bytes done, bytes in all)
 
 _CHUNK_BYTES = 1 << 24
+_CHECKED_BYTES = 1 << 18  # read and checked at once: what a core's own cache holds
+
+# By dtype, unsigned integers of its size, and the smallest that twice the bits of a NaN or an infinity give:
+# doubling drops the sign, and an exponent of ones then stands on top. e4m3 has NaNs alone.
+# e8m0, which has no sign, is only ever a scale: `parts.E8M0_SCALE` checks it.
+_NOT_FINITE: dict[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
+    torch.float64: (np.uint64, 0xFFE0_0000_0000_0000),
+    torch.float32: (np.uint32, 0xFF00_0000),
+    torch.bfloat16: (np.uint16, 0xFF00),
+    torch.float16: (np.uint16, 0xF800),
+    torch.float8_e5m2: (np.uint8, 0xF8),
+    torch.float8_e4m3fn: (np.uint8, 0xFE),
+}
 
 
 class TensorFiles:
@@ -104,7 +121,10 @@ class TensorFiles:
         return CheckpointError(problem, file=file, tensor=name, expected=expected, found=found, remedy=remedy)
 
     def read(self, name: str, *, first: int = 0, count: int | None = None) -> Tensor:
-        """The tensor, or entries first..first+count of its leading dimension, on the CPU."""
+        """The tensor, or entries first..first+count of its leading dimension, on the CPU.
+
+        Raises CheckpointError for floats that are NaN or infinite, as `read_into` does.
+        """
         meta = self.meta(name)
         shape = meta.shape if count is None else (count, *meta.shape[1:])
         out = torch.empty(shape, dtype=meta.dtype)
@@ -139,17 +159,50 @@ class TensorFiles:
         try:
             if path not in self._handles:
                 self._handles[path] = io.FileIO(path)
-            handle, done = self._handles[path], 0
+            handle = self._handles[path]
             handle.seek(offset)
-            while done < len(view):
-                got = handle.readinto(view[done:])
-                if not got:
+            for start in range(0, len(view), _CHECKED_BYTES):
+                part = view[start : start + _CHECKED_BYTES]
+                done = _fill(handle, part)
+                if done < len(part):
+                    found = start + done
                     raise CheckpointError(
-                        "is truncated", file=path, tensor=name, expected=f"{len(view)} bytes", found=done
+                        "is truncated", file=path, tensor=name, expected=f"{len(view)} bytes", found=found
                     )
-                done += got
+                self._require_finite(name, offset + start, part)
         except OSError as error:
             raise CheckpointError(f"cannot be read ({error.strerror})", file=path, tensor=name) from None
+
+    def _require_finite(self, name: str, offset: int, part: memoryview) -> None:
+        """part: whole elements of the tensor, from byte `offset` of its file on."""
+        meta = self._metas[name]
+        if meta.dtype not in _NOT_FINITE:
+            return
+        dtype, smallest = _NOT_FINITE[meta.dtype]
+        doubled = np.frombuffer(part, dtype)
+        doubled = doubled + doubled
+        if doubled.max() < smallest:
+            return
+        first = (offset - meta.offset) // meta.dtype.itemsize + int((doubled >= smallest).argmax())
+        place = [int(i) for i in np.unravel_index(first, meta.shape)]
+        raise self.wrong(
+            name,
+            "is damaged",
+            "finite numbers",
+            f"NaN or infinity at {place} of {list(meta.shape)}",
+            "Download the checkpoint again, or write it again if its quantisation went wrong",
+        )
+
+
+def _fill(handle: io.FileIO, view: memoryview) -> int:
+    """Bytes read into `view`: fewer than it has only at the end of the file."""
+    done = 0
+    while done < len(view):
+        got = handle.readinto(view[done:])
+        if not got:
+            break
+        done += got
+    return done
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

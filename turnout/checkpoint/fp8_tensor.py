@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from turnout.checkpoint.experts import Arrangement, Wanted, arrangement
+from turnout.checkpoint.experts import Arrangement, Wanted, arrangement, set_aside_input_scales
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import E4M3, Part, read_scalar
 from turnout.formats.experts import ExpertWeights
@@ -30,11 +30,7 @@ def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
 
 def experts(wanted: Wanted) -> ExpertWeights:
     stored = arrangement(wanted, DATA)
-    for matrix in ("w13", "w2"):
-        modules = stored.modules(matrix)
-        wanted.files.set_aside(
-            name for m in modules for name in (m + INPUT_SCALE, m + INPUT_SCALE.replace(".", "_"))
-        )
+    set_aside_input_scales(wanted, stored, INPUT_SCALE)
     return ExpertWeights(
         w13=_matrix(wanted, stored, "w13"),
         w2=_matrix(wanted, stored, "w2"),

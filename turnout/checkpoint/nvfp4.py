@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.experts import Arrangement, Wanted, arrangement
+from turnout.checkpoint.experts import Arrangement, Wanted, arrangement, set_aside_input_scales
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import E4M3, E4M3_SCALE, Part, read_scalar, require_columns
 from turnout.formats.experts import ExpertWeights, InputScales
@@ -57,6 +57,7 @@ def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) 
     _refuse_smoothing(files, [module])
     data, scale = (part.read(files, module, n, k, WHY) for part in spelling.parts)
     stored = read_scalar(files, module + spelling.global_scale, WHY)
+    files.set_aside([module + spelling.input_scale])  # dense layers multiply in the compute dtype
     return PackedTensor(
         format="nvfp4", data=data, scale=scale, global_scale=spelling.scale_of(stored).reshape(())
     )
@@ -74,6 +75,8 @@ def experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) 
         inputs = InputScales(
             w13=_input_scale(wanted, stored, "w13", spelling), w2=_input_scale(wanted, stored, "w2", spelling)
         )
+    else:
+        set_aside_input_scales(wanted, stored, spelling.input_scale)
     return ExpertWeights(
         w13=w13,
         w2=w2,

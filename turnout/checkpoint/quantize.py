@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
@@ -27,7 +26,7 @@ from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
-from turnout.formats import all_finite, check
+from turnout.formats import check
 
 __all__ = ["OUTPUT_FORMATS", "Calibration", "InputAmax", "quantize"]
 
@@ -109,7 +108,7 @@ class _Job:
             assert self.encoder is not None
             for index in range(layer.num_experts):
                 names = {p: f"{layer.expert(index)}.{p}.weight" for p in PROJECTIONS}
-                weights = {p: self._finite(name, self.files.read(name)) for p, name in names.items()}
+                weights = {p: self.files.read(name) for p, name in names.items()}
                 self.encoder.write(layer, index, weights, writer)
 
     def _copy(self, name: str, writer: ShardWriter) -> None:
@@ -117,21 +116,14 @@ class _Job:
         rows = meta.shape[0] if meta.shape else 1
         step = max(1, rows * _COPY_BYTES // max(meta.nbytes, 1))
         if step >= rows:
-            writer.write(name, self._finite(name, self.files.read(name)).to(dtype))
+            writer.write(name, self.files.read(name).to(dtype))
             return
         for first in range(0, rows, step):
             part = self.files.read(name, first=first, count=min(step, rows - first))
-            writer.write(name, self._finite(name, part).to(dtype), first=first)
+            writer.write(name, part.to(dtype), first=first)
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.dtypes.get(name, self.files.meta(name).dtype)
-
-    def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype in FLOATS and tensor.numel() and not all_finite(tensor):
-            raise self.files.wrong(
-                name, "is damaged", "finite numbers", "NaN or infinities", "Download the checkpoint again"
-            )
-        return tensor
 
 
 def _job(

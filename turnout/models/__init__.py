@@ -6,6 +6,7 @@ model = load_model(checkpoint, plan, groups=..., device=..., dtype=...)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -27,6 +28,13 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     from turnout.parallel.groups import Groups
 
 __all__ = ["describe", "load_model"]
+
+# Tensors that some files hold and the forward pass has no use for.
+HARMLESS_TENSORS = re.compile(
+    r".*\.rotary_emb\.inv_freq"  # computed from config.json
+    r"|.*\.(k|v|q|kv|prob_output)_scale|.*\.[kv]_proj\.output_scale"  # of a KV cache stored in FP8
+    r"|mtp\..*"  # a head that drafts tokens for speculative decoding
+)
 
 
 def describe(
@@ -116,13 +124,19 @@ def _with_format(spec: DecoderSpec, experts_format: tuple[str, bool]) -> Decoder
 
 
 def _refuse_unread(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    """Weights that nobody wanted (a bias, a shared expert, more layers) belong to another model."""
-    unread = [n for n in checkpoint.unread() if n.startswith("model.") and n.endswith((".weight", ".bias"))]
+    """Tensors without a place (a bias, a shared expert, zero points, more layers) belong to another model."""
+    tied_head = "lm_head." if spec.tied_embeddings else None
+    unread = [
+        name
+        for name in checkpoint.unread()
+        if not HARMLESS_TENSORS.fullmatch(name) and not (tied_head and name.startswith(tied_head))
+    ]
     if unread:
         raise UserError(
             f"{checkpoint.folder}: {len(unread)} tensors have no place in {spec.shape.architecture} as "
-            f"config.json describes it, such as {unread[0]}; without them the result would be wrong. "
-            "Check that config.json belongs to these weights"
+            f"config.json describes it, such as {', '.join(unread[:3])}; without them the result would be "
+            "wrong. Check that config.json belongs to these weights, and that its quantization_config says "
+            "how they are stored"
         )
 
 

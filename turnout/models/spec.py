@@ -99,6 +99,11 @@ def _read_shape(fields: ConfigFields, architecture: str) -> tuple[ModelShape, Ro
     if fields.raw("head_dim") is None and hidden_size % num_heads:
         raise fields.wrong("num_attention_heads", f"must divide hidden_size ({hidden_size}), or set head_dim")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    vocab_size, eos_token_ids = fields.integer("vocab_size"), fields.integers("eos_token_id", ())
+    if any(token >= vocab_size for token in eos_token_ids):
+        raise fields.wrong(
+            "eos_token_id", f"must be below vocab_size ({vocab_size}), or generation never ends"
+        )
     rope = read_rope(fields, head_dim=head_dim)
     shape = ModelShape(
         architecture=architecture,
@@ -107,9 +112,9 @@ def _read_shape(fields: ConfigFields, architecture: str) -> tuple[ModelShape, Ro
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=hidden_size,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         max_position_embeddings=rope.max_positions,
-        eos_token_ids=fields.integers("eos_token_id", ()),
+        eos_token_ids=eos_token_ids,
     )
     return shape, rope
 
