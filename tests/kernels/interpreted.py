@@ -14,8 +14,10 @@ from pathlib import Path
 
 def results(script: str) -> dict[str, bool]:
     """What the script, a path below this folder, printed last, as JSON: whether each case is right."""
+    module = ".".join(["tests", "kernels", *Path(script).with_suffix("").parts])
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script)],
+        [sys.executable, "-m", module],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 
-import loop_bounds
 import torch
 
+from tests.kernels import loop_bounds
 from turnout.kernels.attention import prefill
 from turnout.kernels.attention.decode import attend
 from turnout.kernels.common.row_gemm import linear

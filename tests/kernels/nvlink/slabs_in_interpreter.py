@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import loop_bounds
 import torch
 
+from tests.kernels import loop_bounds
 from turnout.kernels.nvlink import slabs
 
 loop_bounds.teach()
