@@ -232,7 +232,7 @@ def parameters(case: Case) -> tuple[ExpertWeights, Tensor, Tensor]:
     E, held_by_one = case.spec.num_experts, case.spec.num_experts // case.ep
     bias_E = torch.zeros(E)
     if case.skewed:
-        bias_E[-held_by_one:] = 1000
+        bias_E[:-held_by_one] = -1000  # those that are chosen keep logits near 0, which float32 has exactly
     return _experts(case.spec), torch.randn(E, case.spec.hidden_size, generator=draw), bias_E
 
 
