@@ -29,7 +29,7 @@ from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape, Tiles
 from turnout.moe.planning.packages import versions_of
 from turnout.parallel.hardware import Hardware
 
-SHIPPED = Path(__file__).parents[2] / "assets" / "tuning"
+SHIPPED = Path(__file__).parents[3] / "assets" / "tuning"
 PACKAGES = ("triton",)  # whose versions kernels depend on
 AGAIN = "run `turnout tune` again"
 
