@@ -18,13 +18,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "turnout").rglob("*.py"))
 
-LEAVES = {"errors", "config", "registry", ""}  # "" is turnout itself: its version, and lazy names
+# "" is turnout itself: its version, and lazy names.
+LEAVES = {"errors", "config", "registry", "vocabulary", ""}
 BOTTOM = {"parallel", "formats", "kernels"}
 BELOW_ENGINE = {"models", "attention", "moe", "checkpoint", *BOTTOM}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "registry": {"errors"},
+    "vocabulary": set(),
     "kernels": set(),
     "formats": set(),
     "parallel": {"formats", "kernels"},
@@ -210,6 +212,8 @@ TORCH_FREE = [
     "turnout.config",
     "turnout.errors",
     "turnout.registry",
+    "turnout.vocabulary",
+    "turnout.formats.spec",
     "turnout.checkpoint",
     "turnout.models",
     "turnout.moe",

@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
-from turnout.formats import FORMAT_INFO
+from turnout.formats.spec import FORMATS
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
@@ -232,15 +232,15 @@ def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
 def formats() -> str:
     rows = [
         (
-            f"`{info.name}`",
+            f"`{info.format}`",
             info.values,
-            info.group,
+            info.shares_scale,
             info.scale,
             f"{info.bits_per_weight:.4g}",
             f"{info.k_multiple}",
             info.needs,
         )
-        for info in FORMAT_INFO.values()
+        for info in FORMATS.values()
     ]
     head = ("format", "values", "values per scale", "scale", "bits per weight", "columns, multiple of")
     return "\n\n".join(
@@ -257,7 +257,7 @@ def formats() -> str:
                 ("format", "published by or as", "runners"),
                 [
                     (f"`{f}`", WRITERS[f], _code(r.name for r in runners() if f in r.weight_formats))
-                    for f in FORMAT_INFO
+                    for f in FORMATS
                 ],
             ),
             "An NVFP4 checkpoint with calibrated input scales was made for W4A4: activations in NVFP4 too. "
@@ -282,7 +282,7 @@ def support() -> str:
         ("", "in this version"),
         [
             ("architectures", _code(ARCHITECTURES)),
-            ("checkpoints", "; ".join(f"**{f}**: {WRITERS[f]}" for f in FORMAT_INFO)),
+            ("checkpoints", "; ".join(f"**{f}**: {WRITERS[f]}" for f in FORMATS)),
             ("runners", "; ".join(f"`{r.name}`: {r.summary}" for r in runners())),
             ("dispatchers", "; ".join(f"`{d.name}`: {d.summary}" for d in dispatchers())),
             ("plans for", "`cpu`, " + _code(PRESETS)),

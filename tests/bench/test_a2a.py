@@ -16,7 +16,7 @@ from turnout.bench import a2a
 from turnout.bench.collectives import Recorded, repeat
 from turnout.bench.results import check_measured
 from turnout.errors import UserError
-from turnout.moe.budget import token_bytes
+from turnout.formats.spec import token_bytes
 
 TINY = ["--hidden", "128", "--experts", "8", "--topk", "2", "--device", "cpu"]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnout.formats import FORMAT_INFO, FORMATS, FormatError, check, encode, nvfp4
+from turnout.formats import nvfp4
+from turnout.formats.codec import FormatError, check, encode
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
 # Relative error of normally distributed weights, and what one value may be off by in units of its
 # group's largest: half the widest step of the values, plus that of the scale.
@@ -19,15 +22,15 @@ def weight():
 
 
 def test_the_table_describes_every_format():
-    assert tuple(FORMAT_INFO) == FORMATS
-    assert all(info.name == name for name, info in FORMAT_INFO.items())
+    assert list(FORMATS) == list(Format)
+    assert all(spec.format == name for name, spec in FORMATS.items())
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_bits_per_weight_are_what_is_stored(format, weight):
     packed = encode(weight, format)
     bits = 8 * packed.nbytes / weight.numel()
-    assert bits == pytest.approx(FORMAT_INFO[format].bits_per_weight, rel=1e-3)
+    assert bits == pytest.approx(FORMATS[format].bits_per_weight, rel=1e-3)
 
 
 @pytest.mark.parametrize("format", FORMATS)

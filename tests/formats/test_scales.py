@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from turnout.formats import encode, nvfp4, scales
+from turnout.formats import nvfp4, scales
+from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import ScaleError

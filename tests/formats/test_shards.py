@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turnout.formats import FORMATS, PackedTensor, encode
+from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights, InputScales, shard
+from turnout.formats.packed import PackedTensor
+from turnout.formats.spec import FORMATS
 
 E, H, I = 3, 64, 512
 

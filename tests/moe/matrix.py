@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, make_setup, make_spec
 from tests.moe.slabs import SlabDispatch
 from turnout.formats.experts import ExpertWeights
-from turnout.formats.packed import FORMATS
+from turnout.formats.spec import FORMATS
 from turnout.moe.planning.compatibility import pair_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec

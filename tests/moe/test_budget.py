@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnout.formats import FORMAT_INFO, encode
-from turnout.formats.packed import GROUP_COLUMNS
+from turnout.formats.codec import encode
+from turnout.formats.spec import FORMATS, matrix_bytes, token_bytes
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.spec import Activation, MoESpec
@@ -24,20 +24,21 @@ SPEC = MoESpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (384, 512), (32, 64)])
 def test_matrix_bytes_is_what_the_encoder_makes(weight_format, rows, columns):
     packed = encode(torch.ones(rows, columns), weight_format)
-    assert sizes.matrix_bytes(weight_format, rows, columns) == packed.nbytes
+    assert matrix_bytes(weight_format, rows, columns) == packed.nbytes
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4"])
 def test_a_large_matrix_costs_the_bits_the_format_table_says(weight_format):
-    bits = 8 * sizes.matrix_bytes(weight_format, 4096, 4096) / 4096**2
-    assert bits == pytest.approx(FORMAT_INFO[weight_format].bits_per_weight, rel=1e-5)
+    bits = 8 * matrix_bytes(weight_format, 4096, 4096) / 4096**2
+    assert bits == pytest.approx(FORMATS[weight_format].bits_per_weight, rel=1e-5)
 
 
-def test_groups_are_those_of_the_formats():
-    assert {f: sizes.WEIGHT_GROUP[f] for f in ("nvfp4", "mxfp4")} == {
-        f: FORMAT_INFO[f].k_multiple for f in ("nvfp4", "mxfp4")
-    }
-    assert sizes.WEIGHT_GROUP == GROUP_COLUMNS
+@pytest.mark.parametrize("weight_format", ["fp8", "nvfp4", "mxfp4"])
+def test_the_groups_of_the_table_are_those_the_encoder_scales(weight_format):
+    packed, spec = encode(torch.ones(256, 512), weight_format), FORMATS[weight_format]
+    assert packed.scale.shape == (256 // spec.block_rows, 512 // spec.group)
+    assert packed.scale.element_size() == spec.scale_bytes
+    assert packed.data.shape[-1] * packed.data.element_size() * 8 == 512 * spec.bits
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -68,10 +69,10 @@ def test_expert_bytes_is_the_sum_of_the_shards(ep, expert_tp, activation):
 
 
 def test_token_bytes():
-    assert sizes.token_bytes("bf16", 7168) == 14336
-    assert sizes.token_bytes("bf16", 7168, itemsize=4) == 28672
-    assert sizes.token_bytes("fp8", 7168) == 7168 + 4 * 56
-    assert sizes.token_bytes("nvfp4", 7168) == 3584 + 448
+    assert token_bytes("bf16", 7168) == 14336
+    assert token_bytes("bf16", 7168, itemsize=4) == 28672
+    assert token_bytes("fp8", 7168) == 7168 + 4 * 56
+    assert token_bytes("nvfp4", 7168) == 3584 + 448
 
 
 def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():

@@ -14,7 +14,7 @@ from tests.moe.bounds import relative_error
 from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_setup, make_spec
 from tests.moe.exchange import DISPATCHERS, Case, cases, held, inputs, run
 from tests.ranks import Pools, Rank, RankPool
-from turnout.moe.budget import token_bytes
+from turnout.formats.spec import token_bytes
 from turnout.moe.reference import experts_reference
 from turnout.moe.wire_format import Wire
 from turnout.registry import DISPATCHERS as REGISTRY

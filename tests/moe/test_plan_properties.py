@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.moe import made_up
 from tests.moe.made_up import ALL_FORMATS, BLACKWELL, CPU, HOPPER, dispatcher, runner
 from turnout.errors import PlanRefused
-from turnout.moe import budget as sizes
+from turnout.formats.spec import FORMATS
 from turnout.moe.budget import Budget
 from turnout.moe.plan import PHASES, Wishes, plan
 from turnout.moe.planning.dispatcher_limits import Limits
@@ -157,7 +157,7 @@ def check_holds_together(made, spec, question):
     shard = spec.intermediate_size // topology.expert_tp
     assert shard * topology.expert_tp == spec.intermediate_size
     assert shard % oak.intermediate_multiple == 0
-    assert topology.expert_tp == 1 or shard % sizes.WEIGHT_GROUP[spec.format] == 0
+    assert topology.expert_tp == 1 or shard % FORMATS[spec.format].group == 0
     assert made.num_local_experts * topology.ep_size == spec.num_experts
     for name in PHASES:
         phase, ash = made.phase(name), chosen[made.phase(name).dispatcher]

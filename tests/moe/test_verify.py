@@ -8,7 +8,7 @@ import torch
 from tests.moe.broken import WRONG, offer
 from tests.moe.build import MAX_TOKENS, expert_slice, make_experts, make_plan, make_spec
 from turnout.formats import fp8
-from turnout.formats.packed import FORMATS
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.runner import TritonRunner
 from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch

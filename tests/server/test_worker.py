@@ -28,6 +28,7 @@ from turnout.engine.ranks.step_sync import Agreement, Lockstep
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.worker import run
 from turnout.errors import UserError
+from turnout.vocabulary import Phase
 
 
 class Counting:
@@ -49,7 +50,7 @@ class Counting:
             self.left.pop(id, None)
 
     def step(self) -> list[RequestOutput]:
-        self.agreed = self.lockstep.agree(len(self.left), "decode" if self.left else "")
+        self.agreed = self.lockstep.agree(len(self.left), Phase.DECODE if self.left else None)
         if not self.agreed.phase:
             return []
         time.sleep(0.002)

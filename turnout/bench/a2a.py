@@ -44,10 +44,10 @@ from turnout.bench.plot import wire
 from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
+from turnout.formats.spec import WIRE_FORMATS, token_bytes
 from turnout.moe import MoELayer
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import WIRE_GROUP, token_bytes
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
@@ -57,6 +57,7 @@ from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology
 from turnout.registry import DISPATCHERS
+from turnout.vocabulary import Format, Phase
 
 INPUTS = 4  # sets of tokens and routes, taken in turn
 GRAPH_EXCHANGES = 20  # dispatch and combine, in the graph that is replayed
@@ -158,7 +159,7 @@ def rank_rows(
                 settings.dispatchers,
             )
             for routing, back, format, tokens, dispatcher in points:
-                rows.append(bench.point(dispatcher, Formats(format, back), tokens, routing))
+                rows.append(bench.point(dispatcher, Formats(Format(format), Format(back)), tokens, routing))
                 keep(rows[-1])
                 if rank == 0:
                     progress(rows[-1])
@@ -206,7 +207,10 @@ class RankBench:
         if (dispatcher, formats) not in self._errors:
             self._errors[dispatcher, formats] = self._check(spec, chosen)
         row["error"] = self._errors[dispatcher, formats]
-        if row["error"] > BOUNDS[formats.back, "bfloat16" if formats.back == "fp8" else chosen.compute_dtype]:
+        if (
+            row["error"]
+            > BOUNDS[formats.back, "bfloat16" if formats.back == Format.FP8 else chosen.compute_dtype]
+        ):
             return row | {"error_message": f"wrong by {row['error']:.1e} against the reference"}
         return row | self._times(spec, chosen, tokens, routing)
 
@@ -300,7 +304,7 @@ class RankBench:
         layer = MoELayer(spec, chosen, router_weight=router_EH, experts=own, groups=self._groups)
         tokens = [CHECKED_TOKENS[i % len(CHECKED_TOKENS)] for i in range(s.world_size)]
         x_TH = self._layers.inputs(tokens[topology.rank], ROUTINGS[0], 0)[0]
-        y_TH = layer(x_TH, "prefill", tokens)
+        y_TH = layer(x_TH, Phase.PREFILL, tokens)
         ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
         sent_TH = decoded(Wire(self._layers.setup(spec, chosen)).encode(x_TH))
         reference = experts_reference(sent_TH, ids_TK, weights_TK, experts, spec.activation)
@@ -326,7 +330,7 @@ def _dispatchers(device: str) -> tuple[str, ...]:
 def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
     for kind, asked, known in (
         ("dispatcher", settings.dispatchers, list(DISPATCHERS)),
-        ("format", settings.formats, list(WIRE_GROUP)),
+        ("format", settings.formats, list(WIRE_FORMATS)),
         ("combine format", settings.combine_formats, COMBINE_FORMATS),
         ("routing", settings.routings, ROUTINGS),
     ):

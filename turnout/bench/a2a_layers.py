@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnout import formats as number_formats
 from turnout.formats import fp8, nvfp4
+from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
 from turnout.moe import plan
@@ -23,6 +23,7 @@ from turnout.moe.plan import MoEPlan, Wishes
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 from turnout.parallel.hardware import Hardware
+from turnout.vocabulary import Format, Phase
 
 ROUTINGS = ("uniform", "zipf")
 ZIPF = 1.2  # a place's popularity is its power to minus this
@@ -32,10 +33,10 @@ INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach a
 
 
 class Formats(NamedTuple):
-    """What tokens travel in, and results."""
+    """What tokens are dispatched in, and what results come back in."""
 
-    there: str
-    back: str = "bf16"
+    there: Format
+    back: Format = Format.BF16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +65,15 @@ class Layers:
     dtype: torch.dtype
     hardware: Hardware
 
-    def spec(self, format: str) -> MoESpec:
+    def spec(self, format: Format) -> MoESpec:
         """nvfp4 travels where a calibrated nvfp4 checkpoint says with what scales."""
-        s, calibrated = self.settings, format == "nvfp4"
+        s, calibrated = self.settings, format == Format.NVFP4
         return MoESpec(
             hidden_size=s.hidden,
             intermediate_size=INTERMEDIATE,
             num_experts=s.experts,
             top_k=s.top_k,
-            format="nvfp4" if calibrated else "bf16",
+            format=Format.NVFP4 if calibrated else Format.BF16,
             quantized_activations=calibrated,
         )
 
@@ -93,7 +94,7 @@ class Layers:
                 dispatcher=dispatcher,
                 dispatch_format=formats.there,
                 combine_format=formats.back,
-                activation_format="bf16",
+                activation_format=Format.BF16,
             ),
             compute_dtype=str(self.dtype).removeprefix("torch."),
         )
@@ -102,7 +103,7 @@ class Layers:
         return DispatchSetup(
             spec=spec,
             plan=chosen,
-            phase="prefill",
+            phase=Phase.PREFILL,
             groups=self.groups,
             device=self.device,
             input_scale=torch.tensor(INPUT_SCALE, device=self.device),
@@ -132,7 +133,7 @@ class Layers:
 
         def weights(rows: int, columns: int) -> PackedTensor:
             plain = normal(spec.num_experts, rows, columns).mul_(columns**-0.5)
-            return number_formats.encode(plain, spec.format)
+            return encode(plain, spec.format)
 
         scale_E = torch.full((spec.num_experts,), INPUT_SCALE, device=self.device)
         experts = ExpertWeights(
@@ -146,10 +147,10 @@ class Layers:
 
 def decoded(hidden: Hidden) -> Tensor:
     """Hidden states [T, H] as a runner sees them."""
-    if hidden.format == "bf16":
+    if hidden.format == Format.BF16:
         return hidden.data
     assert hidden.scale is not None, "quantised hidden states carry scales"
-    if hidden.format == "fp8":
+    if hidden.format == Format.FP8:
         return fp8.decode_activation(hidden.data, hidden.scale)
     assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
     return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

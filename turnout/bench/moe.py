@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from turnout import formats as weight_formats
 from turnout.bench import timing
 from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
@@ -38,13 +37,15 @@ from turnout.bench.plot import efficiency
 from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
 from turnout.config import cache_folder
 from turnout.errors import UserError
+from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.formats.spec import WEIGHT_FORMATS, matrix_bytes
 from turnout.moe.accuracy import relative_error
 from turnout.moe.backends.flashinfer import autotune
 from turnout.moe.backends.hopper.autotune import copies
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.budget import Budget, matrix_bytes
+from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
@@ -52,6 +53,7 @@ from turnout.parallel import hardware
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
 from turnout.registry import RUNNERS
+from turnout.vocabulary import Format
 
 ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
 W4A8 = "w4a8"  # as a format: MXFP4 weights that are multiplied with FP8 activations
@@ -76,7 +78,7 @@ class Shape:
     def local(self) -> int:
         return self.experts // self.ep
 
-    def spec(self, format: str) -> MoESpec:
+    def spec(self, format: Format) -> MoESpec:
         return MoESpec(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -134,7 +136,7 @@ def run(
         shapes = [name for name in SHAPES if name != "cpu-small"]
     for kind, asked, known in (
         ("shape", shapes, SHAPES),
-        ("format", formats, (*weight_formats.FORMATS, W4A8)),
+        ("format", formats, (*WEIGHT_FORMATS, W4A8)),
         ("routing", [] if _skew(routing) is not None else [routing], ROUTINGS),
     ):
         for name in asked:
@@ -172,7 +174,8 @@ class LayerBench:
 
     def __init__(self, shape: Shape, format: str, machine: hardware.Hardware, routing: str) -> None:
         self._shape, self._machine, self._routing = shape, machine, routing
-        self._format, self._activations = ("mxfp4", "fp8") if format == W4A8 else (format, "auto")
+        self._format = Format.MXFP4 if format == W4A8 else Format(format)
+        self._activations = "fp8" if format == W4A8 else "auto"
         self._rate = "fp8" if format == W4A8 else format  # of the products
         self._spec = shape.spec(self._format)
         self._sets = [draw_experts(shape, self._format, machine.device, 0)]
@@ -292,7 +295,7 @@ class LayerBench:
         return statistics.fmean(floors)
 
 
-def draw_experts(shape: Shape, format: str, device: str, seed: int) -> ExpertWeights:
+def draw_experts(shape: Shape, format: Format, device: str, seed: int) -> ExpertWeights:
     """The experts of the first rank, normal with a standard deviation of K^-0.5."""
     draw = torch.Generator(device).manual_seed(seed)
 
@@ -300,7 +303,7 @@ def draw_experts(shape: Shape, format: str, device: str, seed: int) -> ExpertWei
         return torch.randn(shape.local, *sizes, generator=draw, device=device)
 
     def weights(rows: int, columns: int) -> PackedTensor:
-        return weight_formats.encode(normal(rows, columns).mul_(columns**-0.5), format)
+        return encode(normal(rows, columns).mul_(columns**-0.5), format)
 
     return ExpertWeights(
         w13=weights(2 * shape.intermediate, shape.hidden),

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from turnout.vocabulary import Format
+
 COLORS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e09f3e", "#6a4c93", "#5c677d", "#2a9d8f", "#9c6644")
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 340, 220, 40, 34, 18
 Series = Mapping[str, Sequence[tuple[float, float]]]  # name -> points (x, y)
@@ -29,7 +31,11 @@ def wire(content: dict[str, Any]) -> str:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in content["rows"]:
         if "wire_share" in row and row["tokens"] > 0:
-            back = f", back in {row['combine_format']}" if row.get("combine_format", "bf16") != "bf16" else ""
+            back = (
+                f", back in {row['combine_format']}"
+                if row.get("combine_format", "bf16") != Format.BF16
+                else ""
+            )
             series = panels.setdefault(f"{row['format']}{back}, {row['routing']} routing", {})
             series.setdefault(row["dispatcher"], []).append((row["tokens"], row["wire_share"]))
     head = f"{content['devices']} x {content['device']}: share of the wire, by tokens of a rank"

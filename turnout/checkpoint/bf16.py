@@ -7,20 +7,21 @@ from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import PLAIN
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 WHY = "config.json does not list this module as quantised"
 
 
 def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
-    return PackedTensor(format="bf16", data=PLAIN.read(files, module, n, k, WHY))
+    return PackedTensor(format=Format.BF16, data=PLAIN.read(files, module, n, k, WHY))
 
 
 def experts(wanted: Wanted) -> ExpertWeights:
     """Experts stored one by one or stacked, in the dtype of the file."""
     stored = arrangement(wanted, PLAIN)
     return ExpertWeights(
-        w13=PackedTensor(format="bf16", data=stored.read("w13", PLAIN)),
-        w2=PackedTensor(format="bf16", data=stored.read("w2", PLAIN)),
+        w13=PackedTensor(format=Format.BF16, data=stored.read("w13", PLAIN)),
+        w2=PackedTensor(format=Format.BF16, data=stored.read("w2", PLAIN)),
         b13=stored.bias("w13"),
         b2=stored.bias("w2"),
         first_expert=wanted.first,

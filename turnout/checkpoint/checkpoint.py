@@ -19,6 +19,7 @@ from turnout.checkpoint.parts import decode_by_rows
 from turnout.checkpoint.quantization import Quantization, parse_quantization
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 SPELLINGS = {"modelopt": modelopt.SPELLING, "compressed-tensors": compressed_tensors.SPELLING}
 # Tensors that turn a stored weight into the real one; a plain weight stands alone.
@@ -143,19 +144,23 @@ class Checkpoint:
             self._files.set_aside(self._files.under(f"{prefix}.{other}."))
         return weights
 
-    def experts_format(self, prefix: str) -> tuple[str, bool]:
-        """(name of formats.packed.FORMATS, whether activations were quantised too) of the experts."""
+    def experts_format(self, prefix: str) -> tuple[Format, bool]:
+        """(format, whether activations were quantised too) of the experts."""
         return self.quantization.experts_format(prefix)
 
     def _experts(self, wanted: Wanted, quantized_activations: bool) -> ExpertWeights:
-        plain_readers = {"bf16": bf16.experts, "mxfp4": mxfp4.experts, "fp8": self._fp8.experts}
+        plain_readers = {
+            Format.BF16: bf16.experts,
+            Format.MXFP4: mxfp4.experts,
+            Format.FP8: self._fp8.experts,
+        }
         if wanted.format in plain_readers:
             return plain_readers[wanted.format](wanted)
         spelling = SPELLINGS[self.quantization.method]
         return nvfp4.experts(wanted, spelling, quantized_activations=quantized_activations)
 
     def _packed(self, module: str, shape: tuple[int, int]) -> PackedTensor:
-        if self.quantization.format == "fp8":
+        if self.quantization.format == Format.FP8:
             return self._fp8.linear(self._files, module, *shape)
         return nvfp4.linear(self._files, module, *shape, SPELLINGS[self.quantization.method])
 
@@ -164,7 +169,7 @@ class Checkpoint:
         return fp8_tensor if self.quantization.method == "fp8_tensor" else fp8
 
     def _is_plain(self, module: str) -> bool:
-        if not self.quantization.quantizes(module) or self.quantization.format == "mxfp4":
+        if not self.quantization.quantizes(module) or self.quantization.format == Format.MXFP4:
             return True
         name = f"{module}.weight"
         scaled = any(module + suffix in self._files for suffix in COMPANIONS)

@@ -23,7 +23,9 @@ from torch import Tensor
 from turnout import __version__
 from turnout.checkpoint.writer import Entry, ShardWriter
 from turnout.errors import UserError
-from turnout.formats import encode, fp8, layouts, mxfp4, nvfp4
+from turnout.formats import fp8, layouts, mxfp4, nvfp4
+from turnout.formats.codec import encode
+from turnout.vocabulary import Format
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -55,7 +57,7 @@ class InputAmax(NamedTuple):
 class Encoder(Protocol):
     """Writes the experts of a layer one by one, and says in the configuration what it did."""
 
-    format: str
+    format: Format
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         """What will be written, in the order of writing; each group into one file."""
@@ -73,7 +75,7 @@ class Encoder(Protocol):
 class Nvfp4:
     """ModelOpt's export. Gate and up share a global scale, since kernels multiply them in one GEMM."""
 
-    format = "nvfp4"
+    format = Format.NVFP4
 
     def __init__(self, calibration: Mapping[str, tuple[float, float]] | None):
         self._calibration = calibration
@@ -90,7 +92,7 @@ class Nvfp4:
         shared = {"gate_proj": nvfp4.global_scale(both), "up_proj": nvfp4.global_scale(both)}
         for projection, weight in weights.items():
             module = f"{name}.{projection}"
-            packed = encode(weight, "nvfp4", global_scale=shared.get(projection), name=module)
+            packed = encode(weight, Format.NVFP4, global_scale=shared.get(projection), name=module)
             assert packed.scale is not None
             assert packed.global_scale is not None
             to.write(f"{module}.weight", packed.data)
@@ -151,7 +153,7 @@ class Nvfp4:
 class Mxfp4:
     """GPT-OSS's tensors, for the experts of any architecture."""
 
-    format = "mxfp4"
+    format = Format.MXFP4
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         experts, inner, hidden = layer.num_experts, layer.intermediate_size, layer.hidden_size
@@ -169,7 +171,7 @@ class Mxfp4:
             "down_proj": weights["down_proj"],
         }
         for projection, weight in stacked.items():
-            packed = encode(weight, "mxfp4", name=f"{layer.expert(index)}.{projection}")
+            packed = encode(weight, Format.MXFP4, name=f"{layer.expert(index)}.{projection}")
             assert packed.scale is not None
             blocks = packed.data.unflatten(-1, (-1, mxfp4.GROUP // 2))
             to.write(f"{layer.prefix}.{projection}_blocks", blocks[None], first=index)
@@ -190,7 +192,7 @@ class Mxfp4:
 class Fp8:
     """DeepSeek-V3's blocks of 128 x 128; activations are quantised as they come."""
 
-    format = "fp8"
+    format = Format.FP8
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
@@ -201,7 +203,7 @@ class Fp8:
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         for projection, weight in weights.items():
             module = f"{layer.expert(index)}.{projection}"
-            packed = encode(weight, "fp8", name=module)
+            packed = encode(weight, Format.FP8, name=module)
             assert packed.scale is not None
             to.write(f"{module}.weight", packed.data)
             to.write(f"{module}.weight_scale_inv", packed.scale)

@@ -24,6 +24,7 @@ from torch import Tensor
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import Part, check_positive, read_scalar
+from turnout.vocabulary import Format
 
 # Families whose stacked experts are [E, H, 2I]; asked only where the sizes leave both readings possible.
 TRANSPOSED_FAMILIES = ("gpt_oss", "llama4_text", "qwen3_vl_moe_text")
@@ -56,7 +57,7 @@ class Wanted:
     config: dict[str, Any]
     prefix: str
     shape: ExpertShape
-    format: str  # as the configuration has it, for error messages
+    format: Format  # as the configuration has it, for error messages
     first: int
     count: int
 

@@ -14,6 +14,7 @@ from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import E4M3, POSITIVE, Part
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 BLOCK = 128
 DATA = Part(".weight", (E4M3,))
@@ -23,7 +24,7 @@ WHY = "config.json says that this module is stored as FP8"
 
 def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
     data, scale = (part.read(files, module, n, k, WHY) for part in (DATA, SCALE))
-    return PackedTensor(format="fp8", data=data, scale=scale.float())
+    return PackedTensor(format=Format.FP8, data=data, scale=scale.float())
 
 
 def experts(wanted: Wanted) -> ExpertWeights:
@@ -47,8 +48,8 @@ def _matrix(stored: Arrangement, matrix: str, rows: int) -> PackedTensor:
     data, scale = stored.read(matrix, DATA), stored.read(matrix, SCALE).float()
     stacked = data.shape[1] // rows
     if stacked == 1 or rows % BLOCK == 0:
-        return PackedTensor(format="fp8", data=data, scale=scale)
+        return PackedTensor(format=Format.FP8, data=data, scale=scale)
     height = math.gcd(rows, BLOCK)
     scale = scale.unflatten(1, (stacked, -1)).repeat_interleave(BLOCK // height, dim=2)
     scale = scale[:, :, : rows // height].flatten(1, 2)
-    return PackedTensor(format="fp8", data=data, scale=scale, block_rows=height)
+    return PackedTensor(format=Format.FP8, data=data, scale=scale, block_rows=height)

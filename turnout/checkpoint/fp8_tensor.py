@@ -16,6 +16,7 @@ from turnout.checkpoint.parts import E4M3, Part, read_scalar
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.fp8 import BLOCK
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 DATA = Part(".weight", (E4M3,))
 SCALE, INPUT_SCALE = ".weight_scale", ".input_scale"
@@ -25,7 +26,7 @@ WHY = "config.json says that this module is stored as FP8 with one scale"
 def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
     data, scale = DATA.read(files, module, n, k, WHY), read_scalar(files, module + SCALE, WHY)
     files.set_aside([module + INPUT_SCALE])
-    return PackedTensor(format="fp8", data=data, scale=scale.repeat(-(-n // BLOCK), -(-k // BLOCK)))
+    return PackedTensor(format=Format.FP8, data=data, scale=scale.repeat(-(-n // BLOCK), -(-k // BLOCK)))
 
 
 def experts(wanted: Wanted) -> ExpertWeights:
@@ -48,4 +49,4 @@ def _matrix(wanted: Wanted, stored: Arrangement, matrix: str) -> PackedTensor:
     height = BLOCK if halves == 1 else math.gcd(rows // 2, BLOCK)
     each = columns.expand(-1, halves).repeat_interleave(-(-rows // halves // height), dim=1)
     scale = each[:, :, None].repeat(1, 1, -(-data.shape[2] // BLOCK))
-    return PackedTensor(format="fp8", data=data, scale=scale, block_rows=height)
+    return PackedTensor(format=Format.FP8, data=data, scale=scale, block_rows=height)

@@ -18,6 +18,7 @@ from turnout.checkpoint.parts import E8M0_SCALE, Part, require_columns
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.mxfp4 import GROUP
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 SCALES = Part("_scales", (torch.uint8, torch.float8_e8m0fnu), columns=GROUP, sound=E8M0_SCALE)
 WHY = "config.json says that these experts are stored as MXFP4"
@@ -50,7 +51,7 @@ def _matrix(wanted: Wanted, matrix: str, module: str, *, interleaved: bool) -> P
     data = _rows(wanted, blocks, interleaved).flatten(2)
     scale = _rows(wanted, scales, interleaved)
     SCALES.check(wanted.files, scales, scale)
-    return PackedTensor(format="mxfp4", data=data, scale=scale.view(torch.uint8))
+    return PackedTensor(format=Format.MXFP4, data=data, scale=scale.view(torch.uint8))
 
 
 def _rows(wanted: Wanted, name: str, interleaved: bool) -> Tensor:

@@ -19,6 +19,7 @@ from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.nvfp4 import GROUP
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import merge_gate_up
+from turnout.vocabulary import Format
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) 
     stored = read_scalar(files, module + spelling.global_scale, WHY)
     files.set_aside([module + spelling.input_scale])  # dense layers multiply in the compute dtype
     return PackedTensor(
-        format="nvfp4", data=data, scale=scale, global_scale=spelling.scale_of(stored).reshape(())
+        format=Format.NVFP4, data=data, scale=scale, global_scale=spelling.scale_of(stored).reshape(())
     )
 
 
@@ -93,7 +94,7 @@ def _matrix(wanted: Wanted, stored: Arrangement, matrix: str, spelling: Spelling
     columns = spelling.scale_of(stored.scalars(matrix, spelling.global_scale, wanted.local, WHY))
     if columns.shape[1] == 2:
         _unify(wanted, data, scale, columns)
-    return PackedTensor(format="nvfp4", data=data, scale=scale, global_scale=columns.amax(dim=1))
+    return PackedTensor(format=Format.NVFP4, data=data, scale=scale, global_scale=columns.amax(dim=1))
 
 
 def _unify(wanted: Wanted, data: Tensor, scale: Tensor, columns: Tensor) -> None:
@@ -105,7 +106,7 @@ def _unify(wanted: Wanted, data: Tensor, scale: Tensor, columns: Tensor) -> None
     half = data.shape[1] // 2
     for e in differ:
         gate, up = (
-            PackedTensor(format="nvfp4", data=data[e, rows], scale=scale[e, rows], global_scale=own)
+            PackedTensor(format=Format.NVFP4, data=data[e, rows], scale=scale[e, rows], global_scale=own)
             for rows, own in zip((slice(half), slice(half, None)), columns[e], strict=True)
         )
         merged = merge_gate_up(gate, up)

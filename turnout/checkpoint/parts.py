@@ -16,6 +16,7 @@ from torch import Tensor
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 E4M3 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 1024  # decoded together; a multiple of every block height
@@ -123,7 +124,7 @@ def summary(value: Tensor) -> str:
 def decode_by_rows(packed: PackedTensor, dtype: torch.dtype) -> Tensor:
     """A packed matrix [N, K] decoded to `dtype`, few rows at a time: float32 in between is not held whole."""
     out = torch.empty(packed.shape, dtype=dtype)
-    height = packed.block_rows if packed.format == "fp8" else 1
+    height = packed.block_rows if packed.format == Format.FP8 else 1
     scales = None if packed.scale is None else packed.scale.split(ROWS_AT_ONCE // height)
     for i, rows in enumerate(packed.data.split(ROWS_AT_ONCE)):
         few = replace(packed, data=rows, scale=None if scales is None else scales[i])

@@ -10,6 +10,8 @@ from typing import Any
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.patterns import ModulePatterns
 from turnout.errors import UserError
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
 MODELOPT_ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # -> activations are quantised as well
@@ -17,7 +19,7 @@ MODELOPT_FP8 = "FP8"
 COMPRESSED_FORMAT, COMPRESSED_FP8 = "nvfp4-pack-quantized", "float-quantized"
 NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
 ONE_SCALE = {"num_bits": 8, "type": "float", "strategy": "tensor"}  # FP8, for a whole weight
-FP8_BLOCK = [128, 128]
+FP8_BLOCK = [FORMATS[Format.FP8].block_rows, FORMATS[Format.FP8].group]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +27,12 @@ class Quantization:
     """How a checkpoint was quantised, and which modules were left alone.
 
     method: who wrote it, and so which reader understands it: "none", "modelopt", "compressed-tensors",
-    "mxfp4", "fp8", or of any writer "fp8_tensor": one scale per weight. format: a name of
-    formats.packed.FORMATS. quantized_activations: the writer calibrated NVFP4 activations too (W4A4), and
-    input scales are in the checkpoint.
+    "mxfp4", "fp8", or of any writer "fp8_tensor": one scale per weight. quantized_activations: the
+    writer calibrated NVFP4 activations too (W4A4), and input scales are in the checkpoint.
     """
 
     method: str = "none"
-    format: str = "bf16"
+    format: Format = Format.BF16
     quantized_activations: bool = False
     targets: ModulePatterns = EVERYTHING
     ignore: ModulePatterns = field(default_factory=ModulePatterns)
@@ -43,11 +44,11 @@ class Quantization:
             return False
         return self.targets.matches(module) and not self.ignore.matches(module)
 
-    def format_of(self, module: str) -> tuple[str, bool]:
+    def format_of(self, module: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the linear layer called `module`."""
-        return (self.format, self.quantized_activations) if self.quantizes(module) else ("bf16", False)
+        return (self.format, self.quantized_activations) if self.quantizes(module) else (Format.BF16, False)
 
-    def experts_format(self, prefix: str) -> tuple[str, bool]:
+    def experts_format(self, prefix: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the experts at `prefix`, such as `model.layers.0.mlp.experts`.
 
         Lists name modules of the first expert or the stacked ones; that every other expert agrees is
@@ -64,7 +65,7 @@ class Quantization:
                 f"layer must share a format: requantise with all of {prefix} in the list, or none of it"
             )
         quantized = all(verdict == {True} for verdict in verdicts)
-        return (self.format, self.quantized_activations) if quantized else ("bf16", False)
+        return (self.format, self.quantized_activations) if quantized else (Format.BF16, False)
 
 
 def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.json") -> Quantization:
@@ -99,18 +100,19 @@ def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
     excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
     ignore = ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules")
     if algorithm == MODELOPT_FP8:
-        return Quantization(method="fp8_tensor", format="fp8", ignore=ignore)
+        return Quantization(method="fp8_tensor", format=Format.FP8, ignore=ignore)
     if algorithm not in MODELOPT_ALGORITHMS:
         known = [*MODELOPT_ALGORITHMS, MODELOPT_FP8]
         raise _unsupported(file, "quant_algo", record.get("quant_algo"), known)
     quantized_activations = MODELOPT_ALGORITHMS[algorithm]
-    _require(file, "group_size", record.get("group_size", 16), 16)
+    size = FORMATS[Format.NVFP4].group
+    _require(file, "group_size", record.get("group_size", size), size)
     groups = _groups(record, file)
     for name, group in groups.items():
         _require_scheme(file, f"{name}.weights", group.get("weights"), NVFP4)
         quantized_activations &= group.get("input_activations") is not None
     return Quantization(
-        method="modelopt", format="nvfp4", quantized_activations=quantized_activations, ignore=ignore
+        method="modelopt", format=Format.NVFP4, quantized_activations=quantized_activations, ignore=ignore
     )
 
 
@@ -136,7 +138,7 @@ def _compressed_tensors(record: dict[str, Any], file: Path | str) -> Quantizatio
     dialect = "compressed-tensors"
     return Quantization(
         method="fp8_tensor" if fp8 else "compressed-tensors",
-        format="fp8" if fp8 else "nvfp4",
+        format=Format.FP8 if fp8 else Format.NVFP4,
         quantized_activations=activations is not None and not fp8,
         # "Linear" names a class, that of every module asked about here.
         targets=EVERYTHING
@@ -150,7 +152,7 @@ def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:
     """GPT-OSS: the experts alone are MXFP4."""
     return Quantization(
         method="mxfp4",
-        format="mxfp4",
+        format=Format.MXFP4,
         experts_only=True,
         ignore=_not_converted(record, file),
     )
@@ -160,12 +162,12 @@ def _fp8(record: dict[str, Any], file: Path | str) -> Quantization:
     """DeepSeek-V3: e4m3 in 128x128 blocks, activations quantised as they come (`dynamic`). Else AutoFP8."""
     _require(file, "fmt", record.get("fmt", "e4m3"), "e4m3")
     if record.get("weight_block_size") is None:
-        return Quantization(method="fp8_tensor", format="fp8", ignore=_not_converted(record, file))
+        return Quantization(method="fp8_tensor", format=Format.FP8, ignore=_not_converted(record, file))
     _require(file, "weight_block_size", record.get("weight_block_size"), FP8_BLOCK)
     _require(file, "activation_scheme", record.get("activation_scheme", "dynamic"), "dynamic")
     if record.get("expert_dtype") not in (None, "fp8"):
         raise _unsupported(file, "expert_dtype", record["expert_dtype"], ["fp8"])
-    return Quantization(method="fp8", format="fp8", ignore=_not_converted(record, file))
+    return Quantization(method="fp8", format=Format.FP8, ignore=_not_converted(record, file))
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], Path | str], Quantization]] = {

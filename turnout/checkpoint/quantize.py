@@ -26,13 +26,14 @@ from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
-from turnout.formats import check
+from turnout.formats.codec import check
+from turnout.vocabulary import Format
 
 __all__ = ["OUTPUT_FORMATS", "Calibration", "InputAmax", "quantize"]
 
 Calibration = Mapping[str, tuple[float, float]]
 
-OUTPUT_FORMATS = ("nvfp4", "mxfp4", "fp8", "bf16")
+OUTPUT_FORMATS = (Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16)
 SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 1 << 26  # of a large tensor, such as the embeddings, at a time
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -64,12 +65,13 @@ def quantize(
     """
     if format not in OUTPUT_FORMATS:
         raise UserError(f"unknown format {format!r}; quantize writes {', '.join(OUTPUT_FORMATS)}")
-    if calibration is not None and format != "nvfp4":
+    format = Format(format)
+    if calibration is not None and format != Format.NVFP4:
         raise UserError(f"calibrated activation scales belong to nvfp4; {format} has none")
     config = _unquantized_config(source)
     with closing(TensorFiles(source, progress)) as files:
         known = {} if callable(calibration) else calibration
-        job = _bf16_job(files, config) if format == "bf16" else _job(files, config, format, known)
+        job = _bf16_job(files, config) if format == Format.BF16 else _job(files, config, format, known)
         groups = job.groups()
         needed = sum(entry.nbytes for group in groups for entry in group)
         with new_folder(out, needed_bytes=needed) as folder:
@@ -129,7 +131,7 @@ class _Job:
 def _job(
     files: TensorFiles,
     config: Mapping[str, Any],
-    format: str,
+    format: Format,
     calibration: Calibration | None,
 ) -> _Job:
     layers = _expert_layers(files, config)
@@ -137,7 +139,9 @@ def _job(
         for projection in PROJECTIONS:
             check(format, layer.shape(projection), f"{layer.expert(0)}.{projection}.weight")
     _check_calibration(calibration, layers)
-    encoders: dict[str, Encoder] = {"nvfp4": Nvfp4(calibration), "mxfp4": Mxfp4(), "fp8": Fp8()}
+    encoders: dict[Format, Encoder] = {
+        encoder.format: encoder for encoder in (Nvfp4(calibration), Mxfp4(), Fp8())
+    }
     copied = tuple(name for name in files if not _EXPERT.fullmatch(name))
     return _Job(files=files, copied=copied, dtypes={}, layers=layers, encoder=encoders[format], changes={})
 

@@ -16,13 +16,14 @@ from turnout.engine.engine_plan import Blueprint, read_model, resolve
 from turnout.engine.parallel_layouts import Arrangement, arrangements, receive_buffers
 from turnout.engine.step.cuda_graph_policy import why_eager
 from turnout.errors import PlanRefused, Refusal
+from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
+from turnout.vocabulary import Format, Reduce, SharedExpert
 
 REFUSED = 2  # exit code, as for every user error
 RANKS_SHOWN = 16
-WIRES = ("bf16", "fp8", "nvfp4")
-SHARED = {"sharded": "a part on each rank", "whole": "whole on each rank"}
+SHARED = {SharedExpert.SHARDED: "a part on each rank", SharedExpert.WHOLE: "whole on each rank"}
 
 
 def explain(
@@ -110,7 +111,7 @@ def _phases(blueprint: Blueprint) -> Table:
     table = _table("What runs", ("", *PHASES))
     plan = blueprint.plan
     phases = [plan.phase(name) for name in PHASES]
-    rows = {
+    rows: dict[str, list[str]] = {
         "runner": [p.runner for p in phases],
         "dispatcher": [p.dispatcher for p in phases],
         "layout": [p.layout for p in phases],
@@ -130,13 +131,13 @@ def _phases(blueprint: Blueprint) -> Table:
 def _owed_by(blueprint: Blueprint, phase: PhasePlan) -> str:
     if blueprint.topology.tp_size == 1:
         return "nobody"
-    return "the layer" if phase.reduce == "layer" else "the dispatcher"
+    return "the layer" if phase.reduce == Reduce.LAYER else "the dispatcher"
 
 
 def _travels(blueprint: Blueprint, phase: PhasePlan) -> str:
     if _owed_by(blueprint, phase) != "the dispatcher":
         return "nothing travels"
-    return blueprint.compute_dtype if phase.wire_format == "bf16" else phase.wire_format
+    return blueprint.compute_dtype if phase.wire_format == Format.BF16 else phase.wire_format
 
 
 def _ranks(blueprint: Blueprint) -> Table:
@@ -196,9 +197,9 @@ def _bounds(blueprint: Blueprint) -> Table:
 
 def _buffers(blueprint: Blueprint) -> Table:
     """What each dispatcher of this version would need, chosen or not."""
-    table = _table("Receive buffers per rank", ("dispatcher", "tokens", *WIRES))
+    table = _table("Receive buffers per rank", ("dispatcher", "tokens", *WIRE_FORMATS))
     for buffers in receive_buffers(blueprint):
-        sizes = (_size(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRES)
+        sizes = (_size(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRE_FORMATS)
         slabs = f" x {buffers.slabs} experts" if buffers.slabs > 1 else ""
         table.add_row(buffers.dispatcher, f"{buffers.tokens:,}{slabs}", *sizes)
     return table

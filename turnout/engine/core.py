@@ -46,6 +46,7 @@ from turnout.models.interface import Model, ProgressFn
 from turnout.parallel import symmetric
 from turnout.parallel.groups import ALONE, Groups
 from turnout.parallel.health import Progress, Unwatched
+from turnout.vocabulary import Phase
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
 SCORED_ROWS = 128
@@ -263,9 +264,9 @@ class EngineCore:
         )
 
     def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
-        phase = ""
+        phase = None
         if chunks:
-            phase = "decode" if all(chunk.decodes for chunk in chunks) else "prefill"
+            phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
         self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
         return self._agreed

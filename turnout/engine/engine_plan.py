@@ -19,10 +19,11 @@ from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_ho
 from turnout.engine.ranks.parallel_config import arrange, attention_refusals, host_refusals
 from turnout.engine.step import two_batch_overlap
 from turnout.errors import PlanRefused, Refusal
+from turnout.formats.spec import ITEMSIZE
 from turnout.models import describe
 from turnout.models.interface import ModelDescription
 from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.budget import ITEMSIZE, Budget
+from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.packages import TRITON

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from turnout.config import Config
 from turnout.errors import PlanRefused, Refusal
+from turnout.formats.spec import ITEMSIZE
 from turnout.models.interface import ModelDescription
 from turnout.moe.budget import (
-    ITEMSIZE,
     Budget,
     fewer_tokens,
     gigabytes,
@@ -28,6 +28,7 @@ from turnout.moe.budget import (
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
 
@@ -135,7 +136,7 @@ def dense_parameters(description: ModelDescription, topology: Topology, moe: MoE
         dense.vocabulary // shape.vocab_size * rows
         + -(-(dense.queries + dense.mlps) // split)
         + dense.keys_values // shape.num_kv_heads * kv_heads
-        + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == "sharded" else 1))
+        + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1))
         + dense.replicated
     )
 
@@ -203,7 +204,7 @@ def _too_large(
         remedies.append(f"raise --mem-fraction-static to {share:g} or more")
     if memory.dense + memory.experts < memory.available:
         remedies += fewer_tokens(budget, fits)
-    if rank.description.moe.format == "bf16":
+    if rank.description.moe.format == Format.BF16:
         remedies.append("use a quantised checkpoint (`turnout quantize`)")
     if hardware.device == "cuda":  # ranks of a CPU share its memory
         remedies.append("divide the model among more ranks (--tp-size)")

@@ -12,10 +12,12 @@ from turnout.config import Config
 from turnout.engine.engine_plan import Blueprint, ModelFolder, decide
 from turnout.engine.ranks.parallel_config import arrange
 from turnout.errors import PlanRefused, Refusal
+from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import ITEMSIZE, WIRE_GROUP, dispatch_bytes, moves
+from turnout.moe.budget import dispatch_bytes, moves
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors
+from turnout.vocabulary import Layout, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +92,12 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
     return [
         ReceiveBuffers(
             dispatcher=declared.name,
-            tokens=declared.rows("prefill", budget, blueprint.topology),
-            slabs=plan.num_local_experts if declared.layout == "experts" else 1,
+            tokens=declared.rows(Phase.PREFILL, budget, blueprint.topology),
+            slabs=plan.num_local_experts if declared.layout == Layout.BATCHED_EXPERTS else 1,
             sizes={
                 wire: dispatch_bytes(
                     declared.layout,
-                    rows=declared.rows("prefill", budget, blueprint.topology),
+                    rows=declared.rows(Phase.PREFILL, budget, blueprint.topology),
                     spec=spec,
                     num_local_experts=plan.num_local_experts,
                     wire_format=wire,
@@ -105,7 +107,7 @@ def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
                     batches=2 if plan.two_batches else 1,
                 )
                 for wire in sorted(declared.on(blueprint.hardware).wire_formats)
-                if spec.hidden_size % WIRE_GROUP[wire] == 0
+                if spec.hidden_size % FORMATS[wire].group == 0
             },
         )
         for declared in DISPATCHER_CAPABILITIES.values()

@@ -32,6 +32,7 @@ from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import TOKENS, Inputs, Oracle, Result, caught, examine, make_batches
 from turnout.registry import RUNNERS
+from turnout.vocabulary import Format, Layout, WeightStorage
 
 SENTENCES = (
     "The harbour lay quiet under a thin fog, and only the gulls seemed to be awake.",
@@ -61,8 +62,8 @@ class Checked:
     layer: int
     runner: str
     dispatcher: str
-    activation_format: str
-    weight_storage: str
+    activation_format: Format
+    weight_storage: WeightStorage
     results: tuple[Result, ...]
 
     @property
@@ -269,8 +270,8 @@ class SelfCheck:
 
         direct = dataclasses.replace(
             plan,
-            prefill=dataclasses.replace(plan.prefill, layout="tokens", wire_format="bf16"),
-            decode=dataclasses.replace(plan.decode, layout="tokens", wire_format="bf16"),
+            prefill=dataclasses.replace(plan.prefill, layout=Layout.TOKENS, wire_format=Format.BF16),
+            decode=dataclasses.replace(plan.decode, layout=Layout.TOKENS, wire_format=Format.BF16),
         )
         references = Oracle(spec, experts, batches, self._device)(direct)
         captures = self._device.type == "cuda" and runner.capability.graph_safe

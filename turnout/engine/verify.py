@@ -37,6 +37,7 @@ from turnout.moe.spec import MoESpec
 from turnout.moe.verify import Inputs, Oracle, as_sent, make_batches
 from turnout.moe.verify import verify as verify_layer
 from turnout.parallel.groups import ALONE
+from turnout.vocabulary import Format, Layout, Phase
 
 PROMPT_TOKENS = 48  # of the forward whose logits are compared
 
@@ -263,8 +264,8 @@ def _oracle_logits(
     """float32 [N, V] of a forward in float32 throughout, its experts the oracle's."""
     plan, spec = blueprint.plan, blueprint.description.moe
     # Tokens stay where they are, and are rounded as if they had travelled.
-    plain = replace(plan.prefill, dispatcher="none", layout="tokens", wire_format="bf16")
-    plan = replace(plan, compute_dtype="float32", prefill=plain, decode=replace(plain, phase="decode"))
+    plain = replace(plan.prefill, dispatcher="none", layout=Layout.TOKENS, wire_format=Format.BF16)
+    plan = replace(plan, compute_dtype="float32", prefill=plain, decode=replace(plain, phase=Phase.DECODE))
     model = _load(blueprint, plan, device, progress, lambda _: OracleExperts(spec, blueprint.plan, device))
     return _logits(model, ids, device)
 
@@ -279,7 +280,7 @@ def _compare(ours_NV: Tensor, wanted_NV: Tensor, blueprint: Blueprint) -> Logits
     same_N = ours_NV.argmax(-1) == wanted_NV.argmax(-1)
     centred = (x - x.mean(-1, keepdim=True) for x in (ours_NV, wanted_NV))
     plan = blueprint.plan
-    rounds = plan.activation_format != "bf16" or plan.prefill.wire_format != "bf16"
+    rounds = plan.activation_format != Format.BF16 or plan.prefill.wire_format != Format.BF16
     return Logits(
         tokens=len(ours_NV),
         error=relative_error(*centred),

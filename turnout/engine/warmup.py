@@ -21,6 +21,7 @@ from turnout.moe.backends.flashinfer import autotune
 from turnout.moe.interface import Experts
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.parallel.groups import Groups
+from turnout.vocabulary import Phase
 
 
 class Tuner:
@@ -82,7 +83,7 @@ def first_prompts(
         for chunk in chunks:
             chunk.request.pages = pool.allocate(-(-chunk.length // blueprint.page_size)) or []
         agreed = Agreement(
-            phase="prefill", tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
+            phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
         )
         computed = forward(chunks, agreed)
         model.logits(computed.hidden_NH[-1:])

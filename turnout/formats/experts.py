@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from turnout.formats.packed import PackedTensor, equal_part
+from turnout.vocabulary import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class ExpertWeights:
     num_experts: int
 
     @property
-    def format(self) -> str:
+    def format(self) -> Format:
         return self.w13.format
 
     @property

@@ -1,6 +1,6 @@
 """FP8: e4m3 values with a float32 scale per 128x128 block (weights) or 128 columns (activations).
 
-Beside MXFP4 weights (W4A8) activations have one scale per row.
+With MXFP4 weights (W4A8), activations have one scale per row.
 
     x ~= e4m3 * scale          scale = amax / 448
 
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 128
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
+
+BLOCK = FORMATS[Format.FP8].group  # rows and columns
 MAX = 448.0
 DTYPE = torch.float8_e4m3fn
 

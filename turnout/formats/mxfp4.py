@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from turnout.formats import e2m1
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
-GROUP = 32
+GROUP = FORMATS[Format.MXFP4].group
 BIAS = 127
 NAN = 255
 E2M1_MAX_EXPONENT = 2

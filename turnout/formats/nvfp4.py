@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from turnout.formats import e2m1, fp8
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
-GROUP = 16
+GROUP = FORMATS[Format.NVFP4].group
 GLOBAL_MAX = e2m1.MAX * fp8.MAX
 SMALLEST_SCALE = 2.0**-9  # the smallest positive e4m3
 _SMALLEST_GLOBAL = 2.0**-100  # below about 2**-119 the reciprocal of a group's scale overflows float32

@@ -1,6 +1,6 @@
 """A weight matrix (or a stack of them) as stored: codes, scales and the name of the format.
 
-Format names, used by every part of Turnout:
+What each `Format` is stored as:
 
 | name  | data                     | scale                                  | global_scale     |
 |-------|--------------------------|----------------------------------------|------------------|
@@ -23,25 +23,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-FORMATS = ("bf16", "fp8", "nvfp4", "mxfp4")
-GROUP_COLUMNS = {"bf16": 1, "fp8": 128, "nvfp4": 16, "mxfp4": 32}  # that share a scale
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor:
-    """Weights `[..., N, K]` in one of FORMATS; leading dimensions (experts) are optional."""
+    """Weights `[..., N, K]` in one `Format`; leading dimensions (experts) are optional."""
 
-    format: str
+    format: Format
     data: Tensor
     scale: Tensor | None = None
     global_scale: Tensor | None = None
-    block_rows: int = 128  # rows that share an fp8 scale; its columns are always 128
+    block_rows: int = FORMATS[Format.FP8].block_rows  # rows that share an fp8 scale
 
     @property
     def shape(self) -> torch.Size:
         """Logical shape `[..., N, K]`."""
         *lead, n, k = self.data.shape
-        return torch.Size((*lead, n, 2 * k if self.format in ("nvfp4", "mxfp4") else k))
+        return torch.Size((*lead, n, 2 * k if FORMATS[self.format].bits == 4 else k))
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +77,12 @@ class PackedTensor:
         [..., N, K] -> [..., N / count, K]. Raises ValueError where equal parts would cut through rows that
         share a scale.
         """
-        unit = self.block_rows if self.format == "fp8" else 1
+        unit = self.block_rows if self.format == Format.FP8 else 1
         return self._part(-2, stacked, index, count, unit)
 
     def column_part(self, index: int, count: int) -> PackedTensor:
         """[..., N, K] -> [..., N, K / count]; otherwise as `row_part`."""
-        return self._part(-1, 1, index, count, GROUP_COLUMNS[self.format])
+        return self._part(-1, 1, index, count, FORMATS[self.format].group)
 
     def _part(self, dim: int, stacked: int, index: int, count: int, unit: int) -> PackedTensor:
         if self.shape[dim] % (stacked * count * unit):
@@ -102,15 +102,15 @@ class PackedTensor:
         """Plain weights `[..., N, K]` in `dtype`, computed in float32 and rounded once."""
         from turnout.formats import fp8, mxfp4, nvfp4
 
-        if self.format == "bf16":
+        if self.format == Format.BF16:
             return self.data.to(dtype)
         assert self.scale is not None, f"{self.format} weights carry a scale"
-        if self.format == "fp8" and self.block_rows != fp8.BLOCK:
+        if self.format == Format.FP8 and self.block_rows != fp8.BLOCK:
             blocks = self.data.unflatten(-2, (-1, self.block_rows))
             return fp8.decode_blocks(blocks, self.scale.unsqueeze(-2)).flatten(-3, -2).to(dtype)
-        if self.format == "fp8":
+        if self.format == Format.FP8:
             return fp8.decode_blocks(self.data, self.scale).to(dtype)
-        if self.format == "mxfp4":
+        if self.format == Format.MXFP4:
             return mxfp4.decode(self.data, self.scale).to(dtype)
         assert self.global_scale is not None, "nvfp4 weights carry a global scale"
         return nvfp4.decode(self.data, self.scale, self.global_scale).to(dtype)

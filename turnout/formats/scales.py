@@ -20,6 +20,7 @@ from turnout.errors import UserError
 from turnout.formats import e2m1, fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 SMALLEST = 1e-12  # of a divisor; kernels keep alpha finite in the same way
 
@@ -112,7 +113,7 @@ def merge_gate_up(gate: PackedTensor, up: PackedTensor) -> PackedTensor:
     shared = torch.maximum(gate_scale, up_scale)
     halves = (_requantize(gate, shared), _requantize(up, shared))
     return PackedTensor(
-        format="nvfp4",
+        format=Format.NVFP4,
         data=torch.cat([h.data for h in halves], dim=-2),
         scale=torch.cat([_block_scale(h).view(torch.uint8) for h in halves], dim=-2).view(fp8.DTYPE),
         global_scale=shared,

@@ -34,6 +34,7 @@ from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Format
 
 NAME = "turnout"
 REMEDY = 'use experts_implementation="eager" for this model'
@@ -151,8 +152,8 @@ def _weights(module: Any) -> ExpertWeights:
         w13_ENH = deinterleave_gate_up_rows(w13_ENH)
         b13_EN = None if b13_EN is None else deinterleave_gate_up_rows(b13_EN, dim=-1)
     return ExpertWeights(
-        w13=PackedTensor(format="bf16", data=w13_ENH.contiguous()),
-        w2=PackedTensor(format="bf16", data=w2_EHI.contiguous()),
+        w13=PackedTensor(format=Format.BF16, data=w13_ENH.contiguous()),
+        w2=PackedTensor(format=Format.BF16, data=w2_EHI.contiguous()),
         b13=b13_EN,
         b2=b2_EH,
         num_experts=len(w13_ENH),

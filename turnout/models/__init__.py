@@ -19,6 +19,7 @@ from turnout.models.interface import Model, ModelDescription, ProgressFn
 from turnout.models.spec import DecoderSpec
 from turnout.moe.plan import MoEPlan
 from turnout.registry import ARCHITECTURES
+from turnout.vocabulary import Format
 
 if TYPE_CHECKING:  # describing a model must not cost the import of torch
     import torch
@@ -38,11 +39,11 @@ HARMLESS_TENSORS = re.compile(
 
 
 def describe(
-    config: Mapping[str, Any], *, experts_format: tuple[str, bool] | None = None
+    config: Mapping[str, Any], *, experts_format: tuple[Format, bool] | None = None
 ) -> ModelDescription:
     """The model that a parsed `config.json` names.
 
-    experts_format: (a name of formats.packed.FORMATS, quantised activations) where it is known from
+    experts_format: (the format, quantised activations) where it is known from
     elsewhere; otherwise `quantization_config` says. Raises UserError naming the architecture that is not
     implemented, or the field that is missing, malformed or not implemented.
     """
@@ -104,7 +105,7 @@ def _unknown(architecture: str) -> str:
     )
 
 
-def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[str, bool]:
+def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[Format, bool]:
     """The one format of all MoE layers; layers that differ are refused, since one plan serves them all."""
     first, *others = spec.moe_layers
     formats = {i: quantization.experts_format(f"model.layers.{i}.mlp.experts") for i in spec.moe_layers}
@@ -118,7 +119,7 @@ def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[str,
     return formats[first]
 
 
-def _with_format(spec: DecoderSpec, experts_format: tuple[str, bool]) -> DecoderSpec:
+def _with_format(spec: DecoderSpec, experts_format: tuple[Format, bool]) -> DecoderSpec:
     name, quantized_activations = experts_format
     return replace(spec, moe=replace(spec.moe, format=name, quantized_activations=quantized_activations))
 

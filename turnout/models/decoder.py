@@ -45,6 +45,7 @@ from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups, shares
+from turnout.vocabulary import SharedExpert
 
 # The residual stream of a micro-batch [N, H], and what is yet to be added to it, once that has come back.
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
@@ -245,7 +246,7 @@ class Decoder:
         """What it gives is never summed here: a share of it is part of the sum that the MoE layer makes."""
         H, ranks = self.shape.hidden_size, self._groups.world
         inner = split(self._spec.shared_intermediate_size, ranks)
-        if self._plan.shared_expert == "whole":
+        if self._plan.shared_expert == SharedExpert.WHOLE:
             inner = whole(self._spec.shared_intermediate_size)
         mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, ALONE.world)
         return GatedSharedExpert(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from turnout.attention.interface import Attention
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Phase
 
 if TYPE_CHECKING:  # describing a model must not cost the import of torch
     from torch import Tensor
@@ -30,7 +31,7 @@ class Step:
     input_ids: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
     attention: Attention
-    phase: str = "prefill"
+    phase: Phase = Phase.PREFILL
     tokens: tuple[int, ...] | None = None
     real: Tensor | None = None  # bool [N]
     other: Step | None = None

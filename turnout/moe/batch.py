@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from turnout.vocabulary import Format, Layout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
@@ -21,7 +23,7 @@ class Hidden:
     """
 
     data: Tensor
-    format: str = "bf16"
+    format: Format = Format.BF16
     scale: Tensor | None = None
     global_scale: Tensor | None = None
 
@@ -30,7 +32,7 @@ class Hidden:
 class TokensBatch:
     """Layout "tokens": the runner applies the top-k weights and sums over k, giving [T, H]."""
 
-    layout: ClassVar[str] = "tokens"
+    layout: ClassVar[Layout] = Layout.TOKENS
     hidden: Hidden  # [T, H]
     topk_ids: Tensor  # int32 [T, k], global expert ids, -1 is padding
     topk_weights: Tensor  # float32 [T, k]
@@ -40,6 +42,6 @@ class TokensBatch:
 class ExpertsBatch:
     """Layout "experts": one slab per local expert; output [E_loc, C, H] is unweighted."""
 
-    layout: ClassVar[str] = "experts"
+    layout: ClassVar[Layout] = Layout.BATCHED_EXPERTS
     hidden: Hidden  # [E_loc, C, H]
     counts: Tensor  # int32 [E_loc], on the device: rows in use per slab

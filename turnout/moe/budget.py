@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
+from turnout.formats.spec import matrix_bytes, token_bytes, token_parts
 from turnout.moe.spec import MoESpec
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Along K of a weight, how many values share a scale: a shard of K must be a multiple.
-WEIGHT_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16, "mxfp4": 32}
-# The same along H of a hidden state on the wire.
-WIRE_GROUP = {"bf16": 1, "fp8": 128, "nvfp4": 16}
+from turnout.vocabulary import Exchange, Format, Layout, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +67,16 @@ class Budget:
     @property
     def gathered(self) -> int:
         """The most tokens after a gather over the data-parallel groups."""
-        return rows_seen("gather", "prefill", self)
+        return rows_seen(Exchange.GATHER, Phase.PREFILL, self)
 
     @property
     def received(self) -> int:
         """The most tokens that the buffers of an all-to-all hold on one rank."""
-        return rows_seen("all_to_all", "prefill", self)
+        return rows_seen(Exchange.ALL_TO_ALL, Phase.PREFILL, self)
 
-    def phase_tokens(self, phase: str) -> int:
+    def phase_tokens(self, phase: Phase) -> int:
         """The most tokens one rank brings to a step of `phase`."""
-        return self.local if phase == "prefill" else self.decode
+        return self.local if phase == Phase.PREFILL else self.decode
 
     def refusals(self, *, in_chunks: bool = False) -> list[Refusal]:
         """in_chunks: prefill may pass buffers in several goes, decoding may not."""
@@ -105,9 +101,9 @@ def aligned(size: int, multiple: int = 128) -> int:
     return -(-size // multiple) * multiple
 
 
-def moves(exchange: str, *, dp_size: int) -> bool:
+def moves(exchange: Exchange, *, dp_size: int) -> bool:
     """Whether tokens leave their rank. A gather has nothing to fetch where all ranks hold the same ones."""
-    return exchange == "all_to_all" or dp_size > 1
+    return exchange == Exchange.ALL_TO_ALL or dp_size > 1
 
 
 def reach(top_k: int, ep_size: int) -> float:
@@ -115,7 +111,7 @@ def reach(top_k: int, ep_size: int) -> float:
     return 1 - (1 - 1 / ep_size) ** top_k
 
 
-def rows_seen(exchange: str, phase: str, budget: Budget, *, senders: int = 1) -> int:
+def rows_seen(exchange: Exchange, phase: Phase, budget: Budget, *, senders: int = 1) -> int:
     """The most tokens a runner sees in a step of `phase` behind a dispatcher of that `exchange`.
 
     gather: each of the dp groups brings T tokens, dp * T.
@@ -127,7 +123,7 @@ def rows_seen(exchange: str, phase: str, budget: Budget, *, senders: int = 1) ->
     `senders` has rows of its own, all have as many.
     """
     tokens = budget.phase_tokens(phase)
-    if exchange == "all_to_all" and phase == "prefill":
+    if exchange == Exchange.ALL_TO_ALL and phase == Phase.PREFILL:
         tokens = budget.capacity
     return budget.dp_size * senders * -(-tokens // senders)
 
@@ -150,17 +146,6 @@ def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool], *, in_chunks: b
     return [f"lower {flags} to {most} or less"]
 
 
-def matrix_bytes(weight_format: str, rows: int, columns: int, *, itemsize: int = 2) -> int:
-    """One `[rows, columns]` weight with its scales; `itemsize` is that of unquantised weights."""
-    if weight_format == "bf16":
-        return rows * columns * itemsize
-    if weight_format == "fp8":
-        return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
-    if weight_format == "nvfp4":
-        return rows * columns // 2 + rows * columns // 16 + 4
-    return rows * columns // 2 + rows * columns // 32
-
-
 def expert_bytes(
     spec: MoESpec, *, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
 ) -> int:
@@ -168,7 +153,7 @@ def expert_bytes(
 
     `itemsize` is that of unquantised weights: as stored if packed, of the compute dtype if decoded.
     """
-    weight_format = "bf16" if decoded else spec.format
+    weight_format = Format.BF16 if decoded else spec.format
     rows, inner = spec.w13_rows // expert_tp, spec.intermediate_size // expert_tp
     one = matrix_bytes(weight_format, rows, spec.hidden_size, itemsize=itemsize)
     one += matrix_bytes(weight_format, spec.hidden_size, inner, itemsize=itemsize)
@@ -178,32 +163,18 @@ def expert_bytes(
     return num_local_experts * one + input_scales
 
 
-def token_bytes(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> int:
-    """One token's hidden state on the wire, with its scales ("bf16": the compute dtype's itemsize)."""
-    return sum(token_parts(wire_format, hidden_size, itemsize=itemsize))
-
-
-def token_parts(wire_format: str, hidden_size: int, *, itemsize: int = 2) -> tuple[int, int]:
-    """The same as bytes of values and bytes of scales."""
-    if wire_format == "bf16":
-        return itemsize * hidden_size, 0
-    if wire_format == "fp8":
-        return hidden_size, 4 * -(-hidden_size // 128)
-    return hidden_size // 2, hidden_size // 16
-
-
 def dispatch_bytes(
-    layout: str,
+    layout: Layout,
     *,
     rows: int,
     spec: MoESpec,
     num_local_experts: int,
-    wire_format: str,
+    wire_format: Format,
     itemsize: int = 2,
     buffers: str = "rows",
     ranks: int = 1,
     batches: int = 1,
-    combine_format: str = "bf16",
+    combine_format: Format = Format.BF16,
 ) -> int:
     """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`) of `ranks`, if it `moves` any.
 
@@ -226,7 +197,7 @@ def dispatch_bytes(
             combine_format=combine_format,
             itemsize=itemsize,
         )
-        slabs = rows * num_local_experts * (token + result) if layout == "experts" else 0
+        slabs = rows * num_local_experts * (token + result) if layout == Layout.BATCHED_EXPERTS else 0
         return batches * (sum(parts.values()) + rows * 8 * spec.top_k + slabs)
     if buffers == "one_sided":
         capacity = rows // ranks
@@ -235,7 +206,7 @@ def dispatch_bytes(
     if buffers == "low_latency":
         queues = low_latency_bytes(rows // ranks, spec.hidden_size, spec.num_experts)
         return queues + rows * num_local_experts * token
-    slabs = num_local_experts if layout == "experts" else 1
+    slabs = num_local_experts if layout == Layout.BATCHED_EXPERTS else 1
     queues = chunked_bytes(result, ranks) if buffers == "chunked" else 0
     return queues + rows * (slabs * (token + result) + 8 * spec.top_k)
 
@@ -300,8 +271,8 @@ def symmetric_parts(
     *,
     ranks: int,
     capacity: int,
-    wire_formats: Iterable[str],
-    combine_format: str = "bf16",
+    wire_formats: Iterable[Format],
+    combine_format: Format = Format.BF16,
     itemsize: int,
 ) -> dict[str, int]:
     """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.

@@ -22,6 +22,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
+from turnout.vocabulary import Format, Phase
 
 
 class Experts(Protocol):
@@ -66,19 +67,19 @@ class DispatchSetup:
 
     spec: MoESpec
     plan: MoEPlan
-    phase: str
+    phase: Phase
     groups: Groups
     device: torch.device
     input_scale: Tensor | None = None
 
     @property
-    def wire_format(self) -> str:
-        """How tokens travel."""
+    def wire_format(self) -> Format:
+        """Of dispatched hidden states."""
         return self.plan.phase(self.phase).wire_format
 
     @property
-    def combine_format(self) -> str:
-        """How results travel back."""
+    def combine_format(self) -> Format:
+        """Of results on their way back."""
         return self.plan.phase(self.phase).combine_format
 
     @property

@@ -28,6 +28,7 @@ from turnout.moe.spec import MoESpec
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups
 from turnout.registry import DISPATCHERS
+from turnout.vocabulary import Phase, Reduce, SharedExpert
 
 
 class MoELayer:
@@ -71,7 +72,7 @@ class MoELayer:
         self._runner: Experts = runner or make_runner(spec, plan, device)
         self._runner.prepare(self._checked(experts))
         self._input_scale = _input_scale(experts, device)
-        self._dispatchers: dict[str, Dispatcher] = {
+        self._dispatchers: dict[Phase, Dispatcher] = {
             phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
                 DispatchSetup(
                     spec=spec,
@@ -82,14 +83,14 @@ class MoELayer:
                     input_scale=self._input_scale,
                 )
             )
-            for phase in ("prefill", "decode")
+            for phase in Phase
         }
         self.expert_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
 
     def __call__(
         self,
         x_TH: Tensor,
-        phase: str = "prefill",
+        phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor:
@@ -102,7 +103,7 @@ class MoELayer:
     def begin(
         self,
         x_TH: Tensor,
-        phase: str = "prefill",
+        phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
         *,
@@ -125,8 +126,8 @@ class MoELayer:
             arrived=travel(lambda: dispatcher.dispatch(*first)),
             later=later,
             shared=shared,
-            shared_in_sum=plan.shared_expert == "sharded",
-            summed_by=self._groups.world if plan.phase(phase).reduce == "layer" else None,
+            shared_in_sum=plan.shared_expert == SharedExpert.SHARDED,
+            summed_by=self._groups.world if plan.phase(phase).reduce == Reduce.LAYER else None,
             kept=[x_TH, ids_TK, weights_TK],
         )
 

@@ -49,6 +49,7 @@ from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Format, Layout, Phase, Reduce, SharedExpert, WeightStorage
 
 __all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
 
@@ -67,16 +68,16 @@ KNOWN_DISPATCHERS = ("collective", "collective-experts", "nvlink", "nvlink-exper
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """Who does what in one phase ("prefill" or "decode")."""
+    """Who does what in one phase."""
 
-    phase: str
+    phase: Phase
     runner: str
     dispatcher: str
-    layout: str  # "tokens" or "experts"
-    wire_format: str  # "bf16", "fp8", "nvfp4"
-    reduce: str  # who owes the sum over ranks: "none", "layer"
+    layout: Layout
+    wire_format: Format
+    reduce: Reduce
     max_tokens: int  # the largest batch the runner sees on this rank
-    combine_format: str = "bf16"  # that of results on their way back: "bf16" (the compute dtype) or "fp8"
+    combine_format: Format = Format.BF16  # of results on their way back; BF16: the compute dtype
     chunk: int = 0  # tokens of each data-parallel rank that pass at a time (chunks.py); 0: all of a step
 
 
@@ -86,8 +87,8 @@ class MoEPlan:
 
     prefill: PhasePlan
     decode: PhasePlan
-    activation_format: str  # what the GEMMs multiply with: "bf16", "fp8" or "nvfp4"
-    weight_storage: str  # "packed": decoded at each use; "decoded": once at load
+    activation_format: Format  # what the GEMMs multiply with
+    weight_storage: WeightStorage
     compute_dtype: str  # torch dtype name of hidden states: "float32", "bfloat16", "float16"
     first_expert: int
     num_local_experts: int
@@ -95,9 +96,7 @@ class MoEPlan:
     workspace_bytes: int
     dispatch_bytes: int
     deterministic: bool = False  # a token's bits depend on nothing else in the batch
-    # A shared expert's weights: "sharded" over all ranks, part of the sum that the layer owes in both phases,
-    # or "whole", on the tokens of this rank.
-    shared_expert: str = "whole"
+    shared_expert: SharedExpert = SharedExpert.WHOLE
     shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
     two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
     buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
@@ -105,8 +104,8 @@ class MoEPlan:
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
-    def phase(self, name: str) -> PhasePlan:
-        return self.prefill if name == "prefill" else self.decode
+    def phase(self, phase: Phase) -> PhasePlan:
+        return self.prefill if phase == Phase.PREFILL else self.decode
 
     @property
     def runners(self) -> tuple[str, ...]:
@@ -178,6 +177,7 @@ def _made(case: Case, together: Sequence[Candidate]) -> MoEPlan:
     """What the first candidate does, with room for the weights and scratch of all."""
     best = together[0]
     prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
+    owed = prefill.reduce == decode.reduce == Reduce.LAYER
     return MoEPlan(
         prefill=prefill,
         decode=decode,
@@ -190,7 +190,7 @@ def _made(case: Case, together: Sequence[Candidate]) -> MoEPlan:
         workspace_bytes=sum(one.workspace_bytes for one in together),
         dispatch_bytes=best.dispatch_bytes,
         deterministic=case.wishes.deterministic,
-        shared_expert="sharded" if prefill.reduce == decode.reduce == "layer" else "whole",
+        shared_expert=SharedExpert.SHARDED if owed else SharedExpert.WHOLE,
         shared_expert_beside=case.hardware.device == "cuda" and case.wishes.overlap_shared_expert,
         two_batches=case.wishes.two_batches,
     )
@@ -289,7 +289,7 @@ def _tiles(case: Case, best: Candidate, find: Callable[[LayerShape], TileTable])
     )
 
 
-def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
+def _phase_plan(case: Case, best: Candidate, phase: Phase) -> PhasePlan:
     dispatcher = best.dispatcher(phase)
     return PhasePlan(
         phase=phase,
@@ -297,8 +297,8 @@ def _phase_plan(case: Case, best: Candidate, phase: str) -> PhasePlan:
         dispatcher=dispatcher.name,
         layout=dispatcher.layout,
         wire_format=best.wire[phase],
-        reduce="layer" if layer_owes_sum(case, dispatcher) else "none",
+        reduce=Reduce.LAYER if layer_owes_sum(case, dispatcher) else Reduce.NONE,
         max_tokens=case.rows(dispatcher, phase),
         combine_format=case.combine_format,
-        chunk=case.budget.capacity if phase == "prefill" and case.in_chunks(dispatcher) > 1 else 0,
+        chunk=case.budget.capacity if phase == Phase.PREFILL and case.in_chunks(dispatcher) > 1 else 0,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.spec import Activation
+from turnout.vocabulary import Format
 
 
 def experts_reference(
@@ -22,7 +23,7 @@ def experts_reference(
     experts: ExpertWeights,
     activation: Activation,
     *,
-    activation_format: str = "bf16",
+    activation_format: Format = Format.BF16,
     scale_per_expert: bool = False,
 ) -> Tensor:
     """float32 [T, H]: the weighted sum over those of each token's experts that `experts` holds.
@@ -32,7 +33,7 @@ def experts_reference(
     over those held here; `scale_per_expert` gives every expert its own, as per-expert batches do.
     "fp8" quantises both per token and 128 columns (W8A8), beside MXFP4 weights per token (W4A8).
     """
-    to_fp8 = fp8.fake_quantize_rows if experts.w13.format == "mxfp4" else fp8.fake_quantize
+    to_fp8 = fp8.fake_quantize_rows if experts.w13.format == Format.MXFP4 else fp8.fake_quantize
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for local in range(experts.num_local_experts):
         expert = experts.first_expert + local
@@ -40,18 +41,18 @@ def experts_reference(
         if not len(token_M):
             continue
         x_MH = x_TH[token_M].float()
-        if activation_format == "nvfp4":
+        if activation_format == Format.NVFP4:
             s1, s2 = _input_scales(experts, expert if scale_per_expert else None)
             x_MH = nvfp4.fake_quantize(x_MH, s1)
-        elif activation_format == "fp8":
+        elif activation_format == Format.FP8:
             x_MH = to_fp8(x_MH)
         h_M = x_MH @ experts.w13[local].decode().T
         if experts.b13 is not None:
             h_M = h_M + experts.b13[local]
         a_MI = activate(h_M, activation)
-        if activation_format == "nvfp4":
+        if activation_format == Format.NVFP4:
             a_MI = nvfp4.fake_quantize(a_MI, s2)
-        elif activation_format == "fp8":
+        elif activation_format == Format.FP8:
             a_MI = to_fp8(a_MI)
         y_MH = a_MI @ experts.w2[local].decode().T
         if experts.b2 is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from turnout.vocabulary import Format
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
@@ -56,7 +58,7 @@ class MoESpec:
     activation: Activation = field(default_factory=Activation)
     routing: Routing = field(default_factory=Routing)
     expert_bias: bool = False  # both GEMMs carry a bias (GPT-OSS)
-    format: str = "bf16"  # weight format, a name of formats.packed.FORMATS
+    format: Format = Format.BF16  # of the weights
     quantized_activations: bool = False  # NVFP4 checkpoint with input scales: W4A4 was intended
 
     @property

@@ -29,6 +29,7 @@ from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import ALONE
 from turnout.registry import DISPATCHERS, RUNNERS
+from turnout.vocabulary import Format, Layout, Phase
 
 TOKENS = (0, 1, 3, 17)  # and as many as the budget or the caller allows
 BUCKETS = (64, 256, 1024, 4096)  # more on a GPU, whose kernels are others for other numbers of tokens
@@ -104,14 +105,14 @@ class Pipeline:
                     spec=spec, plan=plan, phase=phase, groups=ALONE, device=device, input_scale=input_scale
                 )
             )
-            for phase in ("prefill", "decode")
+            for phase in Phase
         }
         self.graph_safe = runner.capability.graph_safe and all(
             dispatcher.capability.graph_safe for dispatcher in self._dispatchers.values()
         )
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        dispatcher = self._dispatchers["decode" if len(inputs) <= self._decode else "prefill"]
+        dispatcher = self._dispatchers[Phase.DECODE if len(inputs) <= self._decode else Phase.PREFILL]
         batch, state = dispatcher.dispatch(inputs.x_TH, inputs.ids_TK, inputs.weights_TK, (len(inputs),))
         return dispatcher.combine(self._runner(batch), state)
 
@@ -129,12 +130,12 @@ class Oracle:
     def __call__(self, plan: MoEPlan) -> list[Tensor]:
         """float32 [T, H] for every batch."""
         phase = plan.prefill
-        key = plan.activation_format, phase.layout == "experts", phase.wire_format
+        key = plan.activation_format, phase.layout == Layout.BATCHED_EXPERTS, phase.wire_format
         if key not in self._known:
             self._known[key] = self._compute(*key)
         return self._known[key]
 
-    def _compute(self, activation_format: str, per_expert: bool, wire_format: str) -> list[Tensor]:
+    def _compute(self, activation_format: Format, per_expert: bool, wire_format: Format) -> list[Tensor]:
         every = _joined([batch.inputs for batch in self._batches])
         x_TH, experts = as_sent(every.x_TH, self._experts, wire_format)
         out_TH = experts_reference(
@@ -149,11 +150,11 @@ class Oracle:
         return list(out_TH.split([len(batch.inputs) for batch in self._batches]))
 
 
-def as_sent(x_TH: Tensor, experts: ExpertWeights, wire_format: str) -> tuple[Tensor, ExpertWeights]:
+def as_sent(x_TH: Tensor, experts: ExpertWeights, wire_format: Format) -> tuple[Tensor, ExpertWeights]:
     """What experts get of tokens that travel in `wire_format`, and the experts as they then compute."""
-    if wire_format == "fp8":
+    if wire_format == Format.FP8:
         return fp8.decode_activation(*fp8.encode_activation(x_TH)), experts
-    if wire_format == "bf16":
+    if wire_format == Format.BF16:
         return x_TH, experts
     assert experts.input_scales is not None, "nvfp4 on the wire needs the checkpoint's input scales"
     # Rounded with the one scale of all experts, which is not done again with each expert's own.
@@ -240,7 +241,7 @@ def examine(
                 result = replace(result, replays=_replays(run, batch.inputs))
             except Exception as error:
                 result = replace(result, problem=f"cannot be captured in a CUDA graph: {_said(error)}")
-        if batch.prefix and len(y) and plan.decode.layout == "tokens":
+        if batch.prefix and len(y) and plan.decode.layout == Layout.TOKENS:
             result = replace(result, independent=_independent(runner, y, batches, first))
         results.append(_with_broken_promises(result))
     return results
@@ -375,10 +376,10 @@ def _experts(batch: Batch, tokens: Sequence[int]) -> str:
 
 
 def _decoded(hidden: Hidden) -> Tensor:
-    if hidden.format == "bf16":
+    if hidden.format == Format.BF16:
         return hidden.data
     assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
-    if hidden.format == "fp8":
+    if hidden.format == Format.FP8:
         return fp8.decode_activation(hidden.data, hidden.scale)
     assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
     return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

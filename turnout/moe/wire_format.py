@@ -17,6 +17,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
+from turnout.vocabulary import Format
 
 WORD = 8  # bytes
 
@@ -58,7 +59,7 @@ class Wire:
         """Its input scale is needed for "nvfp4", whose receivers do not compute scales."""
         spec, device, dtype, input_scale = setup.spec, setup.device, setup.dtype, setup.input_scale
         self.format = setup.wire_format
-        if self.format == "nvfp4" and input_scale is None:
+        if self.format == Format.NVFP4 and input_scale is None:
             raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
         self._input_scale = input_scale
         self._device = device
@@ -70,7 +71,7 @@ class Wire:
         }[self.format]
         self._parts = row_of(*columns, (torch.int32, k), (torch.float32, k))
         self.words = self._parts[-1].stop
-        whole = self.format != "bf16" or H * dtype.itemsize % WORD == 0
+        whole = self.format != Format.BF16 or H * dtype.itemsize % WORD == 0
         self._fused = device.type == "cuda" and whole and bool(find_spec("triton"))
 
     @property
@@ -79,14 +80,14 @@ class Wire:
 
     def encode(self, x_TH: Tensor) -> Hidden:
         """x [T, H], any float dtype, in the format of this wire."""
-        if self.format == "bf16":
+        if self.format == Format.BF16:
             return Hidden(data=x_TH)
-        if self.format == "fp8":
+        if self.format == Format.FP8:
             data, scale = fp8.encode_activation(x_TH)
-            return Hidden(data=data, format="fp8", scale=scale)
+            return Hidden(data=data, format=Format.FP8, scale=scale)
         assert self._input_scale is not None, "checked when made"
         data, scale = nvfp4.quantize_activation(x_TH, self._input_scale)
-        return Hidden(data=data, format="nvfp4", scale=scale, global_scale=self._input_scale)
+        return Hidden(data=data, format=Format.NVFP4, scale=scale, global_scale=self._input_scale)
 
     def pack(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, rows: int | None = None
@@ -134,7 +135,7 @@ class Wire:
             weights_TK.contiguous(),
             packed,
             [part.start for part in self._parts[1:]],
-            format=self.format,
+            format=str(self.format),
             global_scale=self._input_scale,
             source_R=token_R,
         )
@@ -147,7 +148,7 @@ class Wire:
                 data=hidden,
                 format=self.format,
                 scale=scale[0] if scale else None,
-                global_scale=self._input_scale if self.format == "nvfp4" else None,
+                global_scale=self._input_scale if self.format == Format.NVFP4 else None,
             ),
             topk_ids=ids_TK,
             topk_weights=weights_TK,

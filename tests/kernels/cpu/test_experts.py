@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turnout.formats import encode
+from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.cpu import experts as kernels

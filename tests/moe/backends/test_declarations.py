@@ -2,7 +2,7 @@
 
 import pytest
 
-from turnout.formats import FORMATS
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.registry import DISPATCHERS, RUNNERS
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from turnout.parallel.exchange import Alone, StepExchange, StepRecord
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Phase
 
-PHASES = ("", "decode", "prefill")  # by their code in a record
+PHASES = (None, Phase.DECODE, Phase.PREFILL)  # by their code in a record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """phase: "prefill", "decode", or "" if no rank has work.
+    """phase: of the busiest rank; None if no rank has work.
 
     tokens:   how many each data-parallel rank brings
     commands: how many of the commands received so far every rank of this data-parallel group has
@@ -29,11 +30,17 @@ class Agreement:
     leaving:  whether all stop here, since one was told to
     """
 
-    phase: str
+    phase: Phase | None
     tokens: tuple[int, ...]
     commands: int
     pending: bool
     leaving: bool
+
+    @property
+    def step_phase(self) -> Phase:
+        """`phase` of a step that is computed."""
+        assert self.phase is not None, "a step is computed only if some rank has work"
+        return self.phase
 
 
 class Lockstep:
@@ -57,8 +64,8 @@ class Lockstep:
         """Whether this rank speaks for its data-parallel group."""
         return self.topology.attention_tp_rank == 0
 
-    def agree(self, tokens: int, phase: str) -> Agreement:
-        """This rank would bring `tokens` to a forward of `phase` ("": none). Collective.
+    def agree(self, tokens: int, phase: Phase | None) -> Agreement:
+        """This rank would bring `tokens` to a forward of `phase` (None: it has no work). Collective.
 
         Raises RuntimeError if ranks that share requests have sampled different tokens.
         """

@@ -42,7 +42,7 @@ def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], ag
         input_ids=ids_N,
         positions=places_N,
         attention=RowAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
-        phase=agreed.phase,
+        phase=agreed.step_phase,
         tokens=agreed.tokens,
     )
     return model.forward(step)
@@ -64,7 +64,7 @@ def _one_by_one(
             input_ids=ids_N[i : i + 1].clone(),
             positions=places_N[i : i + 1].clone(),
             attention=attention,
-            phase=agreed.phase,
+            phase=agreed.step_phase,
             tokens=tuple(int(i < count) for count in agreed.tokens),
         )
         hidden.append(model.forward(step))

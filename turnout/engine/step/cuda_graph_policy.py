@@ -15,6 +15,7 @@ from turnout.config import Config
 from turnout.engine.engine_plan import Blueprint
 from turnout.engine.ranks.step_sync import Agreement
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+from turnout.vocabulary import Phase
 
 
 def why_eager(blueprint: Blueprint) -> str:
@@ -46,6 +47,6 @@ def graph_sizes(config: Config) -> list[int]:
 
 def graph_for(agreed: Agreement, sizes: Sequence[int]) -> int | None:
     """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
-    if agreed.phase != "decode":
+    if agreed.phase != Phase.DECODE:
         return None
     return next((size for size in sizes if size >= max(agreed.tokens)), None)

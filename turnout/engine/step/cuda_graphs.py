@@ -28,6 +28,7 @@ from turnout.attention.triton import RowAttention
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.two_batch_overlap import halves
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.vocabulary import Phase
 
 FIELDS = 5  # of a row: token id, position, slot to write, context length, row of the page table
 WARM_UPS = 2
@@ -136,7 +137,7 @@ class DecodeGraphs:
             input_ids=ids_B,
             positions=positions_B,
             attention=RowAttention(self._attention, slots_B, table_BP, ends_B),
-            phase="decode",
+            phase=Phase.DECODE,
             tokens=(len(ids_B),) * self._dp_size,
             real=ends_B > 0,
             other=second,

@@ -22,6 +22,7 @@ from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_ea
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs
 from turnout.engine.step.two_batch_overlap import cut, halves
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.vocabulary import Phase
 
 
 class Forward:
@@ -63,13 +64,13 @@ class Forward:
         decoding, others = chunks[:num_decoding], chunks[num_decoding:]
         both = halves(agreed.tokens) if self._two_batches else None
         if both is None:
-            step = self._step(decoding, others, agreed.phase, agreed.tokens)
+            step = self._step(decoding, others, agreed.step_phase, agreed.tokens)
         else:
             count = both[0][self._dp_rank]
             now, then = cut(decoding, count)
             others_now, others_then = cut(others, count - len(now))
-            second = self._step(then, others_then, agreed.phase, both[1])
-            step = self._step(now, others_now, agreed.phase, both[0], second)
+            second = self._step(then, others_then, agreed.step_phase, both[1])
+            step = self._step(now, others_now, agreed.step_phase, both[0], second)
         return Computed(hidden_NH=self._model.forward(step))
 
     def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +86,7 @@ class Forward:
         self,
         decoding: Sequence[Chunk],
         others: Sequence[Chunk],
-        phase: str,
+        phase: Phase,
         tokens: tuple[int, ...],
         second: Step | None = None,
     ) -> Step:

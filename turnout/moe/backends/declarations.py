@@ -6,6 +6,7 @@ class carries as `capability` (a test compares).
 
 from __future__ import annotations
 
+from turnout.formats.spec import WEIGHT_FORMATS, WIRE_FORMATS
 from turnout.moe.backends.cpu.workspace import workspace_bytes as cpu_workspace_bytes
 from turnout.moe.backends.flashinfer.workspace_blackwell import (
     cutedsl_workspace_bytes,
@@ -13,11 +14,11 @@ from turnout.moe.backends.flashinfer.workspace_blackwell import (
 )
 from turnout.moe.backends.flashinfer.workspace_cutlass import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.backends.hopper.workspace import workspace_bytes as hopper_workspace_bytes
-from turnout.moe.budget import WEIGHT_GROUP, WIRE_GROUP
 from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability, WireNeed
 from turnout.moe.planning.cost import Cost
 from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.planning.packages import DEEPEP, DEEPEP_NVFP4, FLASHINFER, NCCL, NUMBA, NVSHMEM, TRITON
+from turnout.vocabulary import Exchange, Format, Layout, Phase, WeightStorage
 
 HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
 DEEPEP_RANKS = frozenset({2, 4, 8})  # between which it has kernels over NVLink
@@ -28,25 +29,25 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="torch",
             summary="plain torch; every format and activation, fast on CPUs, correct on CUDA",
-            layouts=frozenset({"tokens", "experts"}),
-            weight_formats=frozenset(WEIGHT_GROUP),
-            wire_formats=frozenset(WIRE_GROUP),
-            activation_formats=frozenset({"bf16", "nvfp4", "fp8"}),
-            fp8_weight_formats=frozenset({"fp8", "mxfp4"}),
+            layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
+            weight_formats=frozenset(WEIGHT_FORMATS),
+            wire_formats=frozenset(WIRE_FORMATS),
+            activation_formats=frozenset({Format.BF16, Format.NVFP4, Format.FP8}),
+            fp8_weight_formats=frozenset({Format.FP8, Format.MXFP4}),
             graph_safe=False,
             batch_invariant=True,
         ),
         RunnerCapability(
             name="numba",
             summary="kernels for CPUs, compiled at start-up: fused activation and sum, 4-bit weights too",
-            layouts=frozenset({"tokens", "experts"}),
-            weight_formats=frozenset({"bf16", "nvfp4", "mxfp4"}),
+            layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
+            weight_formats=frozenset({Format.BF16, Format.NVFP4, Format.MXFP4}),
             compute_dtypes=frozenset({"float32", "bfloat16"}),
             devices=frozenset({"cpu"}),
             hidden_multiple=16,  # outputs come in panels
             intermediate_multiple=16,
-            fast_packed=frozenset({"bf16"}),
-            decoded_as_bf16=frozenset({"nvfp4", "mxfp4"}),
+            fast_packed=frozenset({Format.BF16}),
+            decoded_as_bf16=frozenset({Format.NVFP4, Format.MXFP4}),
             workspace=cpu_workspace_bytes,
             preference=10,
             grounds="ahead of torch at every point measured on an AMD EPYC",
@@ -57,18 +58,18 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="triton",
             summary="Gluon and Triton kernels for Hopper: W4A16, W4A8, W8A8, bf16; fused, no host waits",
-            layouts=frozenset({"tokens", "experts"}),
-            weight_formats=frozenset({"bf16", "mxfp4", "nvfp4", "fp8"}),
-            activation_formats=frozenset({"bf16", "fp8"}),
-            fp8_weight_formats=frozenset({"fp8", "mxfp4"}),
-            weight_only_formats=frozenset({"bf16", "mxfp4", "nvfp4"}),
+            layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
+            weight_formats=frozenset({Format.BF16, Format.MXFP4, Format.NVFP4, Format.FP8}),
+            activation_formats=frozenset({Format.BF16, Format.FP8}),
+            fp8_weight_formats=frozenset({Format.FP8, Format.MXFP4}),
+            weight_only_formats=frozenset({Format.BF16, Format.MXFP4, Format.NVFP4}),
             fp8_units=True,
             compute_dtypes=frozenset({"bfloat16"}),
             devices=frozenset({"cuda"}),
             architectures=frozenset({90}),
             hidden_multiple=16,  # compiled for rows that begin at multiples of 16 bytes
             intermediate_multiple=16,
-            weight_storages=frozenset({"packed"}),
+            weight_storages=frozenset({WeightStorage.PACKED}),
             workspace=hopper_workspace_bytes,
             preference=10,
             grounds="ahead of torch at every point measured on an H200",
@@ -79,11 +80,11 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="flashinfer_cutedsl",
             summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones for slabs",
-            layouts=frozenset({"tokens", "experts"}),
-            weight_formats=frozenset({"nvfp4"}),
-            wire_formats=frozenset({"bf16", "nvfp4"}),
-            activation_formats=frozenset({"bf16", "nvfp4"}),
-            weight_only_layouts=frozenset({"tokens"}),
+            layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
+            weight_formats=frozenset({Format.NVFP4}),
+            wire_formats=frozenset({Format.BF16, Format.NVFP4}),
+            activation_formats=frozenset({Format.BF16, Format.NVFP4}),
+            weight_only_layouts=frozenset({Layout.TOKENS}),
             fp4_units=True,
             compute_dtypes=frozenset({"bfloat16"}),
             expert_bias=False,
@@ -92,7 +93,7 @@ RUNNER_CAPABILITIES = {
             hidden_multiple=128,  # rows of W2 in whole tiles of scales
             intermediate_multiple=64,  # up and gate in blocks of as many rows
             ungated_multiple=128,  # rows of W1 in whole tiles of scales
-            weight_storages=frozenset({"packed"}),
+            weight_storages=frozenset({WeightStorage.PACKED}),
             weights_per_layout=True,
             preference=10,
             grounds="written for these FP4 units; not measured here",
@@ -106,10 +107,10 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="flashinfer_trtllm",
             summary="TensorRT-LLM's kernels through FlashInfer: NVFP4 W4A4 on Blackwell",
-            layouts=frozenset({"tokens"}),
-            weight_formats=frozenset({"nvfp4"}),
-            wire_formats=frozenset({"bf16", "nvfp4"}),
-            activation_formats=frozenset({"nvfp4"}),
+            layouts=frozenset({Layout.TOKENS}),
+            weight_formats=frozenset({Format.NVFP4}),
+            wire_formats=frozenset({Format.BF16, Format.NVFP4}),
+            activation_formats=frozenset({Format.NVFP4}),
             weight_only_formats=frozenset(),
             fp4_units=True,
             compute_dtypes=frozenset({"bfloat16"}),
@@ -122,7 +123,7 @@ RUNNER_CAPABILITIES = {
             architectures=frozenset({100, 103}),
             hidden_multiple=128,
             intermediate_multiple=64,
-            weight_storages=frozenset({"packed"}),
+            weight_storages=frozenset({WeightStorage.PACKED}),
             preference=5,
             grounds="written for these FP4 units, for fewer layers; not measured here",
             autotuned=True,
@@ -131,13 +132,13 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="flashinfer_mxfp4",
             summary="FlashInfer's CUTLASS kernels for MXFP4 weights on Hopper: W4A16, fused activation",
-            layouts=frozenset({"tokens"}),
-            weight_formats=frozenset({"mxfp4"}),
-            weight_only_formats=frozenset({"mxfp4"}),
+            layouts=frozenset({Layout.TOKENS}),
+            weight_formats=frozenset({Format.MXFP4}),
+            weight_only_formats=frozenset({Format.MXFP4}),
             compute_dtypes=frozenset({"bfloat16"}),
             devices=frozenset({"cuda"}),
             architectures=frozenset({90}),
-            weight_storages=frozenset({"packed"}),
+            weight_storages=frozenset({WeightStorage.PACKED}),
             preference=5,
             grounds="behind triton at every size measured on an H200",
             checked="what FlashInfer is handed is decoded and computed on a CPU",
@@ -148,19 +149,19 @@ RUNNER_CAPABILITIES = {
         RunnerCapability(
             name="flashinfer_cutlass",
             summary="FlashInfer's CUTLASS kernels: bf16, FP8 blocks on Hopper, NVFP4 W4A4 on Blackwell",
-            layouts=frozenset({"tokens"}),
-            weight_formats=frozenset({"bf16", "fp8", "nvfp4"}),
-            activation_formats=frozenset({"bf16", "fp8", "nvfp4"}),
-            weight_only_formats=frozenset({"bf16"}),
+            layouts=frozenset({Layout.TOKENS}),
+            weight_formats=frozenset({Format.BF16, Format.FP8, Format.NVFP4}),
+            activation_formats=frozenset({Format.BF16, Format.FP8, Format.NVFP4}),
+            weight_only_formats=frozenset({Format.BF16}),
             fp4_units=True,
             fp8_units=True,
             compute_dtypes=frozenset({"bfloat16"}),
             devices=frozenset({"cuda"}),
             architectures=frozenset({90, 100, 103}),
-            format_architectures=(("fp8", frozenset({90})), ("nvfp4", frozenset({100, 103}))),
+            format_architectures=((Format.FP8, frozenset({90})), (Format.NVFP4, frozenset({100, 103}))),
             hidden_multiple=64,  # rows of scales, and 16-byte copies
             intermediate_multiple=64,
-            weight_storages=frozenset({"packed"}),
+            weight_storages=frozenset({WeightStorage.PACKED}),
             preference=4,
             grounds="behind triton at every size measured on an H200; not measured on Blackwell",
             checked="what FlashInfer is handed is decoded and computed on a CPU",
@@ -177,9 +178,9 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="none",
             summary="every rank sees all tokens and computes its experts'; data-parallel groups gather",
-            layout="tokens",
-            exchange="gather",
-            wire_formats=frozenset(WIRE_GROUP),
+            layout=Layout.TOKENS,
+            exchange=Exchange.GATHER,
+            wire_formats=frozenset(WIRE_FORMATS),
             preference=10,  # two collectives a layer, and no waits of the host
             batch_invariant=True,
             in_turns=True,
@@ -188,10 +189,10 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="collective",
             summary="all-to-all through torch.distributed: a token goes once to each rank that needs it",
-            layout="tokens",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
-            combine_formats=frozenset({"bf16", "fp8"}),
+            layout=Layout.TOKENS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
+            combine_formats=frozenset({Format.BF16, Format.FP8}),
             graph_safe=False,  # the host waits for counts where few ranks need a token
             batch_invariant=True,
             in_turns=True,
@@ -199,10 +200,10 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="collective-experts",
             summary="the same exchange, laid out as a slab per expert for masked runners",
-            layout="experts",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
-            combine_formats=frozenset({"bf16", "fp8"}),
+            layout=Layout.BATCHED_EXPERTS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
+            combine_formats=frozenset({Format.BF16, Format.FP8}),
             graph_safe=False,
             batch_invariant=True,
             in_turns=True,
@@ -210,10 +211,10 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="nvlink",
             summary="stores into peers' memory: two launches a layer, no collective, no wait of the host",
-            layout="tokens",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
-            combine_formats=frozenset({"bf16", "fp8"}),
+            layout=Layout.TOKENS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
+            combine_formats=frozenset({Format.BF16, Format.FP8}),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -230,10 +231,10 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="nvlink-experts",
             summary="the same stores, laid out as a slab per expert for masked runners",
-            layout="experts",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
-            combine_formats=frozenset({"bf16", "fp8"}),
+            layout=Layout.BATCHED_EXPERTS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
+            combine_formats=frozenset({Format.BF16, Format.FP8}),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -250,9 +251,9 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="flashinfer",
             summary="FlashInfer's one-sided all-to-all: tokens written over NVLink into receivers' memory",
-            layout="tokens",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
+            layout=Layout.TOKENS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -269,9 +270,9 @@ DISPATCHER_CAPABILITIES = {
         DispatcherCapability(
             name="deepep-normal",
             summary="DeepEP's normal kernels, for throughput: a token goes once to a rank that needs it",
-            layout="tokens",
-            exchange="all_to_all",
-            wire_formats=frozenset(WIRE_GROUP),
+            layout=Layout.TOKENS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset(WIRE_FORMATS),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -287,17 +288,19 @@ DISPATCHER_CAPABILITIES = {
             family="deepep",
             mode="normal",
             checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
-            made_for=frozenset({"prefill"}),
+            made_for=frozenset({Phase.PREFILL}),
             graph_safe=False,  # the host waits for counts
             requires=(DEEPEP, NVSHMEM, NCCL),
         ),
         DispatcherCapability(
             name="deepep-low-latency",
             summary="DeepEP's low-latency kernels: a slab per expert, made for small steps",
-            layout="experts",
-            exchange="all_to_all",
-            wire_formats=frozenset({"bf16", "fp8", "nvfp4"}),
-            wire_needs=(WireNeed(format="nvfp4", architectures=frozenset({100, 103}), package=DEEPEP_NVFP4),),
+            layout=Layout.BATCHED_EXPERTS,
+            exchange=Exchange.ALL_TO_ALL,
+            wire_formats=frozenset({Format.BF16, Format.FP8, Format.NVFP4}),
+            wire_needs=(
+                WireNeed(format=Format.NVFP4, architectures=frozenset({100, 103}), package=DEEPEP_NVFP4),
+            ),
             devices=frozenset({"cuda"}),
             architectures=HOPPER_AND_BLACKWELL,
             multi_host=False,
@@ -314,7 +317,7 @@ DISPATCHER_CAPABILITIES = {
             family="deepep",
             mode="low_latency",
             checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
-            made_for=frozenset({"decode"}),
+            made_for=frozenset({Phase.DECODE}),
             environment=(
                 ("NVSHMEM_QP_DEPTH", "2050"),  # its send queues hold two of the largest steps
                 ("NVSHMEM_REMOTE_TRANSPORT", "none"),  # one host, which may have no InfiniBand

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from turnout.errors import Refusal, listed
+from turnout.formats.spec import FORMATS
 from turnout.moe import budget as sizes
-from turnout.moe.budget import WIRE_GROUP, Budget, gigabytes
+from turnout.moe.budget import Budget, gigabytes
 from turnout.moe.planning.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
 from turnout.moe.planning.compatibility import pair_refusals, wire_format
 from turnout.moe.planning.dispatcher_limits import OTHER_DISPATCHER
 from turnout.moe.planning.problem import PHASES, Case
+from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +28,16 @@ class Candidate:
     runner: RunnerCapability
     prefill: DispatcherCapability
     decode: DispatcherCapability
-    activation: str
-    storage: str
-    wire: dict[str, str]  # by phase
+    activation: Format
+    storage: WeightStorage
+    wire: dict[Phase, Format]
     weight_bytes: int  # of one layer
     workspace_bytes: int
     dispatch_bytes: int
     order: tuple[int, ...]  # `auto` takes the smallest
 
-    def dispatcher(self, phase: str) -> DispatcherCapability:
-        return self.prefill if phase == "prefill" else self.decode
+    def dispatcher(self, phase: Phase) -> DispatcherCapability:
+        return self.prefill if phase == Phase.PREFILL else self.decode
 
 
 def search(
@@ -105,17 +107,18 @@ def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal
 
 def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal]:
     wish, H = case.wishes.combine_format, case.spec.hidden_size
-    if wish in ("auto", "bf16"):
+    if wish in ("auto", Format.BF16):
         return []
+    back = Format(wish)
     if not case.moves(dispatcher):
         asked, limit = (
             f" with --dp-size {case.topology.dp_size}",
             "no result travels: every rank has them all",
         )
-    elif wish not in dispatcher.combine_formats:
+    elif back not in dispatcher.combine_formats:
         asked, limit = "", f"brings results back in {listed(dispatcher.combine_formats)}"
-    elif H % WIRE_GROUP[wish]:
-        asked, limit = f" at hidden size {H}", f"{wish} needs a multiple of {WIRE_GROUP[wish]}"
+    elif H % FORMATS[back].group:
+        asked, limit = f" at hidden size {H}", f"{back} needs a multiple of {FORMATS[back].group}"
     else:
         return []
     return [
@@ -130,13 +133,13 @@ def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refus
 
 def _serving(
     case: Case, dispatchers: Sequence[DispatcherCapability]
-) -> tuple[dict[str, list[DispatcherCapability]], list[Refusal]]:
+) -> tuple[dict[Phase, list[DispatcherCapability]], list[Refusal]]:
     """Which dispatchers take steps as large as the budget's, by phase, and why the others do not."""
-    serving: dict[str, list[DispatcherCapability]] = {phase: [] for phase in PHASES}
+    serving: dict[Phase, list[DispatcherCapability]] = {phase: [] for phase in PHASES}
     refused = []
     for phase, dispatcher in product(PHASES, dispatchers):
         reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, case.budget)
-        if dispatcher.exchange == "all_to_all":
+        if dispatcher.exchange == Exchange.ALL_TO_ALL:
             reasons += case.budget.refusals(in_chunks=dispatcher.in_chunks)
         refused += reasons
         if not reasons:
@@ -144,19 +147,23 @@ def _serving(
     return serving, refused
 
 
-def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
+def _activations(case: Case, runner: RunnerCapability) -> tuple[list[Format], list[Refusal]]:
     """What this runner's GEMMs may multiply with, best first.
 
     The checkpoint's own format where it asks for it and both device and runner do it natively; else bf16.
     """
     wish = case.wishes.activation_format
-    choices = ["bf16"]
-    if case.spec.format == "nvfp4":
-        choices = ["nvfp4", "bf16"] if case.native_fp4 and runner.fp4_units else ["bf16", "nvfp4"]
-    elif case.spec.format == "fp8":
-        choices = ["fp8", "bf16"] if runner.fp8_units else ["bf16", "fp8"]
+    choices = [Format.BF16]
+    if case.spec.format == Format.NVFP4:
+        choices = (
+            [Format.NVFP4, Format.BF16]
+            if case.native_fp4 and runner.fp4_units
+            else [Format.BF16, Format.NVFP4]
+        )
+    elif case.spec.format == Format.FP8:
+        choices = [Format.FP8, Format.BF16] if runner.fp8_units else [Format.BF16, Format.FP8]
     allowed, refused = [], []
-    for choice in choices if wish == "auto" else [wish]:
+    for choice in choices if wish == "auto" else [Format(wish)]:
         refusal = _activation_refusal(case, runner, choice)
         if refusal is None:
             allowed.append(choice)
@@ -165,41 +172,37 @@ def _activations(case: Case, runner: RunnerCapability) -> tuple[list[str], list[
     return allowed, refused
 
 
-def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Refusal | None:
+def _activation_refusal(case: Case, runner: RunnerCapability, choice: Format) -> Refusal | None:
     spec, who, asked = case.spec, f"runner {runner.name}", f"--moe-activation-dtype {choice}"
-    inner = spec.intermediate_size // case.topology.expert_tp
-    if choice == "nvfp4" and spec.format != "nvfp4":
+    inner, group = spec.intermediate_size // case.topology.expert_tp, FORMATS[Format.FP8].group
+    if choice == Format.NVFP4 and spec.format != Format.NVFP4:
         limit = f"W4A4 needs NVFP4 weights; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format nvfp4`"
-    elif choice == "nvfp4" and not spec.quantized_activations:
+    elif choice == Format.NVFP4 and not spec.quantized_activations:
         limit = "W4A4 needs calibrated input scales, and the checkpoint holds none"
         remedy = (
             "use --moe-activation-dtype auto, or quantise from bf16 with "
             "`turnout quantize MODEL OUT --format nvfp4 --calibrate`"
         )
-    elif choice == "fp8" and spec.format == "nvfp4":
+    elif choice == Format.FP8 and spec.format == Format.NVFP4:
         limit = (
             "an NVFP4 weight times its group's scale is no e4m3 number; rounded to one, results were off by "
             "6.5e-2, above the 5e-2 that FP8 is held to"
         )
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format mxfp4` (W4A8)"
-    elif choice == "fp8" and spec.format not in ("fp8", "mxfp4"):
+    elif choice == Format.FP8 and spec.format not in (Format.FP8, Format.MXFP4):
         limit = f"W8A8 needs FP8 weights, W4A8 MXFP4; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format fp8`"
-    elif choice == "fp8" and spec.format not in runner.fp8_weight_formats:
+    elif choice == Format.FP8 and spec.format not in runner.fp8_weight_formats:
         limit = f"multiplies {listed(runner.fp8_weight_formats)} weights with FP8 activations"
         remedy = f"use --moe-activation-dtype auto, or {OTHER_RUNNER}"
-    elif (
-        choice == "fp8"
-        and spec.format == "fp8"
-        and (spec.hidden_size % WIRE_GROUP["fp8"] or inner % WIRE_GROUP["fp8"])
-    ):
+    elif choice == Format.FP8 and spec.format == Format.FP8 and (spec.hidden_size % group or inner % group):
         limit = (
-            f"W8A8 quantises {WIRE_GROUP['fp8']} columns together, which hidden size {spec.hidden_size} and "
+            f"W8A8 quantises {group} columns together, which hidden size {spec.hidden_size} and "
             f"this rank's intermediate size {inner} must be multiples of"
         )
         remedy = f"use --moe-activation-dtype bf16, or {OTHER_RUNNER}"
-    elif choice == "bf16" and spec.format not in runner.weight_only_formats:
+    elif choice == Format.BF16 and spec.format not in runner.weight_only_formats:
         limit = f"multiplies {spec.format} weights with {spec.format} activations only"
         remedy = f"use --moe-activation-dtype auto or {spec.format}, or {OTHER_RUNNER}"
     elif choice not in runner.activation_formats:
@@ -210,20 +213,18 @@ def _activation_refusal(case: Case, runner: RunnerCapability, choice: str) -> Re
     return Refusal(who=who, asked=asked, limit=limit, remedy=remedy)
 
 
-def _storages(case: Case, runner: RunnerCapability) -> tuple[list[str], list[Refusal]]:
+def _storages(case: Case, runner: RunnerCapability) -> tuple[list[WeightStorage], list[Refusal]]:
     """How this runner may keep the weights, best first."""
     wish = case.wishes.weight_storage
     if wish == "auto":
         unpacks = case.spec.format not in runner.fast_packed
-        best_first = ["decoded", "packed"] if unpacks and case.decode_once() else ["packed", "decoded"]
-        if (
-            case.weight_bytes("decoded") <= case.weight_bytes("packed")
-            and "decoded" in runner.weight_storages
-        ):
-            best_first = ["decoded"]  # nothing is gained by unpacking at each use
+        packed, decoded = WeightStorage.PACKED, WeightStorage.DECODED
+        best_first = [decoded, packed] if unpacks and case.decode_once() else [packed, decoded]
+        if case.weight_bytes(decoded) <= case.weight_bytes(packed) and decoded in runner.weight_storages:
+            best_first = [decoded]  # nothing is gained by unpacking at each use
         return [s for s in best_first if s in runner.weight_storages], []
     if wish in runner.weight_storages:
-        return [wish], []
+        return [WeightStorage(wish)], []
     return [], [
         Refusal(
             who=f"runner {runner.name}",
@@ -252,8 +253,8 @@ def _feeders(
 def _join(
     case: Case,
     runner_at: tuple[int, RunnerCapability],
-    activation_at: tuple[int, str],
-    storage_at: tuple[int, str],
+    activation_at: tuple[int, Format],
+    storage_at: tuple[int, WeightStorage],
     prefill_at: tuple[int, DispatcherCapability],
     decode_at: tuple[int, DispatcherCapability],
 ) -> Candidate:
@@ -264,7 +265,7 @@ def _join(
         prefill_at,
         decode_at,
     )
-    feeds = {"prefill": prefill, "decode": decode}
+    feeds = {Phase.PREFILL: prefill, Phase.DECODE: decode}
     copies = 2 if runner.weights_per_layout and prefill.layout != decode.layout else 1
     wire = {
         phase: wire_format(
@@ -294,14 +295,14 @@ def _join(
             runner_place,
             activation_place,
             storage_place,
-            case.large_prefill_us(prefill, storage, wire["prefill"]),
+            case.large_prefill_us(prefill, storage, wire[Phase.PREFILL]),
             case.crowds(prefill),
-            "prefill" not in prefill.made_for,
+            Phase.PREFILL not in prefill.made_for,
             case.moves(prefill),
             -prefill.preference,
             prefill_place,
             case.crowds(decode),
-            "decode" not in decode.made_for,
+            Phase.DECODE not in decode.made_for,
             case.moves(decode),
             -decode.preference,
             decode_place,
@@ -309,7 +310,7 @@ def _join(
     )
 
 
-def _dispatch_bytes(case: Case, feeds: dict[str, DispatcherCapability], wire: dict[str, str]) -> int:
+def _dispatch_bytes(case: Case, feeds: dict[Phase, DispatcherCapability], wire: dict[Phase, Format]) -> int:
     """One dispatcher's buffers serve both phases; two have their own."""
     needed: dict[str, int] = {}
     for phase, dispatcher in feeds.items():
@@ -345,7 +346,7 @@ def _layout_refusals(candidate: Candidate) -> list[Refusal]:
     """Weight-only numerics in a layout for which the runner has no such kernel."""
     layouts = {candidate.prefill.layout, candidate.decode.layout}
     allowed = candidate.runner.weight_only_layouts
-    if candidate.activation != "bf16" or layouts <= allowed:
+    if candidate.activation != Format.BF16 or layouts <= allowed:
         return []
     return [
         Refusal(
@@ -369,9 +370,10 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
 
     remedies = sizes.fewer_tokens(case.budget, fits, in_chunks=candidate.prefill.in_chunks)
     if experts > needed // 2:
-        if candidate.storage == "decoded" and case.weight_bytes("packed") < candidate.weight_bytes:
+        packed = case.weight_bytes(WeightStorage.PACKED)
+        if candidate.storage == WeightStorage.DECODED and packed < candidate.weight_bytes:
             remedies.append("use --moe-weight-storage packed")
-        if case.spec.format == "bf16":
+        if case.spec.format == Format.BF16:
             remedies.append("convert the checkpoint with `turnout quantize`")
         if case.hardware.device == "cuda":  # ranks of a CPU share its memory
             remedies.append("divide the experts among more ranks (--tp-size)")
@@ -383,7 +385,7 @@ def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
             asked=f"experts of {case.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
             f"workspace {gigabytes(candidate.workspace_bytes)}, "
             f"dispatch buffers {gigabytes(candidate.dispatch_bytes)} for "
-            f"{case.rows(candidate.prefill, 'prefill')} tokens",
+            f"{case.rows(candidate.prefill, Phase.PREFILL)} tokens",
             limit=f"{case.hardware.name} has {gigabytes(case.hardware.memory_bytes)}",
             remedy=", or ".join(remedies),
         )

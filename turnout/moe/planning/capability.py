@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from turnout.errors import Refusal, listed
+from turnout.formats.spec import WEIGHT_FORMATS
 from turnout.moe.backends.torch.workspace import workspace_bytes as torch_workspace_bytes
-from turnout.moe.budget import WEIGHT_GROUP, Budget, aligned, rows_seen
+from turnout.moe.budget import Budget, aligned, rows_seen
 from turnout.moe.planning.cost import Cost
 from turnout.moe.planning.dispatcher_limits import NO_LIMITS, OTHER_DISPATCHER, Limits
 from turnout.moe.planning.packages import Package
@@ -24,6 +25,7 @@ from turnout.moe.planning.sharding_rules import arrangement, shards
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Exchange, Format, Layout, Phase, WeightStorage
 
 OTHER_RUNNER = "choose another --moe-runner-backend"
 
@@ -34,26 +36,30 @@ class RunnerCapability:
 
     name: str
     summary: str
-    layouts: frozenset[str]  # of {"tokens", "experts"}
-    weight_formats: frozenset[str]  # of formats.packed.FORMATS
-    wire_formats: frozenset[str] = frozenset({"bf16"})  # formats in which hidden states may arrive
+    layouts: frozenset[Layout]
+    weight_formats: frozenset[Format]
+    wire_formats: frozenset[Format] = frozenset({Format.BF16})  # formats in which hidden states may arrive
     # What the GEMMs multiply with: "nvfp4" = W4A4, "fp8" = W8A8, W4A8; and weights for "fp8" and "bf16".
-    activation_formats: frozenset[str] = frozenset({"bf16"})
-    fp8_weight_formats: frozenset[str] = frozenset({"fp8"})
-    weight_only_formats: frozenset[str] = frozenset(WEIGHT_GROUP)
-    weight_only_layouts: frozenset[str] = frozenset({"tokens", "experts"})  # in which it does so
+    activation_formats: frozenset[Format] = frozenset({Format.BF16})
+    fp8_weight_formats: frozenset[Format] = frozenset({Format.FP8})
+    weight_only_formats: frozenset[Format] = frozenset(WEIGHT_FORMATS)
+    weight_only_layouts: frozenset[Layout] = frozenset(
+        {Layout.TOKENS, Layout.BATCHED_EXPERTS}
+    )  # in which it does so
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
     activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
     expert_bias: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
-    format_architectures: tuple[tuple[str, frozenset[int]], ...] = ()  # of formats that not all of them have
+    format_architectures: tuple[
+        tuple[Format, frozenset[int]], ...
+    ] = ()  # of formats that not all of them have
     hidden_multiple: int = 1
     intermediate_multiple: int = 1  # of this rank's shard
     ungated_multiple: int = 1  # the same where W1 has no gate rows
-    weight_storages: frozenset[str] = frozenset({"packed", "decoded"})
-    fast_packed: frozenset[str] = frozenset()  # formats that it reads packed as fast as decoded
-    decoded_as_bf16: frozenset[str] = frozenset()  # formats that it decodes to no wider type
+    weight_storages: frozenset[WeightStorage] = frozenset(WeightStorage)
+    fast_packed: frozenset[Format] = frozenset()  # formats that it reads packed as fast as decoded
+    decoded_as_bf16: frozenset[Format] = frozenset()  # formats that it decodes to no wider type
     weights_per_layout: bool = False  # phases of different layouts have weights of their own
     fp4_units: bool = False  # W4A4 runs on FP4 tensor cores; False: its numerics are emulated
     fp8_units: bool = False  # the same of W8A8 and FP8 tensor cores
@@ -119,7 +125,7 @@ class RunnerCapability:
 class WireNeed:
     """What a wire format asks for beyond what its dispatcher does."""
 
-    format: str
+    format: Format
     architectures: frozenset[int]
     package: Package
 
@@ -146,11 +152,11 @@ class DispatcherCapability:
 
     name: str
     summary: str
-    layout: str
-    exchange: str = "gather"
-    wire_formats: frozenset[str] = frozenset({"bf16"})
+    layout: Layout
+    exchange: Exchange = Exchange.GATHER
+    wire_formats: frozenset[Format] = frozenset({Format.BF16})
     wire_needs: tuple[WireNeed, ...] = ()
-    combine_formats: frozenset[str] = frozenset({"bf16"})  # "bf16": the compute dtype
+    combine_formats: frozenset[Format] = frozenset({Format.BF16})  # "bf16": the compute dtype
     withheld: tuple[str, ...] = ()  # formats that `on` took away, each with where it is there
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
@@ -161,7 +167,7 @@ class DispatcherCapability:
     row_multiple: int = 1  # of what `rows` says
     family: str = ""
     mode: str = ""
-    made_for: frozenset[str] = frozenset({"prefill", "decode"})
+    made_for: frozenset[Phase] = frozenset(Phase)
     environment: tuple[tuple[str, str], ...] = ()  # variables for its library, set before ranks meet
     preference: int = 0
     graph_safe: bool = True
@@ -172,7 +178,7 @@ class DispatcherCapability:
     cost: Cost | None = None  # as measured
     requires: tuple[Package, ...] = ()
 
-    def rows(self, phase: str, budget: Budget, topology: Topology) -> int:
+    def rows(self, phase: Phase, budget: Budget, topology: Topology) -> int:
         """The most tokens a runner sees behind it in a step of `phase`."""
         senders = topology.attention_tp if self.buffers == "symmetric" else 1
         rows = rows_seen(self.exchange, phase, budget, senders=senders)

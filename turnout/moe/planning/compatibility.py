@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from turnout.errors import Refusal, listed
-from turnout.moe.budget import WIRE_GROUP, moves
+from turnout.formats.spec import FORMATS, WIRE_FORMATS
+from turnout.moe.budget import moves
 from turnout.moe.planning.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
 from turnout.moe.planning.dispatcher_limits import OTHER_DISPATCHER
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Format
 
 
 def pair_refusals(
@@ -30,7 +32,7 @@ def pair_refusals(
             )
         )
     asked = f"--moe-dispatch-dtype {wish}"
-    if wish not in ("auto", "bf16") and not moves(dispatcher.exchange, dp_size=dp_size):
+    if wish not in ("auto", Format.BF16) and not moves(dispatcher.exchange, dp_size=dp_size):
         found.append(
             Refusal(
                 who=f"dispatcher {dispatcher.name}",
@@ -39,7 +41,7 @@ def pair_refusals(
                 remedy=f"use --moe-dispatch-dtype auto, or {OTHER_DISPATCHER}",
             )
         )
-    elif wish == "nvfp4" and not spec.quantized_activations:
+    elif wish == Format.NVFP4 and not spec.quantized_activations:
         found.append(
             Refusal(
                 who="wire",
@@ -57,7 +59,7 @@ def pair_refusals(
                 asked=f"{asked} at hidden size {spec.hidden_size}",
                 limit=f"the dispatcher sends {sends}; the runner takes "
                 f"{listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
-                f"{WIRE_GROUP['fp8']} and {WIRE_GROUP['nvfp4']}",
+                f"{FORMATS[Format.FP8].group} and {FORMATS[Format.NVFP4].group}",
                 remedy="use --moe-dispatch-dtype auto"
                 if wish != "auto"
                 else f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
@@ -71,17 +73,17 @@ def wire_format(
     dispatcher: DispatcherCapability,
     spec: MoESpec,
     wish: str,
-    activation_format: str,
+    activation_format: Format,
     *,
     dp_size: int = 1,
-) -> str:
+) -> Format:
     """The format on the wire for a pair that has no refusals.
 
     The GEMMs' own format when both sides speak it: quantised before the wire instead of after it, the
     values are the same and the bytes fewer. Otherwise unquantised, which costs no accuracy.
     """
     shared = _wire_formats(runner, dispatcher, spec, wish, dp_size)
-    for choice in (activation_format, "bf16"):
+    for choice in (activation_format, Format.BF16):
         if choice in shared:
             return choice
     return min(shared)
@@ -89,10 +91,10 @@ def wire_format(
 
 def _wire_formats(
     runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str, dp_size: int
-) -> set[str]:
+) -> set[Format]:
     """Tokens that do not travel stay as they are; NVFP4 needs scales that calibration left."""
-    possible = {"bf16", "fp8", "nvfp4"} if moves(dispatcher.exchange, dp_size=dp_size) else {"bf16"}
+    possible = set(WIRE_FORMATS) if moves(dispatcher.exchange, dp_size=dp_size) else {Format.BF16}
     if not spec.quantized_activations:
-        possible -= {"nvfp4"}
+        possible -= {Format.NVFP4}
     shared = runner.wire_formats & dispatcher.wire_formats & possible
-    return {f for f in shared if spec.hidden_size % WIRE_GROUP[f] == 0 and wish in ("auto", f)}
+    return {f for f in shared if spec.hidden_size % FORMATS[f].group == 0 and wish in ("auto", f)}

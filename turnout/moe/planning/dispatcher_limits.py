@@ -9,6 +9,7 @@ from turnout.errors import Refusal, listed
 from turnout.moe.budget import Budget, fewer_tokens
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology, divisors, one_of
+from turnout.vocabulary import Phase
 
 OTHER_DISPATCHER = "choose another --moe-a2a-backend"
 
@@ -66,13 +67,13 @@ class Limits:
             refuse(f"hidden size {H}", f"moves rows of at most {self.max_hidden} values", OTHER_DISPATCHER)
         return found
 
-    def phase_refusals(self, who: str, phase: str, budget: Budget) -> list[Refusal]:
+    def phase_refusals(self, who: str, phase: Phase, budget: Budget) -> list[Refusal]:
         """What stands against steps of `phase` as large as `budget` allows."""
-        tokens = budget.capacity if phase == "prefill" else budget.decode
+        tokens = budget.capacity if phase == Phase.PREFILL else budget.decode
         if self.max_tokens is None or tokens <= self.max_tokens:
             return []
         most = self.max_tokens
-        fewer = fewer_tokens(budget, _at_most(most)) if phase == "prefill" else []
+        fewer = fewer_tokens(budget, _at_most(most)) if phase == Phase.PREFILL else []
         fewer = fewer or [f"lower --max-running-requests and --cuda-graph-max-bs to {most} tokens a step"]
         return [
             Refusal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnout.formats.spec import ITEMSIZE, token_bytes
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
@@ -11,8 +12,9 @@ from turnout.moe.planning.rank_share import Share
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
 
-PHASES = ("prefill", "decode")
+PHASES = tuple(Phase)
 DECODE_ONCE_BYTES = 2 * 2**30
 DECODE_ONCE_PART = 1 / 8
 SPARSE = 0.25
@@ -49,7 +51,7 @@ class Case:
 
     @property
     def itemsize(self) -> int:
-        return sizes.ITEMSIZE[self.compute_dtype]
+        return ITEMSIZE[self.compute_dtype]
 
     @property
     def num_local_experts(self) -> int:
@@ -60,19 +62,19 @@ class Case:
         """Whether W4A4 is what the checkpoint was made for and the device multiplies."""
         return self.spec.quantized_activations and self.hardware.has_fp4_units
 
-    def weight_bytes(self, storage: str, runner: RunnerCapability | None = None) -> int:
+    def weight_bytes(self, storage: WeightStorage, runner: RunnerCapability | None = None) -> int:
         """One layer's experts on this rank, as most runners or `runner` keeps them."""
         in_bf16 = runner is not None and self.spec.format in runner.decoded_as_bf16
-        decoded = sizes.ITEMSIZE["bfloat16"] if in_bf16 else self.itemsize
+        decoded = ITEMSIZE["bfloat16"] if in_bf16 else self.itemsize
         return sizes.expert_bytes(
             self.spec,
             num_local_experts=self.num_local_experts,
             expert_tp=self.topology.expert_tp,
-            decoded=storage == "decoded",
-            itemsize=decoded if storage == "decoded" else self.stored_itemsize,
+            decoded=storage == WeightStorage.DECODED,
+            itemsize=decoded if storage == WeightStorage.DECODED else self.stored_itemsize,
         )
 
-    def rows(self, dispatcher: DispatcherCapability, phase: str) -> int:
+    def rows(self, dispatcher: DispatcherCapability, phase: Phase) -> int:
         """The most tokens a runner sees behind `dispatcher`."""
         return dispatcher.rows(phase, self.budget, self.topology)
 
@@ -87,37 +89,37 @@ class Case:
 
     def crowds(self, dispatcher: DispatcherCapability) -> bool:
         """Whether `dispatcher` brings most ranks far more tokens than choose their experts (plan.py)."""
-        return dispatcher.exchange == "gather" and self.moves(dispatcher) and self.reach < SPARSE
+        return dispatcher.exchange == Exchange.GATHER and self.moves(dispatcher) and self.reach < SPARSE
 
     def in_chunks(self, dispatcher: DispatcherCapability) -> int:
         """In how many chunks the largest step of prefill passes `dispatcher`."""
         return -(-self.budget.local // self.budget.capacity) if dispatcher.in_chunks else 1
 
-    def large_prefill_us(self, dispatcher: DispatcherCapability, storage: str, wire: str) -> int:
+    def large_prefill_us(self, dispatcher: DispatcherCapability, storage: WeightStorage, wire: Format) -> int:
         """Where buffers hold less than the largest step of prefill, what that takes there and back, weights
         that are read again included; 0 where all fits, nothing moves or nobody measured."""
         if self.budget.capacity >= self.budget.local or dispatcher.cost is None or not self.moves(dispatcher):
             return 0
-        H, gathers = self.spec.hidden_size, dispatcher.exchange == "gather"
-        row = sizes.token_bytes(wire, H, itemsize=self.itemsize) + 8 * self.spec.top_k
-        row += sizes.token_bytes(self.combine_format, H, itemsize=self.itemsize)
+        H, gathers = self.spec.hidden_size, dispatcher.exchange == Exchange.GATHER
+        row = token_bytes(wire, H, itemsize=self.itemsize) + 8 * self.spec.top_k
+        row += token_bytes(self.combine_format, H, itemsize=self.itemsize)
         peers = self.topology.dp_size - 1 if gathers else self.reach * (self.topology.tp_size - 1)
         tokens = self.budget.local / (1 if gathers else self.topology.attention_tp)
         chunks, weights = self.in_chunks(dispatcher), self.weight_bytes(storage)
         return round(dispatcher.cost.us(tokens * peers * row, chunks=chunks, weight_bytes=weights))
 
     @property
-    def combine_format(self) -> str:
-        """How results travel back; what they are computed in, unless asked for."""
-        return "bf16" if self.wishes.combine_format == "auto" else self.wishes.combine_format
+    def combine_format(self) -> Format:
+        """The format of results on their way back: the compute dtype, unless asked for."""
+        return Format.BF16 if self.wishes.combine_format == "auto" else Format(self.wishes.combine_format)
 
     def workspace(
         self,
         runner: RunnerCapability,
         dispatcher: DispatcherCapability,
-        phase: str,
-        storage: str,
-        activations: str,
+        phase: Phase,
+        storage: WeightStorage,
+        activations: Format,
     ) -> int:
         """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
         share = Share(
@@ -126,7 +128,7 @@ class Case:
             layout=dispatcher.layout,
             num_local_experts=self.num_local_experts,
             expert_tp=self.topology.expert_tp,
-            decoded=storage == "decoded",
+            decoded=storage == WeightStorage.DECODED,
             # GEMM libraries for CPUs are fast in float32, and runners compute in it there.
             itemsize=4 if self.hardware.device == "cpu" else self.itemsize,
             activations=activations,
@@ -135,8 +137,8 @@ class Case:
 
     def decode_once(self) -> bool:
         """The rule of weight_storage "auto" (its reasons: plan.py)."""
-        decoded = self.weight_bytes("decoded")
-        if decoded <= self.weight_bytes("packed"):
+        decoded = self.weight_bytes(WeightStorage.DECODED)
+        if decoded <= self.weight_bytes(WeightStorage.PACKED):
             return True
         room = min(DECODE_ONCE_BYTES, DECODE_ONCE_PART * self.hardware.memory_bytes)
         return self.hardware.device == "cpu" and decoded * self.num_layers <= room

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Format, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +14,12 @@ class Share:
 
     spec: MoESpec
     rows: int  # the most tokens of a batch, or rows of a slab
-    layout: str
+    layout: Layout
     num_local_experts: int
     expert_tp: int  # ranks that divide the inner size
     decoded: bool  # whether weights are kept so
     itemsize: int  # bytes of the compute dtype
-    activations: str = "bf16"  # what the GEMMs multiply with
+    activations: Format = Format.BF16  # what the GEMMs multiply with
 
     @property
     def inner(self) -> int:

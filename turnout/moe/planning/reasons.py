@@ -11,6 +11,7 @@ from turnout.moe.planning.candidates import Candidate
 from turnout.moe.planning.capability import DispatcherCapability
 from turnout.moe.planning.hardware_evidence import evidence
 from turnout.moe.planning.problem import PHASES, Case
+from turnout.vocabulary import Format, Phase, WeightStorage
 
 
 def reasons(
@@ -91,7 +92,7 @@ def _why_chunks(case: Case, best: Candidate, candidates: Sequence[Candidate]) ->
     weighed = {
         c.prefill.name: us
         for c in candidates
-        if (us := case.large_prefill_us(c.prefill, c.storage, c.wire["prefill"]))
+        if (us := case.large_prefill_us(c.prefill, c.storage, c.wire[Phase.PREFILL]))
         and c.storage == best.storage
     }
     others = [f"{name} {us} us" for name, us in weighed.items() if name != best.prefill.name]
@@ -117,10 +118,10 @@ def why_sibling(
     return lines
 
 
-def _why_wire(case: Case, best: Candidate, phase: str) -> str:
+def _why_wire(case: Case, best: Candidate, phase: Phase) -> str:
     if case.wishes.dispatch_format != "auto":
         return "asked for with --moe-dispatch-dtype"
-    if best.wire[phase] == "bf16":
+    if best.wire[phase] == Format.BF16:
         return f"unquantised ({case.compute_dtype}), which costs no accuracy"
     if best.wire[phase] == best.activation:
         return "what the GEMMs multiply with; quantised before the wire, the values are the same"
@@ -151,14 +152,14 @@ def why_tiles(case: Case, best: Candidate, table: TileTable) -> list[str]:
 def _why_activation(case: Case, best: Candidate) -> str:
     if case.wishes.activation_format != "auto":
         return "asked for with --moe-activation-dtype"
-    if best.activation == "nvfp4":
+    if best.activation == Format.NVFP4:
         units = case.native_fp4 and best.runner.fp4_units
         return (
             "the checkpoint calibrated them, and FP4 units multiply them" if units else "all the runner takes"
         )
-    if best.activation == "fp8":
+    if best.activation == Format.FP8:
         return "the checkpoint's own scheme, per token and 128 columns"
-    if case.spec.format == "bf16":
+    if case.spec.format == Format.BF16:
         return "the checkpoint is not quantised"
     if not case.spec.quantized_activations:
         return "weight-only, as the checkpoint asks"
@@ -171,9 +172,9 @@ def _why_storage(case: Case, best: Candidate) -> str:
     size = gigabytes(best.weight_bytes * case.num_layers)
     if case.wishes.weight_storage != "auto":
         return f"asked for with --moe-weight-storage; {size} for {case.num_layers} layers"
-    packed = case.weight_bytes("packed")
-    if best.storage == "packed":
-        decoded = gigabytes(case.weight_bytes("decoded") * case.num_layers)
+    packed = case.weight_bytes(WeightStorage.PACKED)
+    if best.storage == WeightStorage.PACKED:
+        decoded = gigabytes(case.weight_bytes(WeightStorage.DECODED) * case.num_layers)
         return f"{size} for {case.num_layers} layers, where decoded once they would take {decoded}"
     if best.weight_bytes <= packed:
         return f"no larger than packed, {size} for {case.num_layers} layers"

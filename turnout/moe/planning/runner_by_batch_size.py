@@ -18,6 +18,7 @@ from itertools import pairwise
 from turnout.moe.budget import gigabytes
 from turnout.moe.planning.candidates import Candidate
 from turnout.moe.planning.problem import Case
+from turnout.vocabulary import Layout
 
 WORTH = 1.1
 COPY_PART = 1 / 8
@@ -64,7 +65,7 @@ def _fits(case: Case, best: Candidate, other: Candidate) -> bool:
     alike = (
         (best.prefill, best.decode, best.activation, best.storage, best.wire)
         == (other.prefill, other.decode, other.activation, other.storage, other.wire)
-        and best.prefill.layout == best.decode.layout == "tokens"
+        and best.prefill.layout == best.decode.layout == Layout.TOKENS
         and (other.runner.graph_safe or not best.runner.graph_safe)
     )
     return alike and other.weight_bytes * case.num_layers <= COPY_PART * case.hardware.memory_bytes

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 from turnout.errors import Refusal
-from turnout.moe.budget import WEIGHT_GROUP
+from turnout.formats.spec import FORMATS
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology, divisors, one_of
+from turnout.vocabulary import Format
 
 CONVERT = "convert the bf16 checkpoint to another format with `turnout quantize`"
 
@@ -52,7 +53,7 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
             Refusal(
                 who="layer",
                 asked=f"hidden size {spec.hidden_size}",
-                limit=f"{spec.format} weights come in groups of {WEIGHT_GROUP[spec.format]}",
+                limit=f"{spec.format} weights come in groups of {FORMATS[spec.format].group}",
                 remedy=CONVERT,
             )
         )
@@ -92,4 +93,4 @@ def _shard_multiple(spec: MoESpec, expert_tp: int) -> int:
 
     FP8 blocks may be cut short at the end of a whole matrix, hence do not bind experts that are whole.
     """
-    return 1 if spec.format == "fp8" and expert_tp == 1 else WEIGHT_GROUP[spec.format]
+    return 1 if spec.format == Format.FP8 and expert_tp == 1 else FORMATS[spec.format].group

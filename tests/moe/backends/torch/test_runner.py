@@ -10,8 +10,8 @@ import torch
 from tests.moe.bounds import assert_close
 from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.formats import fp8, nvfp4
-from turnout.formats.packed import FORMATS
 from turnout.formats.scales import ScaleError
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.torch.runner import GATHER_PAIRS_PER_EXPERT, Matrices, TorchRunner
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.reference import experts_reference

@@ -14,6 +14,7 @@ from torch import Tensor
 from turnout.formats import fp8
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import fp8_columns, row_of
+from turnout.vocabulary import Format
 
 
 class Results:
@@ -25,7 +26,7 @@ class Results:
 
     def encode(self, out_NH: Tensor) -> Tensor:
         """Rows that travel: [N, H] of the compute dtype, or int64 [N, W], values and then scales."""
-        if self._format == "bf16":
+        if self._format == Format.BF16:
             return out_NH.to(self._dtype)
         words = self._parts[-1].stop
         rows_NW = torch.empty(len(out_NH), words, dtype=torch.int64, device=out_NH.device)
@@ -35,7 +36,7 @@ class Results:
 
     def decode(self, rows: Tensor) -> Tensor:
         """[N, H] of the compute dtype."""
-        if self._format == "bf16":
+        if self._format == Format.BF16:
             return rows
         data_NH, scale = (part.of(rows) for part in self._parts)
         return fp8.decode_activation(data_NH, scale).to(self._dtype)

@@ -25,6 +25,7 @@ from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Format, WeightStorage
 
 
 class NumbaRunner:
@@ -33,7 +34,7 @@ class NumbaRunner:
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation
         self._first, self._count = plan.first_expert, plan.num_local_experts
-        self._decoded = plan.weight_storage == "decoded"
+        self._decoded = plan.weight_storage == WeightStorage.DECODED
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
 
@@ -76,7 +77,7 @@ class NumbaRunner:
 
     def _kind(self, weights: PackedTensor) -> torch.dtype | str:
         if not self._decoded:
-            return weights.data.dtype if weights.format == "bf16" else weights.format
+            return weights.data.dtype if weights.format == Format.BF16 else weights.format
         return torch.bfloat16 if weights.format in self.capability.decoded_as_bf16 else self._dtype
 
 

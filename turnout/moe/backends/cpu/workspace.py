@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnout.moe.planning.rank_share import Share
+from turnout.vocabulary import Layout
 
 
 def workspace_bytes(share: Share) -> int:
@@ -10,6 +11,6 @@ def workspace_bytes(share: Share) -> int:
     the activation's output, its token and its weight. What threads unpack a panel into is not counted."""
     held = share.rows
     pairs = held * min(share.spec.top_k, share.num_local_experts)
-    if share.layout == "experts":
+    if share.layout == Layout.BATCHED_EXPERTS:
         pairs = held = share.rows * share.num_local_experts
     return pairs * (4 * share.inner + 8 + 4) + 2 * held * share.spec.hidden_size * 4

@@ -41,6 +41,7 @@ from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.moe.wire_format import Wire
 from turnout.parallel.groups import Group
+from turnout.vocabulary import Format
 
 NORMAL, LOW_LATENCY = "deepep-normal", "deepep-low-latency"
 ROW = 32  # bytes of which a row of the normal kernels is a multiple: two halves in 16-byte words
@@ -116,9 +117,9 @@ class LowLatencyDispatch:
         return out_TH
 
     def _options(self) -> dict[str, Any]:
-        if self._format == "fp8":
+        if self._format == Format.FP8:
             return {"use_fp8": True, "round_scale": False, "use_ue8m0": False}
-        if self._format == "nvfp4":
+        if self._format == Format.NVFP4:
             assert self._input_scale is not None, "planned for calibrated checkpoints alone"
             return {
                 "use_fp8": False,
@@ -132,19 +133,19 @@ class LowLatencyDispatch:
         if not isinstance(got, tuple):
             return Hidden(data=got)
         data, scale = got
-        if self._format == "fp8":
-            return Hidden(data=data, format="fp8", scale=scale)
+        if self._format == Format.FP8:
+            return Hidden(data=data, format=Format.FP8, scale=scale)
         data_ECH = data.permute(2, 0, 1)
         C, groups = data_ECH.shape[1], 2 * data_ECH.shape[2] // nvfp4.GROUP
         rows = layouts.unswizzle(layouts.from_mma_view(scale.view(torch.uint8)), C, groups)
         return Hidden(
-            data=data_ECH, format="nvfp4", scale=rows.view(fp8.DTYPE), global_scale=self._input_scale
+            data=data_ECH, format=Format.NVFP4, scale=rows.view(fp8.DTYPE), global_scale=self._input_scale
         )
 
 
 def _rows(hidden: Hidden) -> Tensor | tuple[Tensor, Tensor]:
     """As the normal kernels take them."""
-    if hidden.format == "nvfp4":
+    if hidden.format == Format.NVFP4:
         assert hidden.scale is not None, "nvfp4 hidden states carry scales"
         row = torch.cat((hidden.data, hidden.scale.view(torch.uint8)), dim=1)
         return F.pad(row, (0, -row.shape[1] % ROW)).view(torch.bfloat16)
@@ -157,7 +158,7 @@ def _hidden(got: Tensor | tuple[Tensor, Tensor], sent: Hidden) -> Hidden:
     """What arrived, in the format of `sent`."""
     if isinstance(got, tuple):
         return Hidden(data=got[0], format=sent.format, scale=got[1])
-    if sent.format == "bf16" or sent.scale is None:
+    if sent.format == Format.BF16 or sent.scale is None:
         return Hidden(data=got)
     packed, scales = sent.data.shape[1], sent.scale.shape[1]
     rows = got.view(torch.uint8)

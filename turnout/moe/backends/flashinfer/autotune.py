@@ -30,6 +30,7 @@ from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.group_exchange import gather_values
 from turnout.parallel.groups import Group
+from turnout.vocabulary import Layout
 
 LIBRARY = "flashinfer-python"
 log = logging.getLogger("turnout.moe")
@@ -145,6 +146,6 @@ def _load(chosen: str) -> bool:
 
 def _most(plan: MoEPlan) -> int:
     """Tokens of the largest batch that a runner with tactics gets."""
-    most = max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == "tokens")
+    most = max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == Layout.TOKENS)
     tuned = [bound for bound, name in plan.buckets if RUNNER_CAPABILITIES[name].autotuned]
     return min(most, tuned[-1]) if tuned else most

@@ -40,6 +40,7 @@ from turnout.moe.backends.flashinfer.weights_blackwell import (
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import Activation, MoESpec
+from turnout.vocabulary import Format, Layout
 
 MASKED_GEMM = {
     "ab_dtype": "float4_e2m1fn",
@@ -110,8 +111,8 @@ class TokensRoute:
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._spec, self._plan, self._device = spec, plan, device
         self._order = up_gate_blocks if spec.activation.gated else as_they_are
-        self._quantized = plan.activation_format == "nvfp4"
-        self._max_tokens = max(p.max_tokens for p in (plan.prefill, plan.decode) if p.layout == "tokens")
+        self._quantized = plan.activation_format == Format.NVFP4
+        self._max_tokens = max(p.max_tokens for p in (plan.prefill, plan.decode) if p.layout == Layout.TOKENS)
 
     def prepare(self, experts: ExpertWeights) -> None:
         self._weights = self._prepared(experts)
@@ -181,7 +182,7 @@ class TokensRoute:
         """W4A4: codes uint8 [T, H/2] and scales uint8 [T, G, 1], row-major; W4A16: bf16 [T, H]."""
         if not self._quantized:
             return _plain(hidden).to(torch.bfloat16).contiguous(), None
-        if hidden.format == "nvfp4":
+        if hidden.format == Format.NVFP4:
             assert hidden.scale is not None, "nvfp4 hidden states carry scales"
             codes, scales = hidden.data.contiguous(), hidden.scale.contiguous().view(torch.uint8)
         else:
@@ -224,7 +225,7 @@ class ExpertsRoute:
             return out_ECH
         counts, scales = batch.counts.contiguous(), w.scales
         h_ECN = torch.empty(E, C, w.w13.rows, dtype=self._dtype, device=self._device)
-        if batch.hidden.format == "nvfp4":
+        if batch.hidden.format == Format.NVFP4:
             self._gemm(_arrived(batch.hidden), w.w13, scales["alpha1_wire"], counts, h_ECN)
         else:
             x = scaled_fp4_grouped_quantize(
@@ -261,7 +262,7 @@ def _arrived(hidden: Hidden) -> tuple[Tensor, Tensor]:
 
 
 def _plain(hidden: Hidden) -> Tensor:
-    if hidden.format == "bf16":
+    if hidden.format == Format.BF16:
         return hidden.data
     assert hidden.scale is not None, "nvfp4 hidden states carry scales"
     assert hidden.global_scale is not None, "and a global scale"

@@ -26,9 +26,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from turnout.formats.spec import ITEMSIZE, token_bytes
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.budget import ITEMSIZE, OneSided, token_bytes
+from turnout.moe.budget import OneSided
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec

@@ -31,6 +31,7 @@ from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix, shuff
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Format
 
 
 class TrtllmRunner:
@@ -125,7 +126,7 @@ class TrtllmRunner:
 
     def _input(self, hidden: Hidden) -> tuple[Tensor, Tensor]:
         """Codes uint8 [T, H/2] and scales e4m3 [T, G], row-major."""
-        if hidden.format == "nvfp4":
+        if hidden.format == Format.NVFP4:
             assert hidden.scale is not None, "nvfp4 hidden states carry scales"
             return hidden.data.contiguous(), hidden.scale.contiguous()
         from flashinfer import fp4_quantize

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turnout.formats import fp8, layouts
 from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
 
 RowOrder = Callable[[Tensor], Tensor]  # of [E, N, X], any X, to storage of its own
 
@@ -45,7 +46,7 @@ class Nvfp4Matrix:
     """
 
     def __init__(self, weights: PackedTensor, order: RowOrder, device: torch.device) -> None:
-        if weights.format != "nvfp4" or weights.scale is None:
+        if weights.format != Format.NVFP4 or weights.scale is None:
             raise ValueError(f"nvfp4 weights with block scales are needed, not {weights.format}")
         scales = weights.scale.to(device).view(torch.uint8)
         self.codes = order(weights.data.to(device)).contiguous()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import aligned
 from turnout.moe.planning.rank_share import Share
+from turnout.vocabulary import Layout
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
 SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
@@ -35,7 +36,7 @@ def cutedsl_workspace_bytes(share: Share) -> int:
     activated and quantised, the output; other activations than silu pass through float32."""
     spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
     H, I, itemsize = spec.hidden_size, share.inner, share.itemsize
-    if share.layout == "tokens":
+    if share.layout == Layout.TOKENS:
         pairs = rows * spec.top_k
         S = slots(pairs, num_local_experts)
         maps = 4 * (pairs + S + 2 * S // TILE)

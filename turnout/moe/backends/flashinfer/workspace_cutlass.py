@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from turnout.moe.budget import aligned
 from turnout.moe.planning.rank_share import Share
+from turnout.vocabulary import Format
 
 PADDED = {"mxfp4": 128}  # to multiples of what H and I are brought
 FP8_GROUP = 128
@@ -17,7 +18,7 @@ FP8_GROUP = 128
 GEMM_BYTES = 32 * 2**20
 
 
-def padded(size: int, weight_format: str) -> int:
+def padded(size: int, weight_format: Format) -> int:
     multiple = PADDED.get(weight_format, 1)
     return aligned(size, multiple)
 
@@ -34,11 +35,11 @@ def workspace_bytes(share: Share) -> int:
     maps = 4 * (4 * pairs + rows * num_local_experts)
     outside = 2 * rows * (hidden + (2 * spec.hidden_size if hidden != spec.hidden_size else 0))
     total = buffers + maps + outside + GEMM_BYTES
-    if spec.format == "fp8":  # inputs of a GEMM in e4m3, with a scale per row and 128 columns
+    if spec.format == Format.FP8:  # inputs of a GEMM in e4m3, with a scale per row and 128 columns
         slots = pairs + 32 * num_local_experts
         total += slots * max(hidden, inner) + 4 * slots * max(hidden, inner) // FP8_GROUP
-    if spec.format == "mxfp4":  # two inputs of a GEMM in bf16, for a smoothing that is not asked for
+    if spec.format == Format.MXFP4:  # two inputs of a GEMM in bf16, for a smoothing that is not asked for
         total += 4 * pairs * max(hidden, inner)
-    if spec.format == "nvfp4":
+    if spec.format == Format.NVFP4:
         total += (pairs + 128 * num_local_experts) * max(hidden, inner) // 16
     return total

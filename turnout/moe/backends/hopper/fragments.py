@@ -74,7 +74,7 @@ def to_fragments(weights: PackedTensor, *, paired: bool, device: torch.device | 
     height = BLOCK // 2 if paired else BLOCK
     n, k = -(-N // (1 + paired) // height) * (1 + paired) * height // BLOCK, -(-K // BLOCK)
     fragments = Fragments(
-        format=weights.format,
+        format=str(weights.format),
         codes=_with_slack((E, n, k, 512), device),
         scales=_with_slack((E, n, k, 1024 // GROUP[weights.format]), device),
         alpha=torch.empty(E, device=device),

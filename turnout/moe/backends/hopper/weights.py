@@ -29,7 +29,7 @@ class Matrix:
         w4a8: bool = False,
     ) -> None:
         """w4a8: MXFP4 weights that are multiplied with FP8 activations."""
-        self.format, self.paired, self._w4a8 = weights.format, paired, w4a8
+        self.format, self.paired, self._w4a8 = str(weights.format), paired, w4a8
         self.rows, self.inner = weights.shape[1:]
         self.codes: Tensor
         self.scales: Tensor

@@ -18,6 +18,7 @@ from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
+from turnout.vocabulary import Phase
 
 
 class NoDispatch:
@@ -25,7 +26,7 @@ class NoDispatch:
 
     def __init__(self, setup: DispatchSetup) -> None:
         groups = setup.groups
-        self._padded, self._groups = setup.phase == "decode", groups
+        self._padded, self._groups = setup.phase == Phase.DECODE, groups
         gathers = groups.data_parallel.size > 1
         self._wire = Wire(setup) if gathers else None
 

@@ -30,6 +30,7 @@ from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Group, Groups, shares
 from turnout.parallel.symmetric import SPIN_SECONDS, SymmetricMemory, agree, allocate
+from turnout.vocabulary import Format
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ def _make(
     plan: MoEPlan,
     world: Group,
     capacity: int,
-    formats: tuple[tuple[str, ...], str],
+    formats: tuple[tuple[Format, ...], Format],
     device: torch.device,
 ) -> Region:
     wire_formats, combine_format = formats
@@ -161,7 +162,7 @@ class OneSided:
         from turnout.kernels.nvlink.links import Links
 
         self._format, self._combine_format = setup.wire_format, setup.combine_format
-        if self._format == "nvfp4" and setup.input_scale is None:
+        if self._format == Format.NVFP4 and setup.input_scale is None:
             raise ValueError("nvfp4 on the wire needs the input scales of a calibrated checkpoint")
         self._input_scale = setup.input_scale
         self._spec, self._groups, self._device = spec, groups, setup.device
@@ -209,7 +210,7 @@ class OneSided:
         out_weights = torch.empty(rows, k, dtype=torch.float32, device=self._device)
         self._links[place].dispatch(
             x_TH[mine], ids_TK, topk_weights_TK[mine].contiguous(), self._input_scale, out_ids, out_weights,
-            room, self._format,
+            room, str(self._format),
         )  # fmt: skip
         batch = TokensBatch(hidden=self._hidden(region, rows), topk_ids=out_ids, topk_weights=out_weights)
         return batch, Sent(place, out_ids, ids_TK, room, split)
@@ -221,7 +222,7 @@ class OneSided:
         )
         self._regions.away.discard(state.place)
         self._links[state.place].combine(
-            out, state.received_ids, state.own_ids_TK, out_TH, state.room, self._combine_format
+            out, state.received_ids, state.own_ids_TK, out_TH, state.room, str(self._combine_format)
         )
         return self._groups.attention_tp.all_gather(out_TH, state.shares)
 
@@ -232,17 +233,17 @@ class OneSided:
 
     def _hidden(self, region: Region, rows: int) -> Hidden:
         H = self._spec.hidden_size
-        if self._format == "bf16":
+        if self._format == Format.BF16:
             return Hidden(data=region.part("hidden", rows, H, self._dtype))
-        if self._format == "fp8":
+        if self._format == Format.FP8:
             return Hidden(
                 data=region.part("hidden", rows, H, fp8.DTYPE),
-                format="fp8",
+                format=Format.FP8,
                 scale=region.part("scales", rows, H // fp8.BLOCK, torch.float32),
             )
         return Hidden(
             data=region.part("hidden", rows, H // 2, torch.uint8),
-            format="nvfp4",
+            format=Format.NVFP4,
             scale=region.part("scales", rows, H // nvfp4.GROUP, fp8.DTYPE),
             global_scale=self._input_scale,
         )

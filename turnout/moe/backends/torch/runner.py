@@ -42,6 +42,7 @@ from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Format, WeightStorage
 
 # Up to so many pairs per local expert products are gathered. They read a matrix once per pair, but pay no
 # call per expert. Measured on one AVX2 core with 4 pairs per expert, against a GEMM per expert: 64 experts of
@@ -83,10 +84,10 @@ class TorchRunner:
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation
         self._first, self._count, self._top_k = plan.first_expert, plan.num_local_experts, spec.top_k
-        self._quantize = plan.activation_format == "nvfp4"
+        self._quantize = plan.activation_format == Format.NVFP4
         w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
         self._round = ROUNDINGS["w4a8" if w4a8 else plan.activation_format]
-        self._decoded = plan.weight_storage == "decoded"
+        self._decoded = plan.weight_storage == WeightStorage.DECODED
         self._alone = plan.deterministic
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
@@ -124,7 +125,7 @@ class TorchRunner:
             store: Panels | Matrices = Panels(E, N, K, width, self._dtype)
         else:
             plain = torch.empty(E, N, K, dtype=self._dtype, device=self._device)
-            store = Matrices(PackedTensor(format="bf16", data=plain), self._dtype)
+            store = Matrices(PackedTensor(format=Format.BF16, data=plain), self._dtype)
         _load(store, weights)
         return store
 
@@ -258,10 +259,10 @@ class TorchRunner:
 
     def _plain(self, hidden: Hidden, scale: Tensor | None) -> Tensor:
         """Hidden states as numbers, rounded as the plan has it; `scale`: NVFP4's, scalar or per row."""
-        if hidden.format == "bf16":
+        if hidden.format == Format.BF16:
             return self._round(hidden.data, scale)
         assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
-        if hidden.format == "fp8":
+        if hidden.format == Format.FP8:
             return self._round(fp8.decode_activation(hidden.data, hidden.scale), scale)
         assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
         return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

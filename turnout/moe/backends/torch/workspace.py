@@ -6,6 +6,7 @@ Legend: H hidden.
 from __future__ import annotations
 
 from turnout.moe.planning.rank_share import Share
+from turnout.vocabulary import Layout
 
 
 def workspace_bytes(share: Share) -> int:
@@ -17,6 +18,8 @@ def workspace_bytes(share: Share) -> int:
     """
     H, itemsize, columns = share.spec.hidden_size, share.itemsize, share.gemm1 + share.inner
     experts = share.num_local_experts
-    pairs = share.rows * (experts if share.layout == "experts" else min(share.spec.top_k, experts))
+    pairs = share.rows * (
+        experts if share.layout == Layout.BATCHED_EXPERTS else min(share.spec.top_k, experts)
+    )
     total = pairs * (2 * H * itemsize + 4 * columns)
     return total if share.decoded else total + columns * H * (itemsize + 4)

@@ -1,0 +1,93 @@
+"""The words of plans, batches and weights: every value that can only be one of a few, written once.
+
+Each member is a `str` with the value that flags, plans in JSON and documentation show, so `Phase.DECODE ==
+"decode"` and `json.dumps` writes the word. Code compares members, never spelled-out words: mypy then knows
+that there is no `Phase.DECODES`. Kernels take plain strings (`str(member)`), since compilers put the
+representation of their arguments into what they compile. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+Auto = Literal["auto"]  # a choice that is left to the planner
+AUTO: Auto = "auto"
+
+
+class Word(StrEnum):
+    """A member that is printed as its plain word everywhere: also by repr, in errors, logs and plans."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Phase(Word):
+    """What a step does: prefill if any sequence of any rank brings prompt tokens, else decode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Layout(Word):
+    """How tokens are laid out for the experts' GEMMs (moe/batch.py)."""
+
+    TOKENS = "tokens"  # [T, H] with top-k ids and weights; the runner sums over k
+    BATCHED_EXPERTS = "experts"  # [E_loc, C, H], the tokens of each local expert; the dispatcher sums
+
+
+class Format(Word):
+    """How numbers are stored: expert weights, activations of a GEMM, hidden states between ranks.
+
+    Bits, groups and scales of each are in formats/spec.py. Of weights, BF16 means "not quantised": float16
+    or float32 too; of hidden states, the compute dtype.
+    """
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+
+
+class WeightStorage(Word):
+    """How a runner keeps expert weights."""
+
+    PACKED = "packed"  # as in the checkpoint, decoded at each use
+    DECODED = "decoded"  # in the compute dtype, once at load
+
+
+class Exchange(Word):
+    """Which tokens a dispatcher brings to a rank."""
+
+    GATHER = "gather"  # those of all data-parallel groups
+    ALL_TO_ALL = "all_to_all"  # those that chose an expert of which the rank holds a part
+
+
+class Reduce(Word):
+    """What the layer has left to sum after combine."""
+
+    NONE = "none"  # combine made the sum over ranks
+    LAYER = "layer"  # ranks hold partial sums: the layer all-reduces them
+
+
+class SharedExpert(Word):
+    """Which part of a shared expert's weights a rank holds."""
+
+    SHARDED = "sharded"  # a shard: its output is part of the sum over ranks
+    WHOLE = "whole"  # all: it computes the tokens of its rank
+
+
+class ActivationKind(Word):
+    """What stands between an expert's two GEMMs (moe/spec.py has the formulas)."""
+
+    SILU = "silu"
+    SWIGLU = "swiglu"
+    RELU2 = "relu2"
+
+
+class RoutingKind(Word):
+    """How router logits become expert ids and weights (moe/spec.py has the formulas)."""
+
+    SOFTMAX_TOPK = "softmax_topk"
+    SIGMOID_TOPK = "sigmoid_topk"
+    TOPK_SOFTMAX = "topk_softmax"
