@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from turnout import __version__
+from turnout.cache import place_temporary_files
 from turnout.config import Config, ServerConfig, field_type, flag_name, load
 from turnout.errors import UserError
 
@@ -383,6 +384,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: user errors are one clear message and exit code 2."""
+    place_temporary_files()
     try:
         app(standalone_mode=True)
     except UserError as error:

@@ -222,11 +222,6 @@ def launched() -> Launched | None:
     return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
 
 
-def cache_folder() -> Path:
-    """Where measurements are kept between runs: $XDG_CACHE_HOME/turnout, by default ~/.cache/turnout."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnout"
-
-
 def field_type(cls: type, name: str) -> type:
     """The plain type (str, int, float or bool) of a field."""
     hint = typing.get_type_hints(cls)[name]

@@ -68,5 +68,5 @@ def test_a_runner_asked_for_leaves_nothing_to_measure(tiny_folder: Path):
 
 def test_a_cache_that_cannot_be_written_says_what_to_do(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    with pytest.raises(UserError, match=r"cannot be written .*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"cannot be written; set XDG_CACHE_HOME"):
         run(Config(model=str(tiny_folder), max_running_requests=16, **FLAGS))

@@ -35,7 +35,7 @@ from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
 from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
-from turnout.config import cache_folder
+from turnout.cache import cache_folder
 from turnout.errors import UserError
 from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
-from turnout.config import Config, cache_folder
+from turnout.config import Config
 from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_host
 from turnout.engine.ranks.parallel_config import arrange, attention_refusals, host_refusals
 from turnout.engine.step import two_batch_overlap

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from turnout.cache import cache_folder, lasting_folder
 from turnout.checkpoint import open_checkpoint
-from turnout.config import Config, cache_folder
+from turnout.config import Config
 from turnout.engine.engine_plan import Blueprint, resolve
 from turnout.engine.selfcheck import ROWS, Watch, largest, prompts
 from turnout.errors import PlanRefused, Refusal, UserError
@@ -71,10 +72,11 @@ def tune(config: Config, progress: ProgressFn) -> Tuned:
         raise UserError(
             f"--moe-runner-backend {config.moe_runner_backend}: tune measures all runners; leave it at auto"
         )
+    folder = lasting_folder()
     blueprint = resolve(config)
     plans, refused = _plans(config)
     found = _measure(blueprint, plans, progress)
-    file = _kept(lambda: measured.write(cache_folder(), found))
+    file = _kept(lambda: measured.write(folder, found))
     return Tuned(measured=found, file=file, refused=tuple(refused))
 
 
@@ -83,7 +85,7 @@ def _kept(write: Callable[[], Path]) -> Path:
         return write()
     except OSError as error:
         raise UserError(
-            f"{cache_folder()}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+            f"{error.filename}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
         ) from None
 
 
@@ -176,7 +178,7 @@ def _tune_tiles(
     )
     _kept(
         lambda: tuning_tables.write(
-            tuning_tables.path(cache_folder(), table.shape, blueprint.hardware), content
+            tuning_tables.path(lasting_folder(), table.shape, blueprint.hardware), content
         )
     )
     return tuple((entry.tokens, entry.tiles) for entry in entries)

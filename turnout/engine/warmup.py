@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from turnout.config import cache_folder
+from turnout.cache import cache_folder
 from turnout.engine.engine_plan import Blueprint
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import Agreement

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from turnout.cache import place_temporary_files
 from turnout.config import Config
 from turnout.engine.messages import (
     Abort,
@@ -89,6 +91,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def main() -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
+    place_temporary_files()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     threading.Thread(target=_leave_with_server, args=(start.folder,), daemon=True).start()
     context = zmq.Context()
@@ -174,6 +177,8 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
     blueprint = resolve(config, rank=start.rank)
     watch = Pulse(Board(Path(start.folder) / "board", config.tp_size), start.rank)
     speaks = start.rank == 0
+    if not speaks:  # every rank makes do in the same way
+        logging.getLogger("turnout.cache").setLevel(logging.ERROR)
     if speaks:
         print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
     groups, lockstep = meet(blueprint, init_method=start.init_method)

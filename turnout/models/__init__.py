@@ -12,6 +12,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from turnout.cache import redirect_compilers
 from turnout.checkpoint import Quantization, parse_quantization
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
@@ -70,6 +71,8 @@ def load_model(
     """
     import torch
 
+    if torch.device(device).type == "cuda":
+        redirect_compilers()
     from turnout.kernels.common import rowwise
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights

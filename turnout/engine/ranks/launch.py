@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from turnout.cache import private_folder
 from turnout.config import LAUNCHER_VARIABLE, Config, Launched
 from turnout.engine.engine_plan import resolve
 from turnout.errors import UserError
@@ -42,7 +42,7 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
             f"--nnodes {config.nnodes}: on several hosts, start offline commands with torchrun, once per host"
         )
     resolve(config)
-    folder = Path(tempfile.mkdtemp(prefix="turnout-"))
+    folder = private_folder("the files of the ranks")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(_ended_by_sigterm())

@@ -16,13 +16,12 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Protocol
 
+from turnout.cache import private_folder
 from turnout.config import Config, ServerConfig
 from turnout.parallel.health import Board, Reading
 
@@ -84,7 +83,7 @@ class LocalRanks:
 
     def __init__(self, config: ServerConfig, ranks: range):
         self.ranks = ranks
-        self.folder = Path(tempfile.mkdtemp(prefix="turnout-"))  # mode 0700
+        self.folder = private_folder("the sockets between the processes of the server")
         self._config = config
         self._board = Board(self.folder / "board", config.tp_size)
         self._processes: dict[int, Process] = {}
