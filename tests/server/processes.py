@@ -30,7 +30,9 @@ def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     """The rank processes, in the order of their start."""
-    return sorted(psutil.Process(server.process.pid).children(), key=lambda process: process.create_time())
+    children = psutil.Process(server.process.pid).children()
+    ranks = [process for process in children if "turnout.engine.worker" in process.cmdline()]
+    return sorted(ranks, key=lambda process: process.create_time())
 
 
 def folder_of(server: ServerProcess) -> Path:

@@ -13,6 +13,7 @@ import sys
 from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
 from turnout.errors import UserError
+from turnout.server.memory import allow_many_connections, map_large_blocks
 from turnout.server.run import Supervisor, bind, check_hosts
 from turnout.server.supervise.engine_group import EngineFailed
 from turnout.server.supervise.node_agent import serve_ranks
@@ -25,6 +26,8 @@ def serve(config: ServerConfig) -> int:
     check_hosts(config)
     if config.node_rank > 0:
         return serve_ranks(config)
+    map_large_blocks()
+    allow_many_connections()
     listener = bind(config.host, config.port)
     try:
         return asyncio.run(Supervisor(config, listener).run())

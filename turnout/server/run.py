@@ -18,6 +18,7 @@ from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
 from turnout.server.api.app import create_app
+from turnout.server.api.guard import GuardedProtocol
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import Engine
 from turnout.server.supervise.engine_group import topology_of
@@ -112,6 +113,7 @@ class Supervisor:
             life.cancel()
             http.should_exit = True
             await asyncio.wait({serving})
+            await self.service.intake.close()
             self.engine.stop()
             await asyncio.wait({engine})
 
@@ -155,6 +157,7 @@ class Supervisor:
         return HttpServer(
             uvicorn.Config(
                 create_app(self.service),
+                http=GuardedProtocol,
                 log_config=None,
                 log_level="warning" if level == "info" else level,
                 access_log=level == "debug",

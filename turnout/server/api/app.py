@@ -12,17 +12,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from turnout import __version__
-from turnout.server.api.connection import EventStream, read_body, while_connected
+from turnout.server.api.connection import EventStream, while_connected
 from turnout.server.api.errors import ApiError, json_response
 from turnout.server.api.generation import Generation
+from turnout.server.api.preparation import check_model
 from turnout.server.api.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    check_ids,
-    parse,
 )
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
 from turnout.server.api.service import Service
@@ -45,7 +44,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_open_routes(service))
     app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
-    _handle_errors(app)
+    handle_errors(app)
     return app
 
 
@@ -91,7 +90,7 @@ def _info_routes(service: Service) -> APIRouter:
 
     @router.api_route("/v1/models/{model:path}", methods=GET)
     async def model(model: str) -> Response:
-        service.check_model(model)
+        check_model(model, service.limits)
         return json_response(service.model_card())
 
     @router.api_route("/server_info", methods=GET)
@@ -103,39 +102,31 @@ def _info_routes(service: Service) -> APIRouter:
 
 def _generation_routes(service: Service) -> APIRouter:
     router = APIRouter()
-    limit = service.config.max_request_bytes
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         tokenizer = service.check_ready()
-        body = parse(CompletionBody, await read_body(request, limit))
-        generation = await service.complete(body)
+        body, prompts = await service.intake.read(CompletionBody, request)
+        generation = service.complete(body, prompts)
         return await _answer(service, request, body, generation, CompletionRenderer(tokenizer, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         tokenizer = service.check_ready()
-        body = parse(ChatBody, await read_body(request, limit))
-        generation = await service.chat(body)
+        body, prompts = await service.intake.read(ChatBody, request)
+        generation = service.chat(body, prompts)
         return await _answer(service, request, body, generation, ChatRenderer(tokenizer, body))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = parse(TokenizeBody, await read_body(request, limit))
-        service.check_model(body.model)
-        if body.messages is not None:
-            ids = await service.render(body.messages, body)
-        else:
-            (ids,) = await service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+        service.check_ready()
+        _, (ids,) = await service.intake.read(TokenizeBody, request)
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.limits.max_context})
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        tokenizer = service.check_ready()
-        body = parse(DetokenizeBody, await read_body(request, limit))
-        service.check_model(body.model)
-        check_ids(body.tokens, service.vocab_size, "tokens")
-        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is not False)
+        service.check_ready()
+        _, text = await service.intake.read(DetokenizeBody, request)
         return json_response({"prompt": text})
 
     return router
@@ -155,7 +146,7 @@ async def _answer(
         service.release(generation)
 
 
-def _handle_errors(app: FastAPI) -> None:
+def handle_errors(app: FastAPI) -> None:
     """Every error leaves in OpenAI's shape."""
 
     @app.exception_handler(ApiError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -14,32 +14,56 @@ from starlette.types import Receive, Scope, Send
 from turnout.server.api.errors import ApiError
 
 DISCARD_FACTOR = 16
+BODY_SECONDS = 20  # to send a body in
+BODY_RATE = 64 * 2**10  # bytes that give another second
 T = TypeVar("T")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError 413 if it is longer than `limit` bytes.
+async def read_body(
+    request: Request, limit: int, *, small: int, on_large: Callable[[], Awaitable[None]]
+) -> bytearray:
+    """The body. `on_large` is awaited once more than `small` bytes have come; it may raise ApiError.
 
-    A body that is too long is received and thrown away, up to a point, before the answer: a client
-    that is still sending when the connection closes sees a reset and never reads the reason. One that
-    waits for `100 Continue` gets the answer at once.
+    Raises ApiError 413 if the body is longer than `limit` bytes, 408 if it comes too slowly.
+
+    A refused body is received and thrown away, up to a point, before the answer: a client that is still
+    sending when the connection closes sees a reset and never reads the reason. One that waits for
+    `100 Continue` gets the answer at once.
     """
     announced = _content_length(request)
     if announced > limit and request.headers.get("expect", "").lower() == "100-continue":
         raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-        if size > DISCARD_FACTOR * limit:
+    now = asyncio.get_running_loop().time
+    body, size = bytearray(), 0
+    refusal: ApiError | None = None
+    is_large = False
+    left = float(BODY_SECONDS)
+    chunks = request.stream()
+    while size <= DISCARD_FACTOR * limit:
+        start = now()
+        try:
+            async with asyncio.timeout(left):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise _too_slow() from None
+        if chunk is None:
             break
-    if size > limit:
-        raise _too_large(limit)
-    return b"".join(chunks)
+        size += len(chunk)
+        left += len(chunk) / BODY_RATE - (now() - start)
+        if refusal is None:
+            try:
+                if size > limit:
+                    raise _too_large(limit)
+                if size > small and not is_large:
+                    is_large = True
+                    await on_large()
+                body += chunk
+            except ApiError as error:
+                refusal = error
+                body = bytearray()
+    if refusal is not None:
+        raise refusal
+    return body
 
 
 def _content_length(request: Request) -> int:
@@ -47,6 +71,13 @@ def _content_length(request: Request) -> int:
         return int(request.headers.get("content-length", 0))
     except ValueError:
         return 0
+
+
+def _too_slow() -> ApiError:
+    return ApiError(
+        408,
+        f"the body came too slowly: {BODY_SECONDS} s are allowed, and one more for every {BODY_RATE} bytes",
+    )
 
 
 def _too_large(limit: int) -> ApiError:

@@ -14,7 +14,11 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},  # the rest of the request may never come
+    503: {"Retry-After": "1"},
+}
 
 
 class ApiError(Exception):

@@ -13,17 +13,16 @@ import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from turnout.engine.sampling.params import MAX_BIAS, SamplingParams
 from turnout.errors import UserError
 from turnout.server.api.body import UNSUPPORTED, Body
 from turnout.server.api.chat import Message, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
+from turnout.server.api.sizes import MAX_PROMPTS, MAX_STOP_STRINGS, Limits, check_sizes
 
 MAX_CHOICES = 128
-MAX_PROMPTS = 2048
-MAX_STOP_STRINGS = 64
 MAX_ID = 256  # characters of a request's name
 
 
@@ -93,7 +92,7 @@ class GenerationBody(Body):
     min_p: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for the same
@@ -182,7 +181,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody, TemplateFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -206,7 +205,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
@@ -224,17 +223,29 @@ class TokenizeBody(TemplateFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
     skip_special_tokens: bool | None = None
 
 
 B = TypeVar("B", bound=Body)
 
 
-def parse(cls: type[B], raw: bytes) -> B:
-    """The JSON text `raw` as a `cls`. Raises ApiError 400 naming every field that is wrong."""
+def parse(cls: type[B], raw: bytes | bytearray, limits: Limits | None = None) -> B:
+    """The JSON text `raw` as a `cls`.
+
+    Raises ApiError 400 if something is longer than `limits` allow, else naming every field that is wrong, and
+    of a list the first element that is.
+    """
     try:
-        return cls.model_validate_json(raw)
+        data = from_json(raw)
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON in UTF-8: {error}") from None
+    if not isinstance(data, dict):
+        raise invalid("the body must be a JSON object")
+    if limits is not None:
+        check_sizes(data, limits)
+    try:
+        return cls.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False, include_context=True)
         raise _refuse(cls, details) from None
@@ -248,8 +259,6 @@ def _refuse(cls: type[Body], details: list[ErrorDetails]) -> ApiError:
 
 def _explain(cls: type[Body], detail: ErrorDetails) -> str:
     where = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "json_invalid":
-        return f"the body is not valid JSON in UTF-8: {detail['ctx']['error']}"
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
         if name in UNSUPPORTED:
@@ -260,8 +269,15 @@ def _explain(cls: type[Body], detail: ErrorDetails) -> str:
         return f"{where}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
     if detail["type"] == "missing":
         return f"{where}: required"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = _IN_JSON.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+_IN_JSON = {  # what pydantic says of Python's types
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "list_type": "Input should be a valid array",
+}
 
 
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:

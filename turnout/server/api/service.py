@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
-from turnout.errors import UserError
-from turnout.server.api.chat import Message, TemplateFields
-from turnout.server.api.errors import ApiError, invalid, unavailable
+from turnout.server.api.errors import invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
-from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
+from turnout.server.api.intake import Intake
+from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
+from turnout.server.api.sizes import Limits
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import Engine
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-LONG_TEXT = 4096  # characters; longer ones are tokenised on a thread, lest all streams wait
 
 
 class Service:
@@ -40,8 +38,8 @@ class Service:
         self.draining = False
         self._created = int(time.time())
         self.tokenizer: Tokenizer | None = None
-        self.max_context = 0
-        self.vocab_size = 0
+        self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
+        self.intake = Intake(config.max_request_bytes)
         self._active: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,8 +48,10 @@ class Service:
         """Let requests in, once the engine is ready."""
         ready = self.engine.ready
         assert ready is not None
-        self.max_context = ready.max_context
-        self.vocab_size = ready.vocab_size
+        self.limits = Limits(
+            model=self.model_name, max_context=ready.max_context, vocab_size=ready.vocab_size
+        )
+        self.intake.open(tokenizer, self.limits, self.config)
         self.tokenizer = tokenizer
 
     @property
@@ -70,59 +70,17 @@ class Service:
             raise unavailable(f"restarting: {self.engine.last_failure}", "restarting")
         return self.tokenizer
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 if a request names another model."""
-        if name not in (None, self.model_name):
-            raise ApiError(
-                404,
-                f"model {name!r} does not exist; this server serves {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
-    async def encode(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool | None = None
-    ) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError 400 if one is empty or holds an impossible id."""
-        special = add_special_tokens is not False
-        tokenizer = self.check_ready()
-
-        def run() -> list[list[int]]:
-            return [
-                tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts
-            ]
-
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        encoded = await asyncio.to_thread(run) if size > LONG_TEXT else run()
-        for ids in encoded:
-            check_ids(ids, self.vocab_size, "prompt")
-            if not ids:
-                raise invalid("prompt: must not be empty", "prompt")
-        return encoded
-
-    async def render(self, messages: list[Message], options: TemplateFields) -> list[int]:
-        """Token ids of a conversation by the model's chat template, up to where the answer begins."""
-        tokenizer = self.check_ready()
-        plain = [message.for_template() for message in messages]
-        try:
-            return await asyncio.to_thread(tokenizer.encode_chat, plain, **options.template_options())
-        except UserError as error:
-            raise invalid(f"messages: {error}", "messages") from None
-
-    async def complete(self, body: CompletionBody) -> Generation:
-        """Start what `body` asks for. Raises ApiError."""
-        self.check_model(body.model)
+    def complete(self, body: CompletionBody, prompts: list[list[int]]) -> Generation:
+        """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
-        prompts = await self.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         return self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
 
-    async def chat(self, body: ChatBody) -> Generation:
-        """Start what `body` asks for. Raises ApiError."""
-        self.check_model(body.model)
+    def chat(self, body: ChatBody, prompts: list[list[int]]) -> Generation:
+        """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return self._start("chatcmpl", body, [await self.render(body.messages, body)], None)
+        return self._start("chatcmpl", body, prompts, None)
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length as other engines add it."""
@@ -131,7 +89,7 @@ class Service:
             "object": "model",
             "created": self._created,
             "owned_by": "turnout",
-            "max_model_len": self.max_context or None,
+            "max_model_len": self.limits.max_context or None,
         }
 
     def describe(self) -> dict[str, Any]:
@@ -189,7 +147,7 @@ class Service:
         for whole_ids in prompts:
             prompt_ids = self._truncate(whole_ids, body, default_tokens)
             limit = self._token_limit(len(prompt_ids), body.max_tokens, default_tokens)
-            sampling = body.sampling(limit, self.vocab_size)
+            sampling = body.sampling(limit, self.limits.vocab_size)
             for choice in range(n):
                 own = _for_choice(sampling, choice)
                 choices.append(Choice(len(choices), prompt_ids, own, TextStream(tokenizer, own)))
@@ -212,18 +170,19 @@ class Service:
         """The last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
         keep = body.truncate_prompt_tokens
         if keep == -1:
-            keep = self.max_context - (body.max_tokens or default_tokens or 1)
+            keep = self.limits.max_context - (body.max_tokens or default_tokens or 1)
         return prompt_ids[-keep:] if keep is not None and keep > 0 else prompt_ids
 
     def _token_limit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """max_tokens of a prompt. Raises ApiError 400 if prompt and output exceed the context."""
-        room = self.max_context - num_prompt
+        context = self.limits.max_context
+        room = context - num_prompt
         if asked is None and room >= 1:
             return min(default or room, room)
         if room < (asked or 0) or asked is None:
             wanted = f" and max_tokens is {asked}" if asked is not None else ""
             raise invalid(
-                f"the context holds {self.max_context} tokens, but the prompt has {num_prompt}{wanted}; "
+                f"the context holds {context} tokens, but the prompt has {num_prompt}{wanted}; "
                 "shorten the prompt or lower max_tokens",
                 "prompt" if room < 1 else "max_tokens",
                 "context_length_exceeded",
