@@ -94,7 +94,7 @@ class Bench:
         decoding = False
         while not decoding:
             core.step()
-            decoding = core.agreed is not None and core.agreed.phase == "decode"
+            decoding = core.synced is not None and core.synced.phase == "decode"
         _wait()
         start = time.perf_counter()
         for _ in range(STEPS):

@@ -45,8 +45,8 @@ class Bench:
 
     def __init__(self, llm: LLM):
         self._llm, self._core = llm, llm._open()
-        blueprint = self._core.blueprint
-        whole = replace(blueprint, plan=replace(blueprint.plan, two_batches=False))
+        engine_plan = self._core.engine_plan
+        whole = replace(engine_plan, plan=replace(engine_plan.plan, two_batches=False))
         self._forwards = {
             True: self._core._forward,
             False: Forward(whole, self._core._model, self._core._attention),
@@ -72,7 +72,7 @@ class Bench:
     @contextmanager
     def _decoding(self, requests: int) -> Iterator[Callable[[], None]]:
         ids = self._add(requests, PROMPT, 4 * STEPS)
-        while self._core.agreed is None or self._core.agreed.phase != "decode":
+        while self._core.synced is None or self._core.synced.phase != "decode":
             self._core.step()
         yield lambda: self._core.step() and None
         self._core.abort(ids)

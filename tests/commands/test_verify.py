@@ -235,11 +235,11 @@ def test_a_server_with_broken_weights_does_not_start(tmp_path: Path):
 
 
 def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
-    blueprint = resolve(Config(model=str(tiny_folder), device="cpu", **SMALL))
-    check = SelfCheck(blueprint, "quick", CPU)
+    engine_plan = resolve(Config(model=str(tiny_folder), device="cpu", **SMALL))
+    check = SelfCheck(engine_plan, "quick", CPU)
     model = load_model(
-        open_checkpoint(blueprint.folder),
-        blueprint.plan,
+        open_checkpoint(engine_plan.folder),
+        engine_plan.plan,
         groups=ALONE,
         device=CPU,
         dtype=torch.float32,
@@ -249,7 +249,7 @@ def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
     assert all(one.experts is not None for one in watched)
     check.run(model)
     assert all(one.experts is None for one in watched)
-    core = EngineCore(blueprint, model=model)
+    core = EngineCore(engine_plan, model=model)
     assert core.info()["verify"] == {"extent": "off"}
 
 
@@ -260,12 +260,12 @@ def check_own_slice(rank, folder: str, broken: bool) -> dict | str:
         if broken:
             offer(patch, "WrongExpert", preference=99)
         flags = {"tp_size": 2, "enable_dp_attention": True, "device": "cpu"} | sizes | SMALL
-        blueprint = resolve(Config(model=folder, **flags), rank=rank.number)
+        engine_plan = resolve(Config(model=folder, **flags), rank=rank.number)
         groups: Groups = rank.groups(**sizes)
-        check = SelfCheck(blueprint, "quick", CPU)
+        check = SelfCheck(engine_plan, "quick", CPU)
         model = load_model(
-            open_checkpoint(blueprint.folder),
-            blueprint.plan,
+            open_checkpoint(engine_plan.folder),
+            engine_plan.plan,
             groups=groups,
             device=CPU,
             dtype=torch.float32,

@@ -37,7 +37,7 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
-from turnout.engine.ranks.step_sync import Lockstep
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.step import near_ties
 from turnout.engine.worker import run
@@ -56,13 +56,13 @@ SMALL = {
 }
 
 
-class Counting(Lockstep):
+class Counting(StepSync):
     """settled: close calls of all ranks so far."""
 
     settled = 0
 
-    def next_to_settle(self, length: int) -> tuple[int, int]:
-        found = super().next_to_settle(length)
+    def next_near_tie(self, length: int) -> tuple[int, int]:
+        found = super().next_near_tie(length)
         self.settled += found[1] > 0
         return found
 
@@ -74,8 +74,8 @@ def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
     """
     near_ties.CLOSE = close
     groups = rank.groups(dp_size=config.dp_size, ep_size=config.ep_size)
-    lockstep = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
-    core = EngineCore(resolve(config, rank=rank.number), groups=groups, lockstep=lockstep)
+    step_sync = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
+    core = EngineCore(resolve(config, rank=rank.number), groups=groups, step_sync=step_sync)
     context = zmq.Context()
     commands, events = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
     commands.identity = _name(rank.number)
@@ -88,8 +88,8 @@ def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
 
     try:
         send(Ready(rank=rank.number, info={}, max_context=0, vocab_size=0))
-        run(core, lockstep, commands, send)
-        return lockstep.settled
+        run(core, step_sync, commands, send)
+        return step_sync.settled
     finally:
         context.destroy(linger=1000)
 

@@ -37,16 +37,16 @@ def refusals(config, hardware=HOST):
 
 def test_a_published_model_on_a_gpu(model):
     """Qwen3-30B-A3B has 30.5 billion parameters, 29.0 of them in experts, and 96 kB of KV a token."""
-    blueprint = resolve(model(QWEN3_30B), H200)
-    memory = blueprint.memory
-    assert blueprint.compute_dtype == "bfloat16"
+    engine_plan = resolve(model(QWEN3_30B), H200)
+    memory = engine_plan.memory
+    assert engine_plan.compute_dtype == "bfloat16"
     assert memory.experts == 48 * 128 * 3 * 2048 * 768 * 2
     assert memory.dense + memory.experts == pytest.approx(2 * 30.53e9, rel=0.001)
-    assert memory.kv == blueprint.num_pages * 16 * (2 * 48 * 4 * 128 * 2)
+    assert memory.kv == engine_plan.num_pages * 16 * (2 * 48 * 4 * 128 * 2)
     assert memory.available == int(0.85 * 141 * GB)
-    page = memory.kv // blueprint.num_pages
+    page = memory.kv // engine_plan.num_pages
     assert memory.total <= memory.available < memory.total + page  # what is left goes to KV
-    assert blueprint.max_context == 40960
+    assert engine_plan.max_context == 40960
 
 
 def test_ranks_share_experts_and_attention(model):
@@ -79,14 +79,14 @@ def test_a_cpu_keeps_its_kv_cache_small(model):
 
 def test_a_context_length_asked_for_gets_its_pages(model):
     config = model(QWEN3_30B | NVFP4, context_length=8192)
-    blueprint = resolve(config, replace(HOST, memory_bytes=64 * GB))
-    assert blueprint.max_context == 8192
-    assert blueprint.num_pages == 8192 // 16
+    engine_plan = resolve(config, replace(HOST, memory_bytes=64 * GB))
+    assert engine_plan.max_context == 8192
+    assert engine_plan.num_pages == 8192 // 16
 
 
 def test_max_total_tokens_is_honoured(model):
-    blueprint = resolve(model(max_total_tokens=1000, page_size=64), HOST)
-    assert (blueprint.num_pages, blueprint.page_size, blueprint.max_context) == (16, 64, 1024)
+    engine_plan = resolve(model(max_total_tokens=1000, page_size=64), HOST)
+    assert (engine_plan.num_pages, engine_plan.page_size, engine_plan.max_context) == (16, 64, 1024)
 
 
 def test_max_total_tokens_that_does_not_fit_names_the_most_that_does(model):
@@ -185,8 +185,8 @@ def test_a_cuda_budget_covers_graphs(model):
 
 def test_a_float32_budget_covers_a_block_that_settles_a_close_call(model):
     few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
-    blueprint = resolve(model(**few), HOST)
-    assert blueprint.budget.local == blueprint.budget.capacity == BLOCK
+    engine_plan = resolve(model(**few), HOST)
+    assert engine_plan.budget.local == engine_plan.budget.capacity == BLOCK
     assert "--max-dispatch-tokens-per-rank 63" in refusals(model(**few, max_dispatch_tokens_per_rank=63))
 
 
@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_described_is_named(model, tmp_path):
         resolve(Config(model=str(tmp_path / "nowhere")), HOST)
 
 
-def test_a_blueprint_is_plain_json(model):
+def test_a_engine_plan_is_plain_json(model):
     values = json.loads(json.dumps(resolve(model(), HOST).describe()))
     assert values["memory"]["total"] == sum(
         size for name, size in values["memory"].items() if name not in ("total", "available")
@@ -209,7 +209,7 @@ def test_a_blueprint_is_plain_json(model):
 
 
 def attempt(config, hardware):
-    """(blueprint, no refusals) or (None, refusals)."""
+    """(engine plan, no refusals) or (None, refusals)."""
     try:
         return resolve(config, hardware), ()
     except PlanRefused as error:
@@ -248,24 +248,24 @@ def test_what_is_resolved_fits_and_what_does_not_has_remedies(tmp_path_factory, 
     folder = tmp_path_factory.getbasetemp() / "any"
     folder.mkdir(exist_ok=True)
     config = write(folder, SMALL | NVFP4, **flags)
-    blueprint, found = attempt(config, replace(HOST, memory_bytes=memory, device=device))
-    assert (blueprint is None) == bool(found)
+    engine_plan, found = attempt(config, replace(HOST, memory_bytes=memory, device=device))
+    assert (engine_plan is None) == bool(found)
     assert all(r.who and r.asked and r.limit and r.remedy for r in found)
-    if blueprint is None:
+    if engine_plan is None:
         return
     ranks = config.tp_size // config.nnodes if device == "cpu" else 1
-    assert blueprint.hardware.memory_bytes == memory // ranks
+    assert engine_plan.hardware.memory_bytes == memory // ranks
     assert config.nnodes == 1 or config.dist_init_addr
     assert config.dp_size == 1 or config.enable_dp_attention
-    assert blueprint.plan.prefill.wire_format == config.moe_dispatch_dtype.replace("auto", "bf16")
-    assert blueprint.plan.prefill.max_tokens >= config.dp_size * config.max_prefill_tokens
-    tokens = blueprint.num_pages * blueprint.page_size
-    assert blueprint.memory.total <= blueprint.memory.available <= memory
-    assert 1 <= blueprint.max_context <= min(tokens, config.context_length or 2048)
+    assert engine_plan.plan.prefill.wire_format == config.moe_dispatch_dtype.replace("auto", "bf16")
+    assert engine_plan.plan.prefill.max_tokens >= config.dp_size * config.max_prefill_tokens
+    tokens = engine_plan.num_pages * engine_plan.page_size
+    assert engine_plan.memory.total <= engine_plan.memory.available <= memory
+    assert 1 <= engine_plan.max_context <= min(tokens, config.context_length or 2048)
     assert tokens >= config.max_total_tokens
-    assert not config.context_length or blueprint.max_context == config.context_length
-    useful = config.max_running_requests * (2048 + blueprint.page_size)
-    assert tokens <= max(useful, config.max_total_tokens + blueprint.page_size)
+    assert not config.context_length or engine_plan.max_context == config.context_length
+    useful = config.max_running_requests * (2048 + engine_plan.page_size)
+    assert tokens <= max(useful, config.max_total_tokens + engine_plan.page_size)
 
 
 def test_resolving_is_quick(model):

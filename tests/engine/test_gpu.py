@@ -11,7 +11,7 @@ import torch
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
 from turnout.engine.sampling.sampler import Sampler
-from turnout.engine.step.near_ties import close_calls
+from turnout.engine.step.near_ties import find_near_ties
 
 pytestmark = pytest.mark.gpu
 
@@ -69,8 +69,8 @@ def test_close_calls_equal_the_cpu() -> None:
     logits = torch.randn(64, 500)
     logits[::2, 7] = logits[::2].amax(-1) * (1 + 1e-6)
     best = logits.argmax(-1)
-    expected = close_calls(logits.clone(), best)
-    assert close_calls(logits.cuda(), best.cuda()).tolist() == expected.tolist()
+    expected = find_near_ties(logits.clone(), best)
+    assert find_near_ties(logits.cuda(), best.cuda()).tolist() == expected.tolist()
     assert expected.any()
 
 

@@ -81,16 +81,16 @@ def folder(request, tmp_path_factory):
 def test_a_rank_holds_what_was_planned(folder, name):
     config = Config(model=str(folder), **ARRANGEMENTS[name])
     for rank in (0, config.tp_size - 1):
-        blueprint = resolve(config, HOST, rank=rank)
+        engine_plan = resolve(config, HOST, rank=rank)
         model = load_model(
             open_checkpoint(folder),
-            blueprint.plan,
-            groups=groups_of(blueprint.topology),
+            engine_plan.plan,
+            groups=groups_of(engine_plan.topology),
             device="cpu",
             dtype=torch.float32,
         )
         # Norms keep a scaled copy, and one weight per head; panels of experts are aligned.
-        assert held(model) == pytest.approx(blueprint.memory.dense, rel=0.03)
+        assert held(model) == pytest.approx(engine_plan.memory.dense, rel=0.03)
         layers = [layer.mlp for layer in model._layers if isinstance(layer.mlp, MoELayer)]
         experts = held(*(layer._runner for layer in layers))
-        assert experts == pytest.approx(blueprint.memory.experts, rel=0.02)
+        assert experts == pytest.approx(engine_plan.memory.experts, rel=0.02)

@@ -12,7 +12,7 @@ from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from tests.engine.remedies import followed
 from turnout.commands.plan import explain
 from turnout.engine.engine_plan import read_model, resolve
-from turnout.engine.parallel_layouts import arrangements, receive_buffers
+from turnout.engine.parallel_layouts import parallel_layouts, receive_buffers
 from turnout.errors import PlanRefused
 from turnout.parallel.hardware import GB, Hardware, named
 
@@ -66,36 +66,36 @@ def large(folder, **fields):
     return partial(write, folder, LARGE | FP8 | fields)
 
 
-# --- every arrangement ----------------------------------------------------------------------------
+# --- every layout ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_every_arrangement_is_planned_or_refused_with_advice_that_works(model, name, tp_size):
     config = model(MODELS[name], tp_size=tp_size)
-    seen = list(arrangements(config, read_model(config), H200))
+    seen = list(parallel_layouts(config, read_model(config), H200))
     divisors = [n for n in (1, 2, 4, 8) if tp_size % n == 0]
     places = [(a.topology.dp_size, a.topology.ep_size) for a in seen]
     assert places == [(dp, ep) for dp in divisors for ep in divisors]
-    for arrangement in seen:
+    for layout in seen:
         asked = replace(
             config,
-            dp_size=arrangement.topology.dp_size,
-            ep_size=arrangement.topology.ep_size,
-            enable_dp_attention=arrangement.topology.dp_size > 1,
+            dp_size=layout.topology.dp_size,
+            ep_size=layout.topology.ep_size,
+            enable_dp_attention=layout.topology.dp_size > 1,
         )
-        blueprint, found = attempt(asked)
-        assert (blueprint is None) == (arrangement.blueprint is None) == bool(found)
-        assert found == arrangement.refusals
-        if blueprint is None:
+        engine_plan, found = attempt(asked)
+        assert (engine_plan is None) == (layout.engine_plan is None) == bool(found)
+        assert found == layout.refusals
+        if engine_plan is None:
             assert advice_leads_to_a_plan(asked, found)
         else:
-            adds_up(blueprint)
+            adds_up(engine_plan)
 
 
-def adds_up(blueprint):
+def adds_up(engine_plan):
     """Sizes against sums over all ranks."""
-    topology, plan, spec = blueprint.topology, blueprint.plan, blueprint.description.moe
+    topology, plan, spec = engine_plan.topology, engine_plan.plan, engine_plan.description.moe
     held = [replace(topology, rank=r).expert_range(spec.num_experts) for r in range(topology.tp_size)]
     assert {len(experts) for experts in held} == {plan.num_local_experts}
     assert sorted(e for experts in held for e in experts) == sorted(
@@ -119,9 +119,9 @@ def advice_leads_to_a_plan(config, refusals, depth=0):
     reached = False
     for refusal in refusals:
         for changed in followed(config, refusal):
-            blueprint, left = attempt(changed)
+            engine_plan, left = attempt(changed)
             assert all((r.who, r.asked) != (refusal.who, refusal.asked) for r in left), (refusal, changed)
-            reached = reached or blueprint is not None or advice_leads_to_a_plan(changed, left, depth + 1)
+            reached = reached or engine_plan is not None or advice_leads_to_a_plan(changed, left, depth + 1)
     return reached
 
 
@@ -137,15 +137,15 @@ def advice_leads_to_a_plan(config, refusals, depth=0):
 )
 def test_sizes_that_do_not_fit_are_refused_with_advice_that_works(model, flags):
     config = model(QWEN3_30B, **flags)
-    blueprint, found = attempt(config)
-    assert blueprint is None
+    engine_plan, found = attempt(config)
+    assert engine_plan is None
     assert advice_leads_to_a_plan(config, found)
 
 
 def test_the_rest_of_the_flags_stays(model):
     config = model(QWEN3_30B, tp_size=4, moe_a2a_backend="collective", moe_dispatch_dtype="fp8")
-    for arrangement in arrangements(config, read_model(config), H200):
-        plan = arrangement.blueprint.plan
+    for layout in parallel_layouts(config, read_model(config), H200):
+        plan = layout.engine_plan.plan
         assert (plan.prefill.dispatcher, plan.decode.dispatcher) == ("collective", "collective")
         assert plan.prefill.wire_format == "fp8"
 
@@ -164,8 +164,8 @@ def test_slabs_at_ep_32_are_shown_and_refused(tmp_path):
         moe_a2a_backend="collective-experts",
         max_dispatch_tokens_per_rank=8192,
     )
-    blueprint, found = attempt(config)
-    assert blueprint is None
+    engine_plan, found = attempt(config)
+    assert engine_plan is None
     slabs = 32 * 8192 * (8 * 2 * 2 * 7168 + 8 * 8)
     refusal = next(r for r in found if f"dispatch buffers {slabs / 1e9:.3g} GB for 262144 tokens" in r.asked)
     assert "h200 has 141 GB" in refusal.limit
@@ -195,20 +195,20 @@ def test_receive_buffers_are_known_for_any_size(tmp_path, ep, prefill, received)
         max_prefill_tokens=prefill,
         chunked_prefill_size=256,
     )
-    blueprint = resolve(config, H200)
-    assert blueprint.budget.received == received
+    engine_plan = resolve(config, H200)
+    assert engine_plan.budget.received == received
     per_token = {"bf16": 2 * 7168, "fp8": 7168 + 4 * 56, "nvfp4": 3584 + 448}
-    by_name = {buffers.dispatcher: buffers for buffers in receive_buffers(blueprint)}
+    by_name = {buffers.dispatcher: buffers for buffers in receive_buffers(engine_plan)}
     for name, slabs in (("collective", 1), ("collective-experts", 1024 // ep)):
         expected = {w: received * (slabs * (size + 2 * 7168) + 8 * 8) for w, size in per_token.items()}
         assert by_name[name].sizes == expected
-    chosen = by_name[blueprint.plan.prefill.dispatcher]
-    assert blueprint.memory.dispatch == chosen.sizes[blueprint.plan.prefill.wire_format]
+    chosen = by_name[engine_plan.plan.prefill.dispatcher]
+    assert engine_plan.memory.dispatch == chosen.sizes[engine_plan.plan.prefill.wire_format]
 
 
 def test_more_ranks_than_experts_are_refused(tmp_path):
-    blueprint, found = attempt(large(tmp_path)(**EP1024, max_prefill_tokens=64, chunked_prefill_size=64))
-    assert blueprint is None
+    engine_plan, found = attempt(large(tmp_path)(**EP1024, max_prefill_tokens=64, chunked_prefill_size=64))
+    assert engine_plan is None
     assert "256 experts over --ep-size 1024" in {r.asked for r in found}
 
 
@@ -226,9 +226,9 @@ def test_drafts_enter_the_budget(tmp_path):
     config = large(tmp_path)(
         **EP32, max_running_requests=1000, speculative_algorithm="ngram", speculative_num_draft_tokens=5
     )
-    blueprint = resolve(replace(config, mem_fraction_static=1.0), replace(H200, memory_bytes=400 * GB))
-    assert (blueprint.budget.tokens_per_request, blueprint.budget.decode) == (5, 5000)
-    assert blueprint.plan.decode.max_tokens == 32 * 5000
+    engine_plan = resolve(replace(config, mem_fraction_static=1.0), replace(H200, memory_bytes=400 * GB))
+    assert (engine_plan.budget.tokens_per_request, engine_plan.budget.decode) == (5, 5000)
+    assert engine_plan.plan.decode.max_tokens == 32 * 5000
     _, found = attempt(replace(config, max_dispatch_tokens_per_rank=4999))
     (refusal,) = [r for r in found if r.who == "budget"]
     assert "--max-dispatch-tokens-per-rank 5000 or more" in refusal.remedy
@@ -273,9 +273,9 @@ def test_json_holds_arrangements_and_buffers(model):
         got, text = shown(model(QWEN3_30B, tp_size=8, **flags), as_json=True)
         values = json.loads(text)
         assert (got, values["refused"]) == (code, code == 2)
-        assert len(values["arrangements"]) == 16
-        assert all(a["supported"] or a["refusals"] for a in values["arrangements"])
-    first = values["arrangements"][5]
+        assert len(values["parallel_layouts"]) == 16
+        assert all(a["supported"] or a["refusals"] for a in values["parallel_layouts"])
+    first = values["parallel_layouts"][5]
     assert (first["flags"], first["experts_per_rank"]) == ("--dp 2 --enable-dp-attention --ep 2", 64)
     assert first["prefill_dispatcher"] == "nvlink"
     values = json.loads(shown(model(QWEN3_30B, tp_size=8, ep_size=4), as_json=True)[1])
@@ -292,7 +292,7 @@ def test_one_rank_has_nothing_to_arrange(model):
     code, text = shown(model())
     assert code == 0
     assert "Arrangements" not in text
-    assert "arrangements" not in json.loads(shown(model(), as_json=True)[1])
+    assert "parallel_layouts" not in json.loads(shown(model(), as_json=True)[1])
 
 
 def test_a_thousand_ranks_are_arranged_in_seconds(tmp_path):

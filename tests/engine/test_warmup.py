@@ -24,11 +24,11 @@ def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lay
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(autotune, "tune", lambda *args, **kwargs: calls.append((args, kwargs)))
     plan = make_plan(SPEC, runner=runner, weight_storage="packed", compute_dtype="bfloat16")
-    blueprint = SimpleNamespace(
+    engine_plan = SimpleNamespace(
         plan=plan, description=SimpleNamespace(moe=SPEC), hardware=SimpleNamespace(name="made up")
     )
     made = [object() for _ in range(layers)]
-    tuner = Tuner(blueprint, torch.device("cpu"), made.__getitem__)
+    tuner = Tuner(engine_plan, torch.device("cpu"), made.__getitem__)
     assert [tuner.make_runner(layer) for layer in range(layers)] == made
     tuner.tune(ALONE, None)
     return made, calls
@@ -58,7 +58,7 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     )
     free, computed = core._pool.num_available, []
     model.reset_counts = lambda: computed.extend(model.steps)
-    warmup.first_prompts(core.blueprint, core._forward, model, core._pool, None)
+    warmup.first_prompts(core.engine_plan, core._forward, model, core._pool, None)
     assert computed == warmup.prompt_sizes(most)
     assert set(computed) >= {1, most}
     assert core._pool.num_available == free

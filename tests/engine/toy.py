@@ -15,7 +15,7 @@ from torch import Tensor
 
 from turnout.config import Config
 from turnout.engine.core import EngineCore
-from turnout.engine.engine_plan import Blueprint, MemoryTable
+from turnout.engine.engine_plan import EnginePlan, MemoryTable
 from turnout.engine.messages import AddRequest, RequestOutput
 from turnout.engine.sampling.params import SamplingParams
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
@@ -119,11 +119,11 @@ def make_core(
     values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
     config = Config(**(values | flags))  # type: ignore[arg-type]
     return EngineCore(
-        blueprint(config, model.shape, num_pages=num_pages, max_context=max_context), model=model
+        engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context), model=model
     )
 
 
-def blueprint(config: Config, shape: ModelShape, *, num_pages: int, max_context: int) -> Blueprint:
+def engine_plan(config: Config, shape: ModelShape, *, num_pages: int, max_context: int) -> EnginePlan:
     """What the planner would hand over, for a model without experts."""
     phase = PhasePlan(
         phase="prefill",
@@ -135,7 +135,7 @@ def blueprint(config: Config, shape: ModelShape, *, num_pages: int, max_context:
         max_tokens=config.max_prefill_tokens,
     )
     moe = MoESpec(hidden_size=shape.hidden_size, intermediate_size=1, num_experts=1, top_k=1)
-    return Blueprint(
+    return EnginePlan(
         config=config,
         folder=Path("toy"),
         description=ModelDescription(shape=shape, moe=moe, moe_layers=(), dense=DenseParameters()),

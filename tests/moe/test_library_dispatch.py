@@ -200,10 +200,10 @@ def test_libraries_get_the_variables_they_read(monkeypatch):
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "")
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "")
     most = DISPATCHER_CAPABILITIES["deepep-low-latency"].limits.max_tokens
-    blueprint = SimpleNamespace(
+    engine_plan = SimpleNamespace(
         plan=planned(), topology=Topology(), hardware=hardware.named("cpu"), config=Config()
     )
-    meet(blueprint, init_method="")
+    meet(engine_plan, init_method="")
     assert int(os.environ["NVSHMEM_QP_DEPTH"]) == 2 * (most + 1)
     assert os.environ["NVSHMEM_REMOTE_TRANSPORT"] == "none"
 

@@ -25,7 +25,7 @@ def said(rank: int, number: int) -> StepRecord:
         phase=number % 3,
         settle=rank,
         received=2**40 + number,
-        obeyed=2**40 - number,
+        executed=2**40 - number,
         digest=-number,
         leaving=number % 2,
     )

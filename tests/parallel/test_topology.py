@@ -12,7 +12,7 @@ from turnout.parallel.topology import Topology, split_address
 
 @st.composite
 def topologies(draw):
-    """Valid arrangements of up to 64 ranks, with one rank picked."""
+    """Valid parallel_layouts of up to 64 ranks, with one rank picked."""
     tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32, 64]))
     divisors = [d for d in range(1, tp + 1) if tp % d == 0]
     dp = draw(st.sampled_from(divisors))

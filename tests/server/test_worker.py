@@ -24,7 +24,7 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
-from turnout.engine.ranks.step_sync import Agreement, Lockstep
+from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.worker import run
 from turnout.errors import UserError
@@ -37,8 +37,8 @@ class Counting:
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.steps = 0
-        self.lockstep = Lockstep()
-        self.agreed: Agreement | None = None
+        self.step_sync = StepSync()
+        self.synced: SyncedStep | None = None
 
     def add(self, request: AddRequest) -> None:
         if request.prompt_ids == [13]:
@@ -50,8 +50,8 @@ class Counting:
             self.left.pop(id, None)
 
     def step(self) -> list[RequestOutput]:
-        self.agreed = self.lockstep.agree(len(self.left), Phase.DECODE if self.left else None)
-        if not self.agreed.phase:
+        self.synced = self.step_sync.sync(len(self.left), Phase.DECODE if self.left else None)
+        if not self.synced.phase:
             return []
         time.sleep(0.002)
         self.steps += 1
@@ -84,7 +84,7 @@ class Server:
         self.commands.recv_multipart()
         self.events: list[tuple[float, Event]] = []
         self.thread = threading.Thread(
-            target=run, args=(self.core, self.core.lockstep, receiving, self.record)
+            target=run, args=(self.core, self.core.step_sync, receiving, self.record)
         )
         self.thread.start()
 
@@ -165,4 +165,4 @@ def test_waking_a_resting_rank_asks_for_nothing(server: Server):
     while len(server.events) == told and time.monotonic() < deadline:
         time.sleep(0.005)
     assert len(server.events) > told, "still resting"
-    assert server.core.lockstep.received == 0
+    assert server.core.step_sync.received == 0

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turnout.config import Config
-from turnout.engine.engine_plan import Blueprint, read_model, resolve
-from turnout.engine.parallel_layouts import Arrangement, arrangements, receive_buffers
-from turnout.engine.step.cuda_graph_policy import why_eager
+from turnout.engine.engine_plan import EnginePlan, read_model, resolve
+from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
+from turnout.engine.step.cuda_graph_policy import why_no_graphs
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
@@ -37,30 +37,30 @@ def explain(
     console = console or Console()
     device = named(hardware) if hardware else detect(config.device)
     try:
-        answer: Blueprint | PlanRefused = resolve(config, device)
+        answer: EnginePlan | PlanRefused = resolve(config, device)
     except PlanRefused as error:
         answer = error
-    others = list(arrangements(config, read_model(config), device)) if config.tp_size > 1 else []
+    others = list(parallel_layouts(config, read_model(config), device)) if config.tp_size > 1 else []
     if as_json:
         _print_json(console, answer, others)
     else:
         _print(console, answer)
-        _print_arrangements(console, config, others)
+        _print_layouts(console, config, others)
     return REFUSED if isinstance(answer, PlanRefused) else 0
 
 
-def _print_json(console: Console, answer: Blueprint | PlanRefused, others: Sequence[Arrangement]) -> None:
+def _print_json(console: Console, answer: EnginePlan | PlanRefused, others: Sequence[ParallelLayout]) -> None:
     value: dict[str, Any] = {"refused": isinstance(answer, PlanRefused)}
     if isinstance(answer, PlanRefused):
         value |= {"reason": answer.headline, "refusals": [dataclasses.asdict(r) for r in answer.refusals]}
     else:
         value |= answer.describe() | {"receive_buffers": [b.describe() for b in receive_buffers(answer)]}
     if others:
-        value["arrangements"] = [other.describe() for other in others]
+        value["parallel_layouts"] = [other.describe() for other in others]
     console.file.write(json.dumps(value, indent=2) + "\n")
 
 
-def _print(console: Console, answer: Blueprint | PlanRefused) -> None:
+def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
     if isinstance(answer, PlanRefused):
         console.print(Text(f"Refused: {answer.headline}.", style="bold red"))
         _print_refusals(console, answer.refusals)
@@ -83,20 +83,20 @@ def _print(console: Console, answer: Blueprint | PlanRefused) -> None:
         _print_limits(console, plan.refused)
 
 
-def _headlines(blueprint: Blueprint) -> list[str]:
+def _headlines(engine_plan: EnginePlan) -> list[str]:
     """The model, and the place it is planned for."""
-    shape, moe = blueprint.description.shape, blueprint.description.moe
-    hardware, topology = blueprint.hardware, blueprint.topology
+    shape, moe = engine_plan.description.shape, engine_plan.description.moe
+    hardware, topology = engine_plan.hardware, engine_plan.topology
     each = " each, of a host's memory" if hardware.device == "cpu" else " each"
     lines = [
-        f"{blueprint.config.model}: {shape.architecture}, {shape.num_layers} layers, "
-        f"{len(blueprint.description.moe_layers)} of them with top-{moe.top_k} of {moe.num_experts} experts "
-        f"in {moe.format}",
+        f"{engine_plan.config.model}: {shape.architecture}, {shape.num_layers} layers, "
+        f"{len(engine_plan.description.moe_layers)} of them with top-{moe.top_k} of {moe.num_experts} "
+        f"experts in {moe.format}",
         f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}"
-        f"{each if topology.tp_size > 1 else ''}), computing in {blueprint.compute_dtype}",
+        f"{each if topology.tp_size > 1 else ''}), computing in {engine_plan.compute_dtype}",
     ]
     if hardware.device == "cuda":
-        reason = why_eager(blueprint)
+        reason = why_no_graphs(engine_plan)
         lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
     if topology.tp_size > 1:
         lines.append(
@@ -107,47 +107,47 @@ def _headlines(blueprint: Blueprint) -> list[str]:
     return lines
 
 
-def _phases(blueprint: Blueprint) -> Table:
+def _phases(engine_plan: EnginePlan) -> Table:
     table = _table("What runs", ("", *PHASES))
-    plan = blueprint.plan
+    plan = engine_plan.plan
     phases = [plan.phase(name) for name in PHASES]
     rows: dict[str, list[str]] = {
         "runner": [p.runner for p in phases],
         "dispatcher": [p.dispatcher for p in phases],
         "layout": [p.layout for p in phases],
-        "tokens travel in": [_travels(blueprint, p) for p in phases],
+        "tokens travel in": [_travels(engine_plan, p) for p in phases],
         "GEMMs multiply with": [plan.activation_format for _ in phases],
         "weights are kept": [plan.weight_storage for _ in phases],
-        "sum over ranks owed by": [_owed_by(blueprint, p) for p in phases],
+        "sum over ranks owed by": [_owed_by(engine_plan, p) for p in phases],
         "most tokens of a batch": [f"{p.max_tokens:,}" for p in phases],
     }
-    if blueprint.description.dense.shared_experts and blueprint.topology.tp_size > 1:
+    if engine_plan.description.dense.shared_experts and engine_plan.topology.tp_size > 1:
         rows["shared expert"] = [SHARED[plan.shared_expert] for _ in phases]
     for what, values in rows.items():
         table.add_row(what, *values)
     return table
 
 
-def _owed_by(blueprint: Blueprint, phase: PhasePlan) -> str:
-    if blueprint.topology.tp_size == 1:
+def _owed_by(engine_plan: EnginePlan, phase: PhasePlan) -> str:
+    if engine_plan.topology.tp_size == 1:
         return "nobody"
     return "the layer" if phase.reduce == Reduce.LAYER else "the dispatcher"
 
 
-def _travels(blueprint: Blueprint, phase: PhasePlan) -> str:
-    if _owed_by(blueprint, phase) != "the dispatcher":
+def _travels(engine_plan: EnginePlan, phase: PhasePlan) -> str:
+    if _owed_by(engine_plan, phase) != "the dispatcher":
         return "nothing travels"
-    return blueprint.compute_dtype if phase.wire_format == Format.BF16 else phase.wire_format
+    return engine_plan.compute_dtype if phase.wire_format == Format.BF16 else phase.wire_format
 
 
-def _ranks(blueprint: Blueprint) -> Table:
+def _ranks(engine_plan: EnginePlan) -> Table:
     """Each rank's place; of many, the first ones and the last."""
-    own = blueprint.topology
+    own = engine_plan.topology
     table = _table("Ranks", ("rank", "host", "attention", "experts"))
     shown = range(own.tp_size)
     for rank in shown if len(shown) <= RANKS_SHOWN else [*shown[: RANKS_SHOWN - 1], shown[-1]]:
         topology = dataclasses.replace(own, rank=rank)
-        held = topology.expert_range(blueprint.description.moe.num_experts)
+        held = topology.expert_range(engine_plan.description.moe.num_experts)
         attention, experts = f"group {topology.dp_rank}", f"{held.start}..{held.stop - 1}"
         if own.attention_tp > 1:
             attention += f", part {topology.attention_tp_rank} of {own.attention_tp}"
@@ -159,27 +159,27 @@ def _ranks(blueprint: Blueprint) -> Table:
     return table
 
 
-def _memory(blueprint: Blueprint) -> Table:
+def _memory(engine_plan: EnginePlan) -> Table:
     table = _table("Bytes per rank", ("what", "bytes", ""))
-    memory = blueprint.memory
+    memory = engine_plan.memory
     rows = {
         "dense weights": memory.dense,
-        f"experts ({blueprint.plan.weight_storage})": memory.experts,
-        f"KV cache ({blueprint.num_pages} pages of {blueprint.page_size} tokens)": memory.kv,
+        f"experts ({engine_plan.plan.weight_storage})": memory.experts,
+        f"KV cache ({engine_plan.num_pages} pages of {engine_plan.page_size} tokens)": memory.kv,
         "runner workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
         "total": memory.total,
-        f"of ({blueprint.config.mem_fraction_static:g} of {blueprint.hardware.name})": memory.available,
+        f"of ({engine_plan.config.mem_fraction_static:g} of {engine_plan.hardware.name})": memory.available,
     }
     for what, size in rows.items():
         table.add_row(what, f"{size:,}", _size(size))
     return table
 
 
-def _bounds(blueprint: Blueprint) -> Table:
+def _bounds(engine_plan: EnginePlan) -> Table:
     table = _table("Token bounds per rank", ("bound", "tokens"))
-    budget = blueprint.budget
+    budget = engine_plan.budget
     rows = {
         "one step, prompts and decoding": budget.local,
         "one step of decoding": budget.decode,
@@ -187,25 +187,25 @@ def _bounds(blueprint: Blueprint) -> Table:
         "gathered over data-parallel groups": budget.gathered,
         "all-to-all capacity": budget.capacity,
         "received through an all-to-all": budget.received,
-        "KV cache": blueprint.num_pages * blueprint.page_size,
-        "longest prompt + output": blueprint.max_context,
+        "KV cache": engine_plan.num_pages * engine_plan.page_size,
+        "longest prompt + output": engine_plan.max_context,
     }
     for bound, tokens in rows.items():
         table.add_row(bound, f"{tokens:,}")
     return table
 
 
-def _buffers(blueprint: Blueprint) -> Table:
+def _buffers(engine_plan: EnginePlan) -> Table:
     """What each dispatcher of this version would need, chosen or not."""
     table = _table("Receive buffers per rank", ("dispatcher", "tokens", *WIRE_FORMATS))
-    for buffers in receive_buffers(blueprint):
+    for buffers in receive_buffers(engine_plan):
         sizes = (_size(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRE_FORMATS)
         slabs = f" x {buffers.slabs} experts" if buffers.slabs > 1 else ""
         table.add_row(buffers.dispatcher, f"{buffers.tokens:,}{slabs}", *sizes)
     return table
 
 
-def _print_arrangements(console: Console, config: Config, others: Sequence[Arrangement]) -> None:
+def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLayout]) -> None:
     """A row for each that is supported; the rest by what stands in their way."""
     if not others:
         return
@@ -213,9 +213,9 @@ def _print_arrangements(console: Console, config: Config, others: Sequence[Arran
     table = _table(f"Arrangements of {config.tp_size} ranks, bytes per rank", columns)
     table.columns[5].overflow, table.columns[5].min_width = "fold", 10
     for other in others:
-        if other.blueprint is None:
+        if other.engine_plan is None:
             continue
-        topology, plan, memory = other.topology, other.blueprint.plan, other.blueprint.memory
+        topology, plan, memory = other.topology, other.engine_plan.plan, other.engine_plan.memory
         asked = (topology.dp_size, topology.ep_size) == (config.dp_size, config.ep_size)
         names = dict.fromkeys(plan.phase(name).dispatcher for name in PHASES)
         table.add_row(
@@ -232,12 +232,12 @@ def _print_arrangements(console: Console, config: Config, others: Sequence[Arran
     if table.row_count:
         console.print(table)
         console.print("  ask with --dp-size, --ep-size, and --enable-dp-attention where dp is above 1")
-    reasons: dict[Refusal, list[Arrangement]] = {}
+    reasons: dict[Refusal, list[ParallelLayout]] = {}
     for other in others:
         for refusal in other.refusals[:1]:
             reasons.setdefault(refusal, []).append(other)
     if reasons:
-        console.print(Text(f"Refused arrangements of {config.tp_size} ranks", style="bold"))
+        console.print(Text(f"Refused parallel_layouts of {config.tp_size} ranks", style="bold"))
     for refusal, refused in reasons.items():
         places = ", ".join(f"{o.topology.dp_size} x {o.topology.ep_size}" for o in refused)
         console.print(Text(f"  dp x ep {places}: {refusal}"))

@@ -41,26 +41,26 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
     Raises UserError for a model that cannot run here, and if there is nothing to run it on.
     """
     try:
-        blueprint = resolve(Config(model=model))
-        tokenizer = Tokenizer.load(blueprint.folder)
+        engine_plan = resolve(Config(model=model))
+        tokenizer = Tokenizer.load(engine_plan.folder)
     except UserError as error:
         raise UserError(f"calibration runs the model (--no-calibrate does without): {error}") from None
-    encoded = [_encode(sample, tokenizer)[: blueprint.max_context] for sample in samples]
+    encoded = [_encode(sample, tokenizer)[: engine_plan.max_context] for sample in samples]
     prompts = [ids for ids in encoded if ids]
     if not prompts:
         raise UserError("there is no text to calibrate with; give some, or quantise with --no-calibrate")
-    description, device = blueprint.description, torch.device(blueprint.hardware.device)
+    description, device = engine_plan.description, torch.device(engine_plan.hardware.device)
     recorders = {i: Recorder(description.moe.activation, device) for i in description.moe_layers}
     loaded = load_model(
-        open_checkpoint(blueprint.folder),
-        blueprint.plan,
+        open_checkpoint(engine_plan.folder),
+        engine_plan.plan,
         groups=ALONE,
         device=device,
-        dtype=getattr(torch, blueprint.compute_dtype),
+        dtype=getattr(torch, engine_plan.compute_dtype),
         progress=progress,
         make_runner=recorders.__getitem__,
     )
-    _read_all(EngineCore(blueprint, model=loaded), prompts, progress)
+    _read_all(EngineCore(engine_plan, model=loaded), prompts, progress)
     return {
         f"model.layers.{i}.mlp.experts.{expert}": amax
         for i, recorder in recorders.items()

@@ -1,6 +1,6 @@
 """The engine of one rank: requests in, tokens out, one forward per step.
 
-    add / abort -> schedule -> agree -> forward -> score prompts -> sample -> finish
+    add / abort -> schedule -> sync ranks -> forward -> score prompts -> sample -> finish
 
 Every rank of a model steps together (step_sync.py): one without work takes part with no tokens. A single
 rank without work does nothing.
@@ -24,20 +24,20 @@ from torch import Tensor
 from turnout import __version__
 from turnout.attention.cpu import paged_attention
 from turnout.checkpoint import open_checkpoint
-from turnout.engine.engine_plan import Blueprint
+from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
-from turnout.engine.ranks.rendezvous import agree
-from turnout.engine.ranks.step_sync import Agreement, Lockstep
+from turnout.engine.ranks.rendezvous import share_plan
+from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling.sampler import Sampled, Sampler, token_logprobs
-from turnout.engine.scheduler.block_pool import PagePool
+from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.step import batch_invariant
-from turnout.engine.step.cuda_graph_policy import why_eager
+from turnout.engine.step.cuda_graph_policy import why_no_graphs
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
-from turnout.engine.step.near_ties import accompany, settled_logits
+from turnout.engine.step.near_ties import join_recomputation, recomputed_logits
 from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, first_prompts
 from turnout.errors import UserError
@@ -57,73 +57,73 @@ class EngineCore:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        engine_plan: EnginePlan,
         *,
         model: Model | None = None,
         groups: Groups = ALONE,
-        lockstep: Lockstep | None = None,
+        step_sync: StepSync | None = None,
         watch: Progress | None = None,
         progress: ProgressFn | None = None,
         verify: str = "off",
     ):
-        """Loads the weights that `blueprint` names, unless `model` brings them.
+        """Loads the weights that `engine_plan` names, unless `model` brings them.
 
-        groups and lockstep: how this rank meets the others; by default there are none. watch: where to say
+        groups and step_sync: how this rank meets the others; by default there are none. watch: where to say
         how far a step is. progress: of loading. verify: "quick" or "full" checks what was loaded
         (selfcheck.py).
 
         Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
         """
-        self.blueprint = blueprint = agree(blueprint, groups)
-        self._groups, self._lockstep = groups, lockstep or Lockstep()
+        self.engine_plan = engine_plan = share_plan(engine_plan, groups)
+        self._groups, self._step_sync = groups, step_sync or StepSync()
         self._watch = watch or Unwatched()
-        self._device = torch.device(blueprint.hardware.device)
+        self._device = torch.device(engine_plan.hardware.device)
         self._threads = _use_threads(
-            blueprint.config.num_threads, blueprint.topology.ranks_per_node, self._device
+            engine_plan.config.num_threads, engine_plan.topology.ranks_per_node, self._device
         )
-        check = None if model or verify == "off" else SelfCheck(blueprint, verify, self._device)
-        tuner = Tuner(blueprint, self._device, check.make_runner if check else None)
+        check = None if model or verify == "off" else SelfCheck(engine_plan, verify, self._device)
+        tuner = Tuner(engine_plan, self._device, check.make_runner if check else None)
         self._model = model or self._load(progress, tuner)
         tuner.tune(groups, progress)
         self._verified = check.run(self._model) if check else {"extent": "off"}
-        config, shape = blueprint.config, self._model.shape
-        self._pool = PagePool(blueprint.num_pages, reuse=not config.disable_prefix_cache)
+        config, shape = engine_plan.config, self._model.shape
+        self._pool = KVBlockPool(engine_plan.num_pages, reuse=not config.disable_prefix_cache)
         self._scheduler = Scheduler(
             self._pool,
-            page_size=blueprint.page_size,
+            page_size=engine_plan.page_size,
             max_running=config.max_running_requests,
-            chunk_tokens=blueprint.chunk_tokens,
+            chunk_tokens=engine_plan.chunk_tokens,
             prefill_tokens=config.max_prefill_tokens,
-            max_context=blueprint.max_context,
-            tokens_per_request=blueprint.budget.tokens_per_request,
+            max_context=engine_plan.max_context,
+            tokens_per_request=engine_plan.budget.tokens_per_request,
         )
         self._attention = paged_attention(
             shape,
-            num_pages=blueprint.num_pages,
-            page_size=blueprint.page_size,
+            num_pages=engine_plan.num_pages,
+            page_size=engine_plan.page_size,
             max_running=config.max_running_requests,
-            max_context=blueprint.max_context,
+            max_context=engine_plan.max_context,
             device=self._device,
-            dtype=getattr(torch, blueprint.compute_dtype),
+            dtype=getattr(torch, engine_plan.compute_dtype),
             fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
         )
-        self._forward = Forward(blueprint, self._model, self._attention, progress)
+        self._forward = Forward(engine_plan, self._model, self._attention, progress)
         if self._device.type == "cuda":
             with torch.inference_mode():
-                first_prompts(blueprint, self._forward, self._model, self._pool, progress)
-        self._settles = blueprint.compute_dtype == "float32" and not config.deterministic
+                first_prompts(engine_plan, self._forward, self._model, self._pool, progress)
+        self._resolves_near_ties = engine_plan.compute_dtype == "float32" and not config.deterministic
         self._sampler = Sampler(
             shape.vocab_size,
             config.max_running_requests,
             self._device,
-            report_close=self._settles,
+            report_near_ties=self._resolves_near_ties,
             one_by_one=config.deterministic,
         )
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
         self._steps = self._idle_steps = 0
-        self._agreed: Agreement | None = None
+        self._synced: SyncedStep | None = None
         self._count_experts_at = 0.0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
@@ -137,7 +137,7 @@ class EngineCore:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises UserError, and changes nothing, if it can never run."""
         self.check(message)
-        seed = (self.blueprint.config.random_seed + self._added) % 2**63
+        seed = (self.engine_plan.config.random_seed + self._added) % 2**63
         self._added += 1
         request = Request.start(message, seed=seed, eos_token_ids=self._model.shape.eos_token_ids)
         self._requests[request.id] = request
@@ -151,9 +151,9 @@ class EngineCore:
                 self._aborted.append(self._finish(request, RequestOutput(id=id), "abort"))
 
     @property
-    def agreed(self) -> Agreement | None:
+    def synced(self) -> SyncedStep | None:
         """What the ranks settled before the last step."""
-        return self._agreed
+        return self._synced
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -164,12 +164,12 @@ class EngineCore:
         outputs, self._aborted = self._aborted, []
         chunks = self._scheduler.schedule()
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
-        agreed = self._agree(chunks)
-        if not agreed.phase:
+        synced = self._sync(chunks)
+        if not synced.phase:
             self._watch.note(self._steps, "resting")
             return outputs
-        self._watch.note(self._steps, agreed.phase)
-        computed = self._forward(chunks, agreed)
+        self._watch.note(self._steps, synced.phase)
+        computed = self._forward(chunks, synced)
         self._scheduler.computed(chunks)
         self._steps += 1
         self._idle_steps += not chunks
@@ -189,8 +189,8 @@ class EngineCore:
         if now >= self._count_experts_at:
             self._count_experts_at = now + 1.0
             expert_tokens = self._model.expert_counts()
-        topology = self._lockstep.topology
-        if not self._lockstep.leads:  # its group's requests are counted once, by the rank that leads
+        topology = self._step_sync.topology
+        if not self._step_sync.leads:  # its group's requests are counted once, by the rank that leads
             return EngineStats(
                 rank=topology.rank, pid=os.getpid(), steps=self._steps, idle_steps=self._idle_steps
             )
@@ -214,15 +214,15 @@ class EngineCore:
         )
 
     def info(self) -> dict[str, Any]:
-        """The blueprint as run, and the versions that run it. Plain values for JSON."""
-        blueprint, graphs = self.blueprint, self._forward.graphs
-        return blueprint.describe() | {
+        """The engine plan as run, and the versions that run it. Plain values for JSON."""
+        engine_plan, graphs = self.engine_plan, self._forward.graphs
+        return engine_plan.describe() | {
             "version": __version__,
             "torch": torch.__version__,
             "num_threads": self._threads,
             "kv_cache_bytes": self._attention.cache_bytes,
             "verify": self._verified,
-            "decode_graphs": graphs.sizes if graphs else why_eager(blueprint),
+            "decode_graphs": graphs.sizes if graphs else why_no_graphs(engine_plan),
         }
 
     def check(self, message: AddRequest) -> None:
@@ -252,24 +252,24 @@ class EngineCore:
             raise UserError(refusal)
 
     def _load(self, progress: ProgressFn | None, tuner: Tuner) -> Model:
-        blueprint = self.blueprint
+        engine_plan = self.engine_plan
         return load_model(
-            open_checkpoint(blueprint.folder),
-            blueprint.plan,
+            open_checkpoint(engine_plan.folder),
+            engine_plan.plan,
             groups=self._groups,
             device=self._device,
-            dtype=getattr(torch, blueprint.compute_dtype),
+            dtype=getattr(torch, engine_plan.compute_dtype),
             progress=progress,
             make_runner=tuner.make_runner,
         )
 
-    def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
+    def _sync(self, chunks: Sequence[Chunk]) -> SyncedStep:
         phase = None
         if chunks:
             phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
-        self._agreed = self._lockstep.agree(sum(chunk.length for chunk in chunks), phase)
-        return self._agreed
+        self._synced = self._step_sync.sync(sum(chunk.length for chunk in chunks), phase)
+        return self._synced
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_NH: Tensor) -> None:
         """Log-probabilities of the prompt tokens that this step's rows predict, where asked for."""
@@ -309,7 +309,7 @@ class EngineCore:
             drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
             requests = [chunk.request for chunk in sampling for _ in (*chunk.drafts, None)]
             sampled = self._sampler(logits_SV, requests, drafted, best_2S)
-            self._lockstep.sampled(sampled.token_ids)
+            self._step_sync.sampled(sampled.token_ids)
             row = 0
             for chunk in sampling:
                 output, settled = self._accept(chunk, sampled, row)
@@ -318,7 +318,7 @@ class EngineCore:
                 else:
                     close.append((chunk.request, output))
                 row += len(chunk.drafts) + 1
-        return outputs + self._settle(close) if self._settles else outputs
+        return outputs + self._resolve_near_ties(close) if self._resolves_near_ties else outputs
 
     def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
         """Give a request what was sampled from `row` on, one token more than its drafts foretold.
@@ -329,7 +329,7 @@ class EngineCore:
         output = self._first_output(request) if request.num_output == 0 else RequestOutput(id=request.id)
         self._drafted += len(chunk.drafts)
         for i, draft in enumerate((*chunk.drafts, None)):
-            if sampled.close[row + i]:
+            if sampled.near_ties[row + i]:
                 return output, False
             self._append(request, output, sampled, row + i)
             if output.finish_reason or request.tokens[-1] != draft:
@@ -337,25 +337,25 @@ class EngineCore:
             self._accepted += 1
         return output, True
 
-    def _settle(self, close: Sequence[tuple[Request, RequestOutput]]) -> list[RequestOutput]:
+    def _resolve_near_ties(self, close: Sequence[tuple[Request, RequestOutput]]) -> list[RequestOutput]:
         """Settle the close calls of all ranks, one after the other, each with all ranks' experts."""
         outputs: list[RequestOutput] = []
         self._watch.note(self._steps, "settling")
         pending = deque(close)
-        topology = self._lockstep.topology
+        topology = self._step_sync.topology
         while True:
-            rank, length = self._lockstep.next_to_settle(len(pending[0][0].tokens) if pending else 0)
+            rank, length = self._step_sync.next_near_tie(len(pending[0][0].tokens) if pending else 0)
             if not length:
                 return outputs
             place = rank, topology.dp_size
             if rank != topology.dp_rank:
-                accompany(self._model, length, self._device, place)
+                join_recomputation(self._model, length, self._device, place)
                 continue
             request, output = pending.popleft()
             settled = self._sampler(
-                settled_logits(self._model, request.tokens, self._device, place), [request]
+                recomputed_logits(self._model, request.tokens, self._device, place), [request]
             )
-            self._lockstep.sampled(settled.token_ids)
+            self._step_sync.sampled(settled.token_ids)
             self._append(request, output, settled, 0)
             outputs.append(self._conclude(request, output, drafted=True))
 

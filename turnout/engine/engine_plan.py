@@ -17,7 +17,7 @@ from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
 from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_host
-from turnout.engine.ranks.parallel_config import arrange, attention_refusals, host_refusals
+from turnout.engine.ranks.parallel_config import attention_refusals, host_refusals, make_topology
 from turnout.engine.step import two_batch_overlap
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
@@ -32,13 +32,13 @@ from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
 
-SETTLED_BLOCK = 64  # tokens of a forward that settles a close call, in float32 (near_ties.py)
+NEAR_TIE_BLOCK = 64  # tokens of a forward that settles a close call, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
 QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blueprint:
+class EnginePlan:
     """One rank's run, resolved once and passed down."""
 
     config: Config
@@ -61,7 +61,7 @@ class Blueprint:
         default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
         return self.config.chunked_prefill_size or default
 
-    def with_pages(self, num_pages: int) -> Blueprint:
+    def with_pages(self, num_pages: int) -> EnginePlan:
         """With no more than `num_pages` KV pages."""
         if num_pages >= self.num_pages:
             return self
@@ -119,7 +119,7 @@ def resolve(
     *,
     rank: int | None = None,
     measured: Times | None = None,
-) -> Blueprint:
+) -> EnginePlan:
     """Decide everything for `config` on `hardware` (default: this machine's).
 
     `rank` of all, once they have been launched: by default the first one of this host. `measured`: times of
@@ -128,7 +128,7 @@ def resolve(
     """
     model = read_model(config)
     hardware = hardware or detect(config.device)
-    topology = arrange(config, rank)
+    topology = make_topology(config, rank)
     misplaced = host_refusals(config, topology, hardware, launched=rank is not None)
     return decide(config, model, hardware, topology, misplaced, measured)
 
@@ -140,7 +140,7 @@ def decide(
     topology: Topology,
     found: Sequence[Refusal] = (),
     measured: Times | None = None,
-) -> Blueprint:
+) -> EnginePlan:
     """`resolve` for ranks arranged as in `topology`; `found` already stands in the way.
 
     hardware: the host's. The rank's, in the result, is its share of it.
@@ -182,7 +182,7 @@ def decide(
         compute_dtype=dtype,
     )
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
-    return Blueprint(
+    return EnginePlan(
         config=config,
         folder=model.folder,
         description=description,
@@ -224,7 +224,7 @@ def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: str) 
         max_running_requests=config.max_running_requests,
         graph_max_batch=config.cuda_graph_max_bs if graphs else 0,
         draft_tokens=drafts,
-        settled_tokens=SETTLED_BLOCK if dtype == "float32" else 0,
+        settled_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )

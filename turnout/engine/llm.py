@@ -24,7 +24,7 @@ from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
 from turnout.engine.progress_bars import counting_bar, loading_bar
-from turnout.engine.ranks.rendezvous import check_launch, meet
+from turnout.engine.ranks.rendezvous import check_launch, rendezvous
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
@@ -151,14 +151,16 @@ class LLM:
         self._core = None
         self._issued = 0
         check_launch(config, launched)
-        blueprint = resolve(config, rank=launched.rank if launched else 0)
-        self.tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=config.trust_remote_code)
-        self._groups, lockstep = meet(blueprint, init_method=launched.init_method if launched else "")
+        engine_plan = resolve(config, rank=launched.rank if launched else 0)
+        self.tokenizer = Tokenizer.load(engine_plan.folder, trust_remote_code=config.trust_remote_code)
+        self._groups, step_sync = rendezvous(
+            engine_plan, init_method=launched.init_method if launched else ""
+        )
         with loading_bar(shown=self.rank == 0 and config.load_progress) as progress:
             self._core = EngineCore(
-                blueprint,
+                engine_plan,
                 groups=self._groups,
-                lockstep=lockstep,
+                step_sync=step_sync,
                 progress=progress,
             )
 
@@ -219,7 +221,7 @@ class LLM:
                         core.abort([output.id])
                     if delta.finish_reason is not None:
                         answered()
-                working = core.agreed is None or bool(core.agreed.phase)
+                working = core.synced is None or bool(core.synced.phase)
 
     def _check_same(self, requests: list[AddRequest]) -> None:
         """Raise UserError, on every rank, if they were not all given the same."""
@@ -233,7 +235,7 @@ class LLM:
 
     def _request(self, ids: list[int], sampling: SamplingParams) -> AddRequest:
         if sampling.seed is None:  # one that does not depend on which rank answers
-            seed = (self._open().blueprint.config.random_seed + self._issued) % 2**63
+            seed = (self._open().engine_plan.config.random_seed + self._issued) % 2**63
             sampling = msgspec.structs.replace(sampling, seed=seed)
         self._issued += 1
         return AddRequest(id=str(self._issued), prompt_ids=ids, sampling=sampling)

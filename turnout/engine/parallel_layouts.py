@@ -1,4 +1,4 @@
-"""Every way to arrange a number of ranks, in data-parallel groups and slices of the experts."""
+"""Every way to make_topology a number of ranks, in data-parallel groups and slices of the experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from turnout.config import Config
-from turnout.engine.engine_plan import Blueprint, ModelFolder, decide
-from turnout.engine.ranks.parallel_config import arrange
+from turnout.engine.engine_plan import EnginePlan, ModelFolder, decide
+from turnout.engine.ranks.parallel_config import make_topology
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
@@ -21,11 +21,11 @@ from turnout.vocabulary import Layout, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """`config` with other --dp-size and --ep-size: its blueprint, or everything in its way."""
+class ParallelLayout:
+    """`config` with other --dp-size and --ep-size: its engine plan, or everything in its way."""
 
     topology: Topology
-    blueprint: Blueprint | None
+    engine_plan: EnginePlan | None
     refusals: tuple[Refusal, ...] = ()
 
     @property
@@ -37,18 +37,18 @@ class Arrangement:
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        topology, blueprint = self.topology, self.blueprint
+        topology, engine_plan = self.topology, self.engine_plan
         sizes = {
             "dp_size": topology.dp_size,
             "ep_size": topology.ep_size,
             "attention_tp": topology.attention_tp,
             "expert_tp": topology.expert_tp,
             "flags": self.flags,
-            "supported": blueprint is not None,
+            "supported": engine_plan is not None,
         }
-        if blueprint is None:
+        if engine_plan is None:
             return sizes | {"refusals": [dataclasses.asdict(r) for r in self.refusals]}
-        plan, memory = blueprint.plan, blueprint.memory
+        plan, memory = engine_plan.plan, engine_plan.memory
         return sizes | {
             "experts_per_rank": plan.num_local_experts,
             "prefill_dispatcher": plan.prefill.dispatcher,
@@ -56,20 +56,20 @@ class Arrangement:
             "weight_bytes": memory.dense + memory.experts,
             "dispatch_bytes": memory.dispatch,
             "workspace_bytes": memory.workspace,
-            "kv_tokens": blueprint.num_pages * blueprint.page_size,
+            "kv_tokens": engine_plan.num_pages * engine_plan.page_size,
         }
 
 
-def arrangements(config: Config, model: ModelFolder, hardware: Hardware) -> Iterator[Arrangement]:
+def parallel_layouts(config: Config, model: ModelFolder, hardware: Hardware) -> Iterator[ParallelLayout]:
     """All sizes that divide --tp-size, attention groups first; the rest of `config` stays as asked."""
     sizes = divisors(config.tp_size)
     for dp_size, ep_size in product(sizes, sizes):
         asked = dataclasses.replace(config, dp_size=dp_size, ep_size=ep_size, enable_dp_attention=dp_size > 1)
-        topology = arrange(asked, rank=0)
+        topology = make_topology(asked, rank=0)
         try:
-            yield Arrangement(topology=topology, blueprint=decide(asked, model, hardware, topology))
+            yield ParallelLayout(topology=topology, engine_plan=decide(asked, model, hardware, topology))
         except PlanRefused as error:
-            yield Arrangement(topology=topology, blueprint=None, refusals=error.refusals)
+            yield ParallelLayout(topology=topology, engine_plan=None, refusals=error.refusals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,31 +86,31 @@ class ReceiveBuffers:
         return dataclasses.asdict(self)
 
 
-def receive_buffers(blueprint: Blueprint) -> list[ReceiveBuffers]:
+def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
     """Of every dispatcher of this version that can move tokens between these ranks."""
-    spec, plan, budget = blueprint.description.moe, blueprint.plan, blueprint.budget
+    spec, plan, budget = engine_plan.description.moe, engine_plan.plan, engine_plan.budget
     return [
         ReceiveBuffers(
             dispatcher=declared.name,
-            tokens=declared.rows(Phase.PREFILL, budget, blueprint.topology),
+            tokens=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
             slabs=plan.num_local_experts if declared.layout == Layout.BATCHED_EXPERTS else 1,
             sizes={
                 wire: dispatch_bytes(
                     declared.layout,
-                    rows=declared.rows(Phase.PREFILL, budget, blueprint.topology),
+                    rows=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
                     spec=spec,
                     num_local_experts=plan.num_local_experts,
                     wire_format=wire,
-                    itemsize=ITEMSIZE[blueprint.compute_dtype],
+                    itemsize=ITEMSIZE[engine_plan.compute_dtype],
                     buffers=declared.buffers,
-                    ranks=blueprint.topology.tp_size,
+                    ranks=engine_plan.topology.tp_size,
                     batches=2 if plan.two_batches else 1,
                 )
-                for wire in sorted(declared.on(blueprint.hardware).wire_formats)
+                for wire in sorted(declared.on(engine_plan.hardware).wire_formats)
                 if spec.hidden_size % FORMATS[wire].group == 0
             },
         )
         for declared in DISPATCHER_CAPABILITIES.values()
         if moves(declared.exchange, dp_size=budget.dp_size)
-        and not declared.refusals(spec, blueprint.topology, blueprint.hardware, blueprint.compute_dtype)
+        and not declared.refusals(spec, engine_plan.topology, engine_plan.hardware, engine_plan.compute_dtype)
     ]

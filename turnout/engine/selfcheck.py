@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.engine.engine_plan import Blueprint
+from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.step.near_ties import WholeAttention
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
@@ -46,7 +46,7 @@ SENTENCES = (
     "Whoever reads slowly reads twice, my grandmother used to say, and then she would laugh.",
     "A cell has a membrane, which lets some molecules pass and keeps others out.",
     "Das Brot ist noch warm, also warten wir besser, bevor wir es schneiden.",
-    "The committee met on Tuesday, agreed on nothing, and decided to meet again on Thursday.",
+    "The committee met on Tuesday, synced on nothing, and decided to meet again on Thursday.",
 )
 ROWS = 512  # tokens of text that are run at most; where more are wanted, their inputs are repeated
 CPU_TOKENS = 256  # the largest batch that is checked on a CPU, where an oracle's sum takes time
@@ -143,10 +143,10 @@ class Watched:
 class Watch:
     """The runners of a model to be loaded, those of some layers watched."""
 
-    def __init__(self, blueprint: Blueprint, layers: Sequence[int], device: torch.device) -> None:
-        self._spec, self._plan, self._device = blueprint.description.moe, blueprint.plan, device
-        self._layers, self._dp_size = layers, blueprint.topology.dp_size
-        self._most = min(STEP_TOKENS, blueprint.budget.local)
+    def __init__(self, engine_plan: EnginePlan, layers: Sequence[int], device: torch.device) -> None:
+        self._spec, self._plan, self._device = engine_plan.description.moe, engine_plan.plan, device
+        self._layers, self._dp_size = layers, engine_plan.topology.dp_size
+        self._most = min(STEP_TOKENS, engine_plan.budget.local)
         self.watched: dict[int, Watched] = {}
 
     def make_runner(self, layer: int) -> Experts:
@@ -186,17 +186,17 @@ def forward(
     )
 
 
-def prompts(blueprint: Blueprint, tokens: int, seed: int) -> tuple[list[list[int]], str]:
+def prompts(engine_plan: EnginePlan, tokens: int, seed: int) -> tuple[list[list[int]], str]:
     """Prompts of at least `tokens` tokens in all, as token ids, and what they are, for people.
 
     Some text where the model has a tokenizer, else tokens drawn from its vocabulary.
     """
-    longest = min(blueprint.max_context, ROWS)
+    longest = min(engine_plan.max_context, ROWS)
     draw = random.Random(seed)
     try:
-        tokenizer = Tokenizer.load(blueprint.folder, trust_remote_code=blueprint.config.trust_remote_code)
+        tokenizer = Tokenizer.load(engine_plan.folder, trust_remote_code=engine_plan.config.trust_remote_code)
     except UserError:
-        vocab_size = blueprint.description.shape.vocab_size
+        vocab_size = engine_plan.description.shape.vocab_size
         drawn = [draw.randrange(vocab_size) for _ in range(tokens)]
         return [drawn[at : at + longest] for at in range(0, tokens, longest)], "random tokens"
     found: list[list[int]] = []
@@ -209,18 +209,18 @@ def prompts(blueprint: Blueprint, tokens: int, seed: int) -> tuple[list[list[int
 class SelfCheck:
     """`serve --verify`: the runners of this rank's model, as they will serve, with the weights they hold."""
 
-    def __init__(self, blueprint: Blueprint, extent: str, device: torch.device) -> None:
+    def __init__(self, engine_plan: EnginePlan, extent: str, device: torch.device) -> None:
         """extent: "quick", the first and the last MoE layer in small batches, or "full", all of them in
         batches up to the budget's maximum. Raises UserError for what cannot be checked."""
-        self._blueprint, self._extent, self._device = blueprint, extent, device
-        capability = RUNNERS.get(blueprint.plan.prefill.runner).capability
+        self._engine_plan, self._extent, self._device = engine_plan, extent, device
+        capability = RUNNERS.get(engine_plan.plan.prefill.runner).capability
         if "tokens" not in capability.layouts:
             raise UserError(
                 f"--verify {extent}: runner {capability.name} takes tokens from its dispatcher alone; "
                 "use --verify off"
             )
-        layers = blueprint.description.moe_layers
-        self._watch = Watch(blueprint, (layers[0], layers[-1]) if extent == "quick" else layers, device)
+        layers = engine_plan.description.moe_layers
+        self._watch = Watch(engine_plan, (layers[0], layers[-1]) if extent == "quick" else layers, device)
         self.make_runner = self._watch.make_runner
 
     def run(self, model: Model) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class SelfCheck:
         Collective among the ranks that share the model.
         """
         started = time.monotonic()
-        blueprint = self._blueprint
-        (text, *_), kind = prompts(blueprint, 1, seed=0)
+        engine_plan = self._engine_plan
+        (text, *_), kind = prompts(engine_plan, 1, seed=0)
         self._watch.look(model, [text[:QUICK_ROWS] if self._extent == "quick" else text])
         checked = [self._check(layer, one) for layer, one in self._watch.watched.items()]
         for watched in self._watch.watched.values():
@@ -241,7 +241,7 @@ class SelfCheck:
             raise UserError(
                 f"--verify {self._extent}: the experts do not compute what they should\n"
                 + "\n".join(f"  - {line}" for line in [*wrong[:SHOWN], *more])
-                + f"\nSee `turnout verify {blueprint.config.model}` for other backends, and choose one "
+                + f"\nSee `turnout verify {engine_plan.config.model}` for other backends, and choose one "
                 "with --moe-runner-backend; --verify off serves regardless"
             )
         return {
@@ -254,9 +254,9 @@ class SelfCheck:
 
     @torch.inference_mode()
     def _check(self, layer: int, watched: Watched) -> Checked:
-        blueprint, runner, experts = self._blueprint, watched.runner, watched.experts
+        engine_plan, runner, experts = self._engine_plan, watched.runner, watched.experts
         assert experts is not None, "kept until forgotten"
-        spec, plan = blueprint.description.moe, blueprint.plan
+        spec, plan = engine_plan.description.moe, engine_plan.plan
         most = TOKENS[-1] if self._extent == "quick" else largest(plan, self._device)
         inputs = watched.inputs().to(self._device, getattr(torch, plan.compute_dtype))
         batches = make_batches(inputs, plan, min(most, largest(plan, self._device)))

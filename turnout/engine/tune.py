@@ -22,7 +22,7 @@ import torch
 from turnout.cache import cache_folder, lasting_folder
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
-from turnout.engine.engine_plan import Blueprint, resolve
+from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.selfcheck import ROWS, Watch, largest, prompts
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
@@ -73,9 +73,9 @@ def tune(config: Config, progress: ProgressFn) -> Tuned:
             f"--moe-runner-backend {config.moe_runner_backend}: tune measures all runners; leave it at auto"
         )
     folder = lasting_folder()
-    blueprint = resolve(config)
+    engine_plan = resolve(config)
     plans, refused = _plans(config)
-    found = _measure(blueprint, plans, progress)
+    found = _measure(engine_plan, plans, progress)
     file = _kept(lambda: measured.write(folder, found))
     return Tuned(measured=found, file=file, refused=tuple(refused))
 
@@ -101,31 +101,31 @@ def _plans(config: Config) -> tuple[dict[str, MoEPlan], list[Refusal]]:
     return plans, list(dict.fromkeys(refused))
 
 
-def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: ProgressFn) -> Measured:
-    spec, topology = blueprint.description.moe, blueprint.topology
-    device = torch.device(blueprint.hardware.device)
-    most = min(TOKENS[-1], largest(blueprint.plan, device))
-    experts, inputs = _first_layer(blueprint.config, min(most, ROWS), device, progress)
+def _measure(engine_plan: EnginePlan, plans: dict[str, MoEPlan], progress: ProgressFn) -> Measured:
+    spec, topology = engine_plan.description.moe, engine_plan.topology
+    device = torch.device(engine_plan.hardware.device)
+    most = min(TOKENS[-1], largest(engine_plan.plan, device))
+    experts, inputs = _first_layer(engine_plan.config, min(most, ROWS), device, progress)
     own = _part(experts, topology)
-    inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
+    inputs = inputs.to(device, getattr(torch, engine_plan.compute_dtype))
     runners: dict[str, Runner] = {}
     for name, plan in plans.items():
         if "tokens" not in RUNNER_CAPABILITIES[name].layouts:
             continue
         if RUNNER_CAPABILITIES[name].tiled:
-            plan = replace(plan, tiles=_tune_tiles(blueprint, name, plan, own, inputs, progress))
+            plan = replace(plan, tiles=_tune_tiles(engine_plan, name, plan, own, inputs, progress))
         runners[name] = RUNNERS.get(name)(spec, plan, device)
         runners[name].prepare(own)
-        _choose_tactics(blueprint, runners[name], plan, device, progress)
+        _choose_tactics(engine_plan, runners[name], plan, device, progress)
     with torch.inference_mode():
         found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
     return Measured(
         layer=measured.describe(
             spec,
             topology,
-            blueprint.hardware,
-            blueprint.compute_dtype,
-            blueprint.config.moe_activation_dtype,
+            engine_plan.hardware,
+            engine_plan.compute_dtype,
+            engine_plan.config.moe_activation_dtype,
         ),
         versions=measured.versions(),
         date=datetime.date.today().isoformat(),
@@ -135,15 +135,20 @@ def _measure(blueprint: Blueprint, plans: dict[str, MoEPlan], progress: Progress
 
 @torch.inference_mode()
 def _tune_tiles(
-    blueprint: Blueprint, name: str, plan: MoEPlan, own: ExpertWeights, inputs: Inputs, progress: ProgressFn
+    engine_plan: EnginePlan,
+    name: str,
+    plan: MoEPlan,
+    own: ExpertWeights,
+    inputs: Inputs,
+    progress: ProgressFn,
 ) -> TileTable:
     """Measure the table of a tiled runner, and keep it."""
     from turnout.kernels.common.compilation import compilers, submit
 
-    device, most = torch.device(blueprint.hardware.device), largest(plan, inputs.x_TH.device)
+    device, most = torch.device(engine_plan.hardware.device), largest(plan, inputs.x_TH.device)
     runners: list[Tiled] = []
     for _ in range(copies(own.nbytes)):
-        runner = RUNNERS.get(name)(blueprint.description.moe, replace(plan, tiles=()), device)
+        runner = RUNNERS.get(name)(engine_plan.description.moe, replace(plan, tiles=()), device)
         runner.prepare(own)
         runners.append(runner)
 
@@ -174,27 +179,27 @@ def _tune_tiles(
         entries=tuple(entries),
     )
     content = tuning_tables.TileFile(
-        device=blueprint.hardware.name, versions=tuning_tables.versions(), tables=(table,)
+        device=engine_plan.hardware.name, versions=tuning_tables.versions(), tables=(table,)
     )
     _kept(
         lambda: tuning_tables.write(
-            tuning_tables.path(lasting_folder(), table.shape, blueprint.hardware), content
+            tuning_tables.path(lasting_folder(), table.shape, engine_plan.hardware), content
         )
     )
     return tuple((entry.tokens, entry.tiles) for entry in entries)
 
 
 def _choose_tactics(
-    blueprint: Blueprint, runner: Runner, plan: MoEPlan, device: torch.device, progress: ProgressFn
+    engine_plan: EnginePlan, runner: Runner, plan: MoEPlan, device: torch.device, progress: ProgressFn
 ) -> None:
     """As a server's start would, so that the runner is timed as it will serve."""
     if autotune.wanted(plan):
         autotune.tune(
             runner,
-            blueprint.description.moe,
+            engine_plan.description.moe,
             plan,
             device=device,
-            device_name=blueprint.hardware.name,
+            device_name=engine_plan.hardware.name,
             world=ALONE.world,
             folder=cache_folder(),
             progress=progress,

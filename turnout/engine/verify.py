@@ -21,7 +21,7 @@ from torch import Tensor
 
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
-from turnout.engine.engine_plan import Blueprint, resolve
+from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.selfcheck import ROWS, Checked, Watch, failures, forward, largest, prompts
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights
@@ -71,7 +71,7 @@ class Logits:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    blueprint: Blueprint
+    engine_plan: EnginePlan
     layers: tuple[int, ...]
     inputs: str  # where they come from
     most: int  # tokens of the largest batch
@@ -85,13 +85,13 @@ class Report:
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plan = self.blueprint.plan
+        plan = self.engine_plan.plan
         return {
             "passed": self.passed,
-            "model": self.blueprint.config.model,
-            "device": self.blueprint.hardware.name,
-            "compute_dtype": self.blueprint.compute_dtype,
-            "weight_format": self.blueprint.description.moe.format,
+            "model": self.engine_plan.config.model,
+            "device": self.engine_plan.hardware.name,
+            "compute_dtype": self.engine_plan.compute_dtype,
+            "weight_format": self.engine_plan.description.moe.format,
             "inputs": self.inputs,
             "most_tokens": self.most,
             "budget_tokens": max(plan.prefill.max_tokens, plan.decode.max_tokens),
@@ -114,16 +114,16 @@ def examine(config: Config, *, layers: str = "", seed: int = 0, progress: Progre
             f"--tp-size {config.tp_size}: verify runs on one rank; use --tp-size 1, or `turnout serve "
             "--verify full`, with which every rank checks its part of the experts"
         )
-    blueprint = resolve(config)
-    chosen = choose_layers(layers, blueprint)
-    device = torch.device(blueprint.hardware.device)
+    engine_plan = resolve(config)
+    chosen = choose_layers(layers, engine_plan)
+    device = torch.device(engine_plan.hardware.device)
     plans, refused = _allowed(config)
-    most = largest(blueprint.plan, device)
-    texts, kind = prompts(blueprint, min(most, ROWS), seed)
+    most = largest(engine_plan.plan, device)
+    texts, kind = prompts(engine_plan, min(most, ROWS), seed)
     start = texts[0][:PROMPT_TOKENS]
 
-    watch = Watch(blueprint, chosen, device)
-    served = _load(blueprint, blueprint.plan, device, progress, watch.make_runner)
+    watch = Watch(engine_plan, chosen, device)
+    served = _load(engine_plan, engine_plan.plan, device, progress, watch.make_runner)
     watch.look(served, texts)
     ours = _logits(served, start, device)
     seen = {layer: (watched.experts, watched.inputs()) for layer, watched in watch.watched.items()}
@@ -131,24 +131,24 @@ def examine(config: Config, *, layers: str = "", seed: int = 0, progress: Progre
     checked: list[Checked] = []
     for layer, (experts, inputs) in seen.items():
         assert experts is not None, "kept until forgotten"
-        bench = _Bench(layer, blueprint, experts, inputs, most, device)
+        bench = _Bench(layer, engine_plan, experts, inputs, most, device)
         for plan in plans:
             progress("checking layers", len(checked), len(chosen) * len(plans))
             checked.append(bench.check(plan))
     return Report(
-        blueprint=blueprint,
+        engine_plan=engine_plan,
         layers=chosen,
         inputs=kind,
         most=most,
         checked=tuple(checked),
-        logits=_compare(ours, _oracle_logits(blueprint, start, device, progress), blueprint),
+        logits=_compare(ours, _oracle_logits(engine_plan, start, device, progress), engine_plan),
         refused=refused,
     )
 
 
-def choose_layers(wanted: str, blueprint: Blueprint) -> tuple[int, ...]:
+def choose_layers(wanted: str, engine_plan: EnginePlan) -> tuple[int, ...]:
     """The MoE layers that `--layers` names. Raises UserError."""
-    every = blueprint.description.moe_layers
+    every = engine_plan.description.moe_layers
     if wanted in ("", "first", "all"):
         return {"": tuple(dict.fromkeys((every[0], every[-1]))), "first": every[:1], "all": every}[wanted]
     words = [word.strip() for word in wanted.split(",")]
@@ -156,7 +156,7 @@ def choose_layers(wanted: str, blueprint: Blueprint) -> tuple[int, ...]:
     if wrong:
         raise UserError(
             f"--layers {wanted}: {', '.join(map(repr, wrong))} names no MoE layer of "
-            f"{blueprint.config.model}; use first, all, or some of {', '.join(map(str, every))}"
+            f"{engine_plan.config.model}; use first, all, or some of {', '.join(map(str, every))}"
         )
     return tuple(dict.fromkeys(int(word) for word in words))
 
@@ -167,16 +167,16 @@ class _Bench:
     def __init__(
         self,
         layer: int,
-        blueprint: Blueprint,
+        engine_plan: EnginePlan,
         experts: ExpertWeights,
         inputs: Inputs,
         most: int,
         device: torch.device,
     ) -> None:
-        self._layer, self._spec, self._device = layer, blueprint.description.moe, device
+        self._layer, self._spec, self._device = layer, engine_plan.description.moe, device
         self._experts = experts
-        inputs = inputs.to(device, getattr(torch, blueprint.compute_dtype))
-        self._batches = make_batches(inputs, blueprint.plan, most)
+        inputs = inputs.to(device, getattr(torch, engine_plan.compute_dtype))
+        self._batches = make_batches(inputs, engine_plan.plan, most)
         self._oracle = Oracle(self._spec, experts, self._batches, device)
 
     @torch.inference_mode()
@@ -213,14 +213,14 @@ def _choices(config: Config) -> Iterator[Config]:
 
 
 def _load(
-    blueprint: Blueprint,
+    engine_plan: EnginePlan,
     plan: MoEPlan,
     device: torch.device,
     progress: ProgressFn,
     make_runner: Callable[[int], Experts],
 ) -> Model:
     return load_model(
-        open_checkpoint(blueprint.folder),
+        open_checkpoint(engine_plan.folder),
         plan,
         groups=ALONE,
         device=device,
@@ -259,14 +259,16 @@ class OracleExperts:
 
 
 def _oracle_logits(
-    blueprint: Blueprint, ids: Sequence[int], device: torch.device, progress: ProgressFn
+    engine_plan: EnginePlan, ids: Sequence[int], device: torch.device, progress: ProgressFn
 ) -> Tensor:
     """float32 [N, V] of a forward in float32 throughout, its experts the oracle's."""
-    plan, spec = blueprint.plan, blueprint.description.moe
+    plan, spec = engine_plan.plan, engine_plan.description.moe
     # Tokens stay where they are, and are rounded as if they had travelled.
     plain = replace(plan.prefill, dispatcher="none", layout=Layout.TOKENS, wire_format=Format.BF16)
     plan = replace(plan, compute_dtype="float32", prefill=plain, decode=replace(plain, phase=Phase.DECODE))
-    model = _load(blueprint, plan, device, progress, lambda _: OracleExperts(spec, blueprint.plan, device))
+    model = _load(
+        engine_plan, plan, device, progress, lambda _: OracleExperts(spec, engine_plan.plan, device)
+    )
     return _logits(model, ids, device)
 
 
@@ -276,14 +278,14 @@ def _logits(model: Model, ids: Sequence[int], device: torch.device) -> Tensor:
     return model.logits(forward(model, ids, device)).cpu()
 
 
-def _compare(ours_NV: Tensor, wanted_NV: Tensor, blueprint: Blueprint) -> Logits:
+def _compare(ours_NV: Tensor, wanted_NV: Tensor, engine_plan: EnginePlan) -> Logits:
     same_N = ours_NV.argmax(-1) == wanted_NV.argmax(-1)
     centred = (x - x.mean(-1, keepdim=True) for x in (ours_NV, wanted_NV))
-    plan = blueprint.plan
+    plan = engine_plan.plan
     rounds = plan.activation_format != Format.BF16 or plan.prefill.wire_format != Format.BF16
     return Logits(
         tokens=len(ours_NV),
         error=relative_error(*centred),
-        bound=LOGITS_BOUNDS[rounds, blueprint.compute_dtype],
+        bound=LOGITS_BOUNDS[rounds, engine_plan.compute_dtype],
         agreeing=same_N.float().mean().item(),
     )

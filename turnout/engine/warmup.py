@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from turnout.cache import cache_folder
-from turnout.engine.engine_plan import Blueprint
+from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
-from turnout.engine.ranks.step_sync import Agreement
+from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.sampling.params import SamplingParams
-from turnout.engine.scheduler.block_pool import PagePool
+from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.forward import Forward
@@ -28,10 +28,13 @@ class Tuner:
     """Makes the runners of a model's layers, and tunes with the first: all layers have the same sizes."""
 
     def __init__(
-        self, blueprint: Blueprint, device: torch.device, make_runner: Callable[[int], Experts] | None = None
+        self,
+        engine_plan: EnginePlan,
+        device: torch.device,
+        make_runner: Callable[[int], Experts] | None = None,
     ) -> None:
         """make_runner: gives the runner of a layer instead of the plan."""
-        self._blueprint, self._device, self._make = blueprint, device, make_runner or self._planned
+        self._engine_plan, self._device, self._make = engine_plan, device, make_runner or self._planned
         self._first: Experts | None = None
 
     def make_runner(self, layer: int) -> Experts:
@@ -41,23 +44,23 @@ class Tuner:
 
     def tune(self, groups: Groups, progress: ProgressFn | None) -> None:
         """Collective. Raises UserError where ranks cannot share tactics."""
-        blueprint, runner, self._first = self._blueprint, self._first, None
-        if runner is None or not autotune.wanted(blueprint.plan):
+        engine_plan, runner, self._first = self._engine_plan, self._first, None
+        if runner is None or not autotune.wanted(engine_plan.plan):
             return
         autotune.tune(
             runner,
-            blueprint.description.moe,
-            blueprint.plan,
+            engine_plan.description.moe,
+            engine_plan.plan,
             device=self._device,
-            device_name=blueprint.hardware.name,
+            device_name=engine_plan.hardware.name,
             world=groups.world,
             folder=cache_folder(),
             progress=progress,
         )
 
     def _planned(self, layer: int) -> Experts:
-        plan = self._blueprint.plan
-        return make_runner(self._blueprint.description.moe, plan, self._device)
+        plan = self._engine_plan.plan
+        return make_runner(self._engine_plan.description.moe, plan, self._device)
 
 
 def prompt_sizes(most: int) -> list[int]:
@@ -68,24 +71,24 @@ def prompt_sizes(most: int) -> list[int]:
 
 
 def first_prompts(
-    blueprint: Blueprint, forward: Forward, model: Model, pool: PagePool, progress: ProgressFn | None
+    engine_plan: EnginePlan, forward: Forward, model: Model, pool: KVBlockPool, progress: ProgressFn | None
 ) -> None:
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
     second. Collective; before any request. Leaves no trace but in memory that is free."""
-    config, topology = blueprint.config, blueprint.topology
+    config, topology = engine_plan.config, engine_plan.topology
     rows = min(config.max_running_requests, pool.num_available)
-    room = min(blueprint.max_context, pool.num_available // rows * blueprint.page_size)
+    room = min(engine_plan.max_context, pool.num_available // rows * engine_plan.page_size)
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
     for done, size in enumerate(sizes):
         if progress is not None:
             progress("compiling", done, len(sizes))
         chunks = [_prompt(row, min(room, size - at)) for row, at in enumerate(range(0, size, room))]
         for chunk in chunks:
-            chunk.request.pages = pool.allocate(-(-chunk.length // blueprint.page_size)) or []
-        agreed = Agreement(
+            chunk.request.pages = pool.allocate(-(-chunk.length // engine_plan.page_size)) or []
+        synced = SyncedStep(
             phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
         )
-        computed = forward(chunks, agreed)
+        computed = forward(chunks, synced)
         model.logits(computed.hidden_NH[-1:])
         for chunk in chunks:
             pool.release(chunk.request.pages)

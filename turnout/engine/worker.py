@@ -43,12 +43,12 @@ from turnout.engine.messages import (
     encoder,
 )
 from turnout.engine.progress_bars import loading_bar
-from turnout.engine.ranks.step_sync import Agreement, Lockstep
+from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
-    from turnout.engine.engine_plan import Blueprint
+    from turnout.engine.engine_plan import EnginePlan
 
 STATS_INTERVAL = 1.0  # seconds
 FLUSH_MS = 2000  # to deliver the last message
@@ -58,7 +58,7 @@ class Core(Protocol):
     """What the loop needs of the engine core."""
 
     @property
-    def agreed(self) -> Agreement | None: ...
+    def synced(self) -> SyncedStep | None: ...
     def add(self, request: AddRequest) -> None: ...
     def abort(self, ids: list[str]) -> None: ...
     def step(self) -> list[RequestOutput]: ...
@@ -103,8 +103,8 @@ def main() -> int:
 
     who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        core, lockstep = load(start, send)
-        run(core, lockstep, commands, send)
+        core, step_sync = load(start, send)
+        run(core, step_sync, commands, send)
         return 0
     except UserError as error:
         send(Failed(f"{who}{error}", user_error=True))
@@ -117,42 +117,42 @@ def main() -> int:
         context.destroy(linger=FLUSH_MS)
 
 
-def run(core: Core, lockstep: Lockstep, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
+def run(core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
     """Obey, step, report, until all ranks were told to shut down.
 
     Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
-    waits for joins it. Ranks that share requests obey a command when all of them have it, and until then
+    waits for joins it. Ranks that share requests execute a command when all of them have it, and until then
     nobody sleeps.
     """
     pending: deque[Command] = deque()
     reported = 0.0
     while True:
-        resting = core.agreed is None or not (core.agreed.phase or core.agreed.pending)
+        resting = core.synced is None or not (core.synced.phase or core.synced.pending)
         told = commands.poll(int(STATS_INTERVAL * 1000) if resting else 0)
         while commands.poll(0):
             command = command_decoder.decode(commands.recv())
             if isinstance(command, Wake):
                 continue
             pending.append(command)
-            lockstep.received += 1
-            lockstep.leaving |= isinstance(command, Shutdown)
-        granted = lockstep.received
-        if lockstep.topology.attention_tp > 1:
-            granted = core.agreed.commands if core.agreed else 0
+            step_sync.received += 1
+            step_sync.leaving |= isinstance(command, Shutdown)
+        granted = step_sync.received
+        if step_sync.topology.attention_tp > 1:
+            granted = core.synced.commands if core.synced else 0
         outputs: list[RequestOutput] = []
-        while lockstep.obeyed < granted:
-            outputs += obey(core, pending.popleft())
-            lockstep.obeyed += 1
+        while step_sync.executed < granted:
+            outputs += execute(core, pending.popleft())
+            step_sync.executed += 1
         outputs += core.step()
-        if core.agreed and core.agreed.leaving:
+        if core.synced and core.synced.leaving:
             return
         now = time.monotonic()
         if outputs or told or now - reported >= STATS_INTERVAL:
-            send(Outputs(outputs=outputs if lockstep.leads else [], stats=core.stats()))
+            send(Outputs(outputs=outputs if step_sync.leads else [], stats=core.stats()))
             reported = now
 
 
-def obey(core: Core, command: Command) -> list[RequestOutput]:
+def execute(core: Core, command: Command) -> list[RequestOutput]:
     """Pass `command` on; a request that the engine refuses ends here, and harms no other."""
     if isinstance(command, Abort):
         core.abort(command.ids)
@@ -164,59 +164,59 @@ def obey(core: Core, command: Command) -> list[RequestOutput]:
     return []
 
 
-def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, Lockstep]:
+def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
     """Plan, say so, meet the other ranks, load the weights and announce that requests may come.
 
     Raises UserError.
     """
     from turnout.engine.core import EngineCore
     from turnout.engine.engine_plan import resolve
-    from turnout.engine.ranks.rendezvous import meet
+    from turnout.engine.ranks.rendezvous import rendezvous
 
     config = Config(**start.config)
-    blueprint = resolve(config, rank=start.rank)
+    engine_plan = resolve(config, rank=start.rank)
     watch = Pulse(Board(Path(start.folder) / "board", config.tp_size), start.rank)
     speaks = start.rank == 0
     if not speaks:  # every rank makes do in the same way
         logging.getLogger("turnout.cache").setLevel(logging.ERROR)
     if speaks:
-        print(*summary(blueprint), sep="\n", file=sys.stderr, flush=True)
-    groups, lockstep = meet(blueprint, init_method=start.init_method)
+        print(*summary(engine_plan), sep="\n", file=sys.stderr, flush=True)
+    groups, step_sync = rendezvous(engine_plan, init_method=start.init_method)
     watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as progress:
         core = EngineCore(
-            blueprint,
+            engine_plan,
             groups=groups,
-            lockstep=lockstep,
+            step_sync=step_sync,
             watch=watch,
             progress=progress,
             verify=start.verify,
         )
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step need walk it
-    vocab_size = blueprint.description.shape.vocab_size
+    vocab_size = engine_plan.description.shape.vocab_size
     info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
-    send(Ready(rank=start.rank, info=info, max_context=blueprint.max_context, vocab_size=vocab_size))
-    return core, lockstep
+    send(Ready(rank=start.rank, info=info, max_context=engine_plan.max_context, vocab_size=vocab_size))
+    return core, step_sync
 
 
-def summary(blueprint: Blueprint) -> list[str]:
+def summary(engine_plan: EnginePlan) -> list[str]:
     """What is about to run, in a few lines; `turnout plan` says why."""
-    moe, shape, plan = blueprint.description.moe, blueprint.description.shape, blueprint.plan
-    memory = blueprint.memory
+    moe, shape, plan = engine_plan.description.moe, engine_plan.description.shape, engine_plan.plan
+    memory = engine_plan.memory
     runners = " and ".join(
         f"{phase.runner} with dispatcher {phase.dispatcher} ({phase.phase})"
         for phase in (plan.prefill, plan.decode)
     )
     return [
-        f"{blueprint.config.model}: {shape.architecture}, {shape.num_layers} layers, "
+        f"{engine_plan.config.model}: {shape.architecture}, {shape.num_layers} layers, "
         f"top-{moe.top_k} of {moe.num_experts} experts in {moe.format}",
         f"experts run on {runners}; GEMMs multiply with {plan.activation_format}, "
         f"weights are kept {plan.weight_storage}",
-        f"{blueprint.hardware.name}, computing in {blueprint.compute_dtype}: "
+        f"{engine_plan.hardware.name}, computing in {engine_plan.compute_dtype}: "
         f"{_megabytes(memory.dense + memory.experts)} of weights, {_megabytes(memory.kv)} of KV cache "
-        f"for {blueprint.num_pages * blueprint.page_size} tokens; context {blueprint.max_context}",
+        f"for {engine_plan.num_pages * engine_plan.page_size} tokens; context {engine_plan.max_context}",
     ]
 
 

@@ -27,13 +27,13 @@ LONGEST_NAP = 1e-3
 
 
 class StepRecord(NamedTuple):
-    """What one rank says before a step. Integers only; see `engine.lockstep` for how they are agreed on.
+    """What one rank says before a step. Integers only; see `engine.step_sync` for how they are synced on.
 
     tokens:   tokens this rank brings
     phase:    0 no tokens, 1 decode, 2 prefill
     settle:   tokens of a sequence whose close call is to be settled next, 0 if none
     received: commands received so far
-    obeyed:   how many of them are obeyed
+    executed:   how many of them are executed
     digest:   of the tokens sampled so far: ranks of one DP group must agree
     leaving:  1 when told to shut down
     """
@@ -42,7 +42,7 @@ class StepRecord(NamedTuple):
     phase: int = 0
     settle: int = 0
     received: int = 0
-    obeyed: int = 0
+    executed: int = 0
     digest: int = 0
     leaving: int = 0
 

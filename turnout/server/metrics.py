@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from turnout.engine.messages import EngineStats
-from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine import EngineSupervisor
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 class Metrics:
     """One registry per server, so that several servers can live in one process (tests)."""
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: EngineSupervisor, model_name: str):
         self.registry = CollectorRegistry()
         disable_created_metrics()  # a second series for each, of no use here
         labels = ("model_name",)
@@ -53,7 +53,7 @@ class Metrics:
 class EngineCollector(Collector):
     """The engine's last report, rank by rank."""
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: EngineSupervisor, model_name: str):
         self._engine = engine
         self._model_name = model_name
 

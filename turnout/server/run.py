@@ -20,7 +20,7 @@ from turnout.errors import PlanRefused, UserError
 from turnout.server.api.app import create_app
 from turnout.server.api.guard import GuardedProtocol
 from turnout.server.api.service import Service
-from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.engine_group import topology_of
 from turnout.server.supervise.node_protocol import head_address
 
@@ -83,7 +83,7 @@ class Supervisor:
     def __init__(self, config: ServerConfig, listener: socket.socket):
         self.config = config
         self.listener = listener
-        self.engine = Engine(config)
+        self.engine = EngineSupervisor(config)
         self.service = Service(config, self.engine)
         self._told_to_stop = asyncio.Event()
 

@@ -34,8 +34,8 @@ def refusals(config, hardware=HOST, **rank):
 def test_several_hosts_need_an_address_to_meet_at(model):
     (asked,) = refusals(model(tp_size=2, nnodes=2))
     assert asked == "--nnodes 2 without --dist-init-addr"
-    blueprint = resolve(model(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:29500"), HOST)
-    assert (blueprint.topology.rank, blueprint.topology.node) == (1, 1)
+    engine_plan = resolve(model(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:29500"), HOST)
+    assert (engine_plan.topology.rank, engine_plan.topology.node) == (1, 1)
 
 
 def test_a_plan_for_named_hardware_needs_no_address(model):
@@ -108,18 +108,18 @@ def test_all_ranks_have_the_same_pages_and_their_own_experts(model, hardware, fl
     config = model(QWEN3_30B | NVFP4, mem_fraction_static=1.0, **flags)
     ranks = [resolve(config, hardware, rank=r) for r in range(config.tp_size)]
     for field in ("num_pages", "max_context", "budget", "memory"):
-        assert len({getattr(blueprint, field) for blueprint in ranks}) == 1
+        assert len({getattr(engine_plan, field) for engine_plan in ranks}) == 1
     count = 128 // config.ep_size
     expert_tp = config.tp_size // config.ep_size
-    firsts = [blueprint.plan.first_expert for blueprint in ranks]
+    firsts = [engine_plan.plan.first_expert for engine_plan in ranks]
     assert firsts == [count * (r // expert_tp) for r in range(config.tp_size)]
-    assert [blueprint.topology.rank for blueprint in ranks] == list(range(config.tp_size))
+    assert [engine_plan.topology.rank for engine_plan in ranks] == list(range(config.tp_size))
 
 
 @pytest.mark.parametrize(("attention_tp", "heads"), [(1, 2), (2, 1), (4, 1)])
 def test_kv_heads_are_split_and_then_repeated(model, attention_tp, heads):
-    blueprint = resolve(model(tp_size=attention_tp), HOST)
-    per_token = blueprint.memory.kv // blueprint.num_pages // blueprint.page_size
+    engine_plan = resolve(model(tp_size=attention_tp), HOST)
+    per_token = engine_plan.memory.kv // engine_plan.num_pages // engine_plan.page_size
     assert per_token == 2 * 2 * heads * 32 * 4  # keys and values, layers, heads, head size, float32
 
 

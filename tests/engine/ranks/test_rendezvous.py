@@ -9,23 +9,23 @@ from tests.moe.broken import offer
 from tests.ranks import Rank
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
-from turnout.engine.ranks.rendezvous import agree
+from turnout.engine.ranks.rendezvous import share_plan
 from turnout.errors import UserError
 from turnout.moe.backends.hopper.tile_config import Tiles, Tiling
 from turnout.moe.planning.runner_by_batch_size import ALL, Buckets, Times
 from turnout.parallel.hardware import GB, Hardware
 
 
-def agreed(rank: Rank, configs: list[Config], memories: list[int]) -> tuple[int, int, int] | str:
+def synced(rank: Rank, configs: list[Config], memories: list[int]) -> tuple[int, int, int] | str:
     """(KV pages, longest context, bytes of KV), or why there is no agreement."""
     memory = memories[rank.number]
     host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=memory, present=True)
-    blueprint = resolve(configs[rank.number], host, rank=rank.number)
+    engine_plan = resolve(configs[rank.number], host, rank=rank.number)
     tiling = Tiling(128, 8 << rank.number, 2, 5, 4, 1)
     tiles = ((1, Tiles(tiling, tiling)),)
-    blueprint = replace(blueprint, plan=replace(blueprint.plan, tiles=tiles))
+    engine_plan = replace(engine_plan, plan=replace(engine_plan.plan, tiles=tiles))
     try:
-        common = agree(blueprint, rank.groups(dp_size=2, ep_size=2))
+        common = share_plan(engine_plan, rank.groups(dp_size=2, ep_size=2))
     except UserError as error:
         return str(error)
     assert common.plan.tiles[0][1].tokens == 8  # the first rank's
@@ -36,7 +36,7 @@ def test_hosts_of_different_memory_keep_as_many_pages_as_all_have(ranks, tmp_pat
     """One context of 2048 tokens fits in either; 64 of them in the larger one only."""
     flags = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
     config = write(tmp_path, **flags)
-    small, large = ranks(2).run(agreed, [config] * 2, [GB // 10, 8 * GB])
+    small, large = ranks(2).run(synced, [config] * 2, [GB // 10, 8 * GB])
     alone = resolve(config, Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=GB // 10), rank=0)
     assert small == large == (alone.num_pages, alone.max_context, alone.memory.kv)
     assert alone.num_pages < resolve(config, rank=0).num_pages
@@ -47,10 +47,10 @@ def settled(rank: Rank, config: Config, measured: list[Times]) -> tuple[str, str
     host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=8 * GB, present=True)
     with pytest.MonkeyPatch.context() as patch:
         offer(patch, "Dawdles")
-        blueprint = resolve(config, host, rank=rank.number, measured=measured[rank.number])
-        common = agree(blueprint, rank.groups(dp_size=2, ep_size=2))
-    assert common.hardware == blueprint.hardware
-    return blueprint.plan.prefill.runner, common.plan.prefill.runner, common.plan.buckets
+        engine_plan = resolve(config, host, rank=rank.number, measured=measured[rank.number])
+        common = share_plan(engine_plan, rank.groups(dp_size=2, ep_size=2))
+    assert common.hardware == engine_plan.hardware
+    return engine_plan.plan.prefill.runner, common.plan.prefill.runner, common.plan.buckets
 
 
 def test_hosts_that_measured_otherwise_choose_by_the_first_ones_times(ranks, tmp_path):
@@ -72,6 +72,6 @@ def test_ranks_that_planned_otherwise_are_told(ranks, tmp_path):
         (replace(config, dtype="bfloat16"), "compute type"),
         (replace(config, page_size=32), "page size"),
     ):
-        for said in ranks(2).run(agreed, [config, other], [8 * GB] * 2):
+        for said in ranks(2).run(synced, [config, other], [8 * GB] * 2):
             assert said.startswith(f"rank 1 planned other than rank 0, {what}:"), said
             assert "same flags" in said

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling.params import SamplingParams
-from turnout.engine.scheduler.block_pool import ROOT, PagePool, chain
+from turnout.engine.scheduler.block_pool import ROOT, KVBlockPool, chain
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Scheduler
 
@@ -29,7 +29,7 @@ def make(
     tokens_per_request: int = 1,
 ) -> Scheduler:
     return Scheduler(
-        PagePool(num_pages, reuse=reuse),
+        KVBlockPool(num_pages, reuse=reuse),
         page_size=PAGE,
         max_running=running,
         chunk_tokens=chunk,
@@ -219,7 +219,7 @@ def test_digests_name_the_whole_prefix() -> None:
 
 
 def test_the_pool_evicts_the_least_recently_used_prefix_from_its_end() -> None:
-    pool = PagePool(4)
+    pool = KVBlockPool(4)
     old, new = pool.allocate(2), pool.allocate(2)
     assert old is not None
     assert new is not None

@@ -258,7 +258,7 @@ def test_no_step_brings_more_than_the_budget_and_the_largest_follows_the_smalles
     core = make_core(
         model, max_prefill_tokens=8, chunked_prefill_size=8, max_running_requests=8, num_pages=128, **NGRAM
     )
-    budget = core.blueprint.budget
+    budget = core.engine_plan.budget
     assert (budget.tokens_per_request, budget.decode, budget.local) == (4, 32, 32)
     for i in range(8):
         core.add(request(str(i), [5, 6, 7] * 2, max_tokens=40, ignore_eos=True))

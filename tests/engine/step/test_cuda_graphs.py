@@ -20,7 +20,7 @@ from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
 from turnout.attention.torch import PagedAttention
 from turnout.config import Config
-from turnout.engine.ranks.step_sync import Lockstep
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes
 from turnout.engine.step.cuda_graphs import contexts, fields
 from turnout.parallel.exchange import StepRecord
@@ -77,12 +77,12 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
         topology = Topology(
             tp_size=ranks, dp_size=dp_size, ep_size=ranks, enable_dp_attention=dp_size > 1, rank=rank
         )
-        lockstep = Lockstep(topology, together.of(rank))
+        step_sync = StepSync(topology, together.of(rank))
         found = []
         for step in brought:
             phase, tokens = step[topology.dp_rank]
-            agreed = lockstep.agree(tokens, phase)
-            found.append((graph_for(agreed, sizes), agreed.phase))
+            synced = step_sync.sync(tokens, phase)
+            found.append((graph_for(synced, sizes), synced.phase))
         return found
 
     with ThreadPoolExecutor(ranks) as pool:

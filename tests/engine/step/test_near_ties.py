@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.engine.toy import ToyModel
-from turnout.engine.step.near_ties import BLOCK, CLOSE, close_calls, settled_logits
+from turnout.engine.step.near_ties import BLOCK, CLOSE, find_near_ties, recomputed_logits
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 def test_settled_logits_are_the_models(length: int) -> None:
     model = ToyModel()
     tokens = [(7 * i) % 49 for i in range(length)]
-    got = settled_logits(model, tokens, torch.device("cpu"))
+    got = recomputed_logits(model, tokens, torch.device("cpu"))
     torch.testing.assert_close(got, model.reference_logits(tokens)[-1:], rtol=1e-4, atol=1e-4)
     assert max(model.steps) <= BLOCK
 
@@ -29,4 +29,4 @@ def test_close_calls() -> None:
     ]
     logits = torch.tensor(rows, dtype=torch.float64)
     best = logits.argmax(-1)
-    assert close_calls(logits, best).tolist() == [True, False, True, False, False]
+    assert find_near_ties(logits, best).tolist() == [True, False, True, False, False]

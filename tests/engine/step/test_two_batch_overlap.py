@@ -38,7 +38,7 @@ def test_every_token_is_in_one_half(seed: int):
         begin, length = draw.randint(0, 9), draw.choice([1, 1, 2, 17])
         chunks.append(Chunk(start(str(i), [0] * 40, 1), begin, begin + length))
     count = draw.randint(0, sum(chunk.length for chunk in chunks))
-    first, rest = two_batch_overlap.cut(chunks, count)
+    first, rest = two_batch_overlap.split_chunks(chunks, count)
 
     def places(parts: list[Chunk]) -> list[tuple[str, int]]:
         return [(part.request.id, place) for part in parts for place in range(part.start, part.end)]
@@ -49,8 +49,8 @@ def test_every_token_is_in_one_half(seed: int):
 
 
 def test_ranks_split_alike():
-    assert two_batch_overlap.halves((two_batch_overlap.LEAST - 1, 0)) is None
-    assert two_batch_overlap.halves((two_batch_overlap.LEAST, 0, 1, 7)) == (
+    assert two_batch_overlap.split_tokens((two_batch_overlap.LEAST - 1, 0)) is None
+    assert two_batch_overlap.split_tokens((two_batch_overlap.LEAST, 0, 1, 7)) == (
         (two_batch_overlap.LEAST // 2, 0, 1, 4),
         (two_batch_overlap.LEAST // 2, 0, 0, 3),
     )

@@ -6,7 +6,7 @@ import pytest
 
 from turnout.config import ServerConfig
 from turnout.engine.messages import Ready
-from turnout.server.supervise.engine import MAX_FAILED_STARTS, Engine
+from turnout.server.supervise.engine import MAX_FAILED_STARTS, EngineSupervisor
 from turnout.server.supervise.engine_group import EngineFailed
 
 KILLED = EngineFailed("rank 1 was killed by SIGKILL")
@@ -30,19 +30,19 @@ REFUSED = EngineFailed("rank 1: no such file", user_error=True, spoken=True)
 def test_what_ends_the_engine(
     failure: EngineFailed, served: bool, failed_starts: int, before: bool, final: bool
 ):
-    engine = Engine(ServerConfig())
+    engine = EngineSupervisor(ServerConfig())
     engine.ready = Ready(info={}, max_context=1, vocab_size=1) if before else None
     assert engine._is_final(failure, served, failed_starts) is final
 
 
 def test_nothing_is_started_for_a_server_that_leaves():
-    engine = Engine(ServerConfig())
+    engine = EngineSupervisor(ServerConfig())
     engine.leave()
     assert engine._is_final(KILLED, True, 0)
 
 
 def test_before_the_first_start_nobody_is_served():
-    engine = Engine(ServerConfig(tp_size=2, dp_size=2, enable_dp_attention=True))
+    engine = EngineSupervisor(ServerConfig(tp_size=2, dp_size=2, enable_dp_attention=True))
     assert not engine.serving
     assert [rank["state"] for rank in engine.describe_ranks()] == ["loading"] * 2
     assert [rank["dp_rank"] for rank in engine.describe_ranks()] == [0, 1]

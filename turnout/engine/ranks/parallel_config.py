@@ -9,7 +9,7 @@ from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of, split_address
 
 
-def arrange(config: Config, rank: int | None) -> Topology:
+def make_topology(config: Config, rank: int | None) -> Topology:
     """`rank` of all, or the first one of this host; the first of all where the hosts make no sense."""
     if rank is None:
         ranks_per_node, rest = divmod(config.tp_size, config.nnodes)

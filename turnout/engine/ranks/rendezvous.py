@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from turnout.config import Config, Launched
-from turnout.engine.engine_plan import Blueprint, resolve
+from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.memory_plan import whole_host
-from turnout.engine.ranks.step_sync import Lockstep
-from turnout.engine.step.cuda_graph_policy import graph_sizes, why_eager
+from turnout.engine.ranks.step_sync import StepSync
+from turnout.engine.step.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.errors import UserError
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.plan import PHASES
@@ -22,25 +22,25 @@ from turnout.parallel.group_exchange import GroupExchange, gather_values
 from turnout.parallel.groups import Groups, connect
 
 
-def meet(blueprint: Blueprint, *, init_method: str) -> tuple[Groups, Lockstep]:
-    """Join the other ranks of `blueprint`; collective. A single rank joins nobody.
+def rendezvous(engine_plan: EnginePlan, *, init_method: str) -> tuple[Groups, StepSync]:
+    """Join the other ranks of `engine_plan`; collective. A single rank joins nobody.
 
     init_method: see `parallel.groups.connect`.
     """
-    topology, plan = blueprint.topology, blueprint.plan
+    topology, plan = engine_plan.topology, engine_plan.plan
     for phase in PHASES:
         os.environ.update(DISPATCHER_CAPABILITIES[plan.phase(phase).dispatcher].environment)
-    device = torch.device(blueprint.hardware.device)
+    device = torch.device(engine_plan.hardware.device)
     if device.type == "cuda":
         device = torch.device("cuda", topology.rank % topology.ranks_per_node)
         torch.cuda.set_device(device)
-    fixed_order = blueprint.config.deterministic
+    fixed_order = engine_plan.config.deterministic
     groups = connect(topology, init_method=init_method, device=device, fixed_order=fixed_order)
     if topology.tp_size == 1:
-        return groups, Lockstep(topology)
+        return groups, StepSync(topology)
     if topology.nnodes > 1:
-        return groups, Lockstep(topology, GroupExchange(groups.world))
-    return groups, Lockstep(topology, _share(groups))
+        return groups, StepSync(topology, GroupExchange(groups.world))
+    return groups, StepSync(topology, _share(groups))
 
 
 def _share(groups: Groups) -> SharedExchange:
@@ -56,33 +56,33 @@ def _share(groups: Groups) -> SharedExchange:
     return exchange
 
 
-def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
-    """`blueprint` with what all ranks share; collective. That is as many KV pages as each of them has, for
+def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
+    """`engine_plan` with what all ranks share; collective. That is as many KV pages as each of them has, for
     hosts differ in memory, and the first one's tilings and runners, for hosts may differ in what was tuned on
     them.
 
     Raises UserError if ranks planned what they must do alike differently.
     """
     if groups.world.size == 1:
-        return blueprint
-    measured = gather_values(groups.world, blueprint.measured)[0]
-    if measured != blueprint.measured:
-        host = whole_host(blueprint.hardware, blueprint.topology)
-        blueprint = resolve(blueprint.config, host, rank=groups.world.rank, measured=measured)
-    plan = blueprint.plan
+        return engine_plan
+    measured = gather_values(groups.world, engine_plan.measured)[0]
+    if measured != engine_plan.measured:
+        host = whole_host(engine_plan.hardware, engine_plan.topology)
+        engine_plan = resolve(engine_plan.config, host, rank=groups.world.rank, measured=measured)
+    plan = engine_plan.plan
     planned = {
-        "model": blueprint.description,
-        "compute type": blueprint.compute_dtype,
-        "token bounds": blueprint.budget,
-        "page size": blueprint.page_size,
+        "model": engine_plan.description,
+        "compute type": engine_plan.compute_dtype,
+        "token bounds": engine_plan.budget,
+        "page size": engine_plan.page_size,
         "prefill": plan.prefill,
         "decode": plan.decode,
         "runners by batch size": plan.buckets,
         "activations": plan.activation_format,
         "shared expert": plan.shared_expert,
-        "decode graphs": why_eager(blueprint) or graph_sizes(blueprint.config),
+        "decode graphs": why_no_graphs(engine_plan) or graph_sizes(engine_plan.config),
     }
-    everyone = gather_values(groups.world, (blueprint.num_pages, plan.tiles, planned))
+    everyone = gather_values(groups.world, (engine_plan.num_pages, plan.tiles, planned))
     _, tiles, first = everyone[0]
     for rank, (_, _, theirs) in enumerate(everyone):
         for what, value in theirs.items():
@@ -91,8 +91,8 @@ def agree(blueprint: Blueprint, groups: Groups) -> Blueprint:
                     f"rank {rank} planned other than rank 0, {what}: {value} and {first[what]}; start all "
                     "hosts with the same flags, checkpoint, packages and kind of device"
                 )
-    agreed = blueprint.with_pages(min(pages for pages, _, _ in everyone))
-    return dataclasses.replace(agreed, plan=dataclasses.replace(plan, tiles=tiles))
+    synced = engine_plan.with_pages(min(pages for pages, _, _ in everyone))
+    return dataclasses.replace(synced, plan=dataclasses.replace(plan, tiles=tiles))
 
 
 def check_launch(config: Config, launched: Launched | None) -> None:

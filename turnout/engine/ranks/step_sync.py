@@ -1,9 +1,9 @@
-"""What the ranks of one model settle together before each forward, from the records they exchange.
+"""How the ranks of one model synchronise before each step, by records that they exchange.
 
 A forward is collective, so every rank runs it if any has work, and all of them must see it alike: its phase
 is the busiest one's, and everyone knows how many tokens each data-parallel rank brings. Ranks that share
-requests (attention TP) also obey the same commands at the same step, and are checked to sample the same
-tokens. A single rank agrees with itself.
+requests (attention TP) also execute the same commands at the same step, and are checked to sample the same
+tokens. A single rank waits for no other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PHASES = (None, Phase.DECODE, Phase.PREFILL)  # by their code in a record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class SyncedStep:
     """phase: of the busiest rank; None if no rank has work.
 
     tokens:   how many each data-parallel rank brings
     commands: how many of the commands received so far every rank of this data-parallel group has
-    pending:  whether some rank has commands that it is yet to obey
+    pending:  whether some rank has commands that it is yet to execute
     leaving:  whether all stop here, since one was told to
     """
 
@@ -43,16 +43,16 @@ class Agreement:
         return self.phase
 
 
-class Lockstep:
-    """One rank's side of the agreement.
+class StepSync:
+    """One rank's side of the synchronisation before each step.
 
-    received: commands that came so far; obeyed: how many of them are; leaving: whether one told this rank to
-    stop. Set by whoever receives.
+    received: commands that came so far; executed: how many of them are done; leaving: whether one told this
+    rank to stop. Set by whoever receives.
     """
 
     def __init__(self, topology: Topology = Topology(), exchange: StepExchange | None = None):
         self.topology = topology
-        self.received = self.obeyed = 0
+        self.received = self.executed = 0
         self.leaving = False
         self._exchange = exchange or Alone()
         self._digest = 0
@@ -64,7 +64,7 @@ class Lockstep:
         """Whether this rank speaks for its data-parallel group."""
         return self.topology.attention_tp_rank == 0
 
-    def agree(self, tokens: int, phase: Phase | None) -> Agreement:
+    def sync(self, tokens: int, phase: Phase | None) -> SyncedStep:
         """This rank would bring `tokens` to a forward of `phase` (None: it has no work). Collective.
 
         Raises RuntimeError if ranks that share requests have sampled different tokens.
@@ -74,17 +74,17 @@ class Lockstep:
                 tokens=tokens,
                 phase=PHASES.index(phase),
                 received=self.received,
-                obeyed=self.obeyed,
+                executed=self.executed,
                 digest=self._digest,
                 leaving=self.leaving,
             )
         )
         self._check_digests(records)
-        return Agreement(
+        return SyncedStep(
             phase=PHASES[max(record.phase for record in records)],
             tokens=tuple(record.tokens for record in records[:: self.topology.attention_tp]),
             commands=min(record.received for record in records[self._group]),
-            pending=any(record.obeyed < record.received for record in records),
+            pending=any(record.executed < record.received for record in records),
             leaving=any(record.leaving for record in records),
         )
 
@@ -93,7 +93,7 @@ class Lockstep:
         if self.topology.attention_tp > 1:
             self._digest = zlib.crc32(array("q", token_ids).tobytes(), self._digest)
 
-    def next_to_settle(self, length: int) -> tuple[int, int]:
+    def next_near_tie(self, length: int) -> tuple[int, int]:
         """This rank would settle a sequence of `length` tokens (0: none): (DP rank whose turn it is, its
         length), length 0 when nobody has one left. Collective."""
         records = self._exchange(StepRecord(settle=length))

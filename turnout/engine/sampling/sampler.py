@@ -24,7 +24,7 @@ from torch import Tensor
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.scheduler.request import Request
-from turnout.engine.step.near_ties import close_calls
+from turnout.engine.step.near_ties import find_near_ties
 
 WIDTH = 1024  # tokens that top-k and top-p look at first
 _TINY = torch.finfo(torch.float32).tiny
@@ -35,12 +35,12 @@ class Sampled:
     """One entry per request.
 
     valid: False where the logits held no finite maximum.
-    close: True where a greedy choice was so close that rounding may have made it.
+    near_ties: True where the two best logits of a greedy choice were so close that rounding may have made it.
     """
 
     token_ids: list[int]
     valid: list[bool]
-    close: list[bool]
+    near_ties: list[bool]
     logprobs: list[TokenLogprobs | None]
 
 
@@ -53,14 +53,17 @@ class Sampler:
         max_running: int,
         device: torch.device,
         *,
-        report_close: bool = True,
+        report_near_ties: bool = True,
         one_by_one: bool = False,
     ):
-        """`report_close` False: `Sampled.close` is all False, and costs nothing. one_by_one: rows that draw
-        do so apart, since sums over a vocabulary may be made in another order for another number of rows."""
+        """report_near_ties: False makes `Sampled.near_ties` all False, and costs nothing.
+
+        one_by_one: draw each row apart from the others, since the order of a sum over the vocabulary may
+        depend on the number of rows.
+        """
         self.device = device
         self._one_by_one = one_by_one
-        self._report_close = report_close
+        self._report_near_ties = report_near_ties
         self._counts = TokenCounts(vocab_size, max_running, device)
 
     def __call__(
@@ -78,7 +81,7 @@ class Sampler:
         """
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
-            if best_2S is not None and not self._report_close:
+            if best_2S is not None and not self._report_near_ties:
                 return Sampled(*_flags(best_2S.tolist()), logprobs)
             return Sampled(*self._greedy(logits_SV), logprobs)
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
@@ -86,7 +89,7 @@ class Sampler:
         ahead = drafted or [0] * len(requests)
         num_outputs = [r.num_output + more for r, more in zip(requests, ahead, strict=True)]
         self._adjust(logits_SV, requests, num_outputs)
-        token_ids, valid, close = self._greedy(logits_SV.clone() if self._report_close else logits_SV)
+        token_ids, valid, near_ties = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -96,24 +99,24 @@ class Sampler:
                 uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
                 draw = _draw_ordered if ordered else _draw
                 for i, token in zip(rows, draw(logits_SV[rows], params, uniforms), strict=True):
-                    token_ids[i], close[i] = token, False
+                    token_ids[i], near_ties[i] = token, False
         if scores_SV is not None:
             counts = [requests[i].sampling.logprobs or 0 for i in wanted]
             found = token_logprobs(scores_SV, [token_ids[i] for i in wanted], counts)
             for i, entry in zip(wanted, found, strict=True):
                 logprobs[i] = entry
-        return Sampled(token_ids, valid, close, logprobs)
+        return Sampled(token_ids, valid, near_ties, logprobs)
 
     def _greedy(self, logits_SV: Tensor) -> tuple[list[int], list[bool], list[bool]]:
         """The largest logit's token (the lowest id among equals), whether it is finite, and whether it is
-        a close call. May overwrite the logits.
+        a near-tie. May overwrite the logits.
 
         `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
         """
         values_S, ids_S = logits_SV.max(dim=-1)
         columns = [ids_S, values_S.isfinite()]
-        if self._report_close:
-            columns.append(close_calls(logits_SV, ids_S))
+        if self._report_near_ties:
+            columns.append(find_near_ties(logits_SV, ids_S))
         return _flags(torch.stack(columns).tolist())  # one transfer
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
@@ -144,12 +147,12 @@ class Sampler:
 
 
 def _flags(columns: list[list[int]]) -> tuple[list[int], list[bool], list[bool]]:
-    """(token ids, valid, close) from columns of integers, the last of which may be missing."""
-    ids, valid, *close = columns
+    """(token ids, valid, near_ties) from columns of integers, the last of which may be missing."""
+    ids, valid, *near_ties = columns
     return (
         ids,
         [bool(flag) for flag in valid],
-        [bool(flag) for flag in (close[0] if close else [0] * len(ids))],
+        [bool(flag) for flag in (near_ties[0] if near_ties else [0] * len(ids))],
     )
 
 

@@ -28,7 +28,7 @@ def chain(parent: Digest, tokens: Sequence[int]) -> Digest:
     return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
 
 
-class PagePool:
+class KVBlockPool:
     """Reference-counted pages with an LRU of reusable ones. Pages are ints in [0, num_pages)."""
 
     def __init__(self, num_pages: int, *, reuse: bool = True):

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from turnout.engine.scheduler.block_pool import PagePool
+from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.request import Request
 
 
@@ -74,7 +74,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: PagePool,
+        pool: KVBlockPool,
         *,
         page_size: int,
         max_running: int,

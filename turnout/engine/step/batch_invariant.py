@@ -23,27 +23,27 @@ from torch import Tensor
 
 from turnout.attention.torch import PagedAttention, to_device
 from turnout.attention.triton import RowAttention
-from turnout.engine.ranks.step_sync import Agreement
+from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.models.interface import Model, Step
 
 SPANS = 8  # that kernels cut a context into; never from the batch
 
 
-def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], agreed: Agreement) -> Tensor:
+def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], synced: SyncedStep) -> Tensor:
     """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
     ids_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
     if attention.device.type == "cpu":
         singles = [Chunk(c.request, place, place + 1) for c in chunks for place in range(c.start, c.end)]
-        return _one_by_one(model, attention, singles, agreed, ids_N)
+        return _one_by_one(model, attention, singles, synced, ids_N)
     rows = attention.place_rows(chunks)
     ids_N, places_N, slots_N, table_BP, owners_N = to_device([ids_N, *rows], attention.device)
     step = Step(
         input_ids=ids_N,
         positions=places_N,
         attention=RowAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
-        phase=agreed.step_phase,
-        tokens=agreed.tokens,
+        phase=synced.step_phase,
+        tokens=synced.tokens,
     )
     return model.forward(step)
 
@@ -52,20 +52,20 @@ def _one_by_one(
     model: Model,
     attention: PagedAttention,
     singles: Sequence[Chunk],
-    agreed: Agreement,
+    synced: SyncedStep,
     ids_N: Tensor,
 ) -> Tensor:
     """A forward for each token of the rank that brings most; other ranks take part without one."""
     hidden = []
     places_N = torch.tensor([single.start for single in singles], dtype=torch.int64)
-    for i in range(max(agreed.tokens)):
+    for i in range(max(synced.tokens)):
         attention.begin(singles[i : i + 1], [])
         step = Step(
             input_ids=ids_N[i : i + 1].clone(),
             positions=places_N[i : i + 1].clone(),
             attention=attention,
-            phase=agreed.step_phase,
-            tokens=tuple(int(i < count) for count in agreed.tokens),
+            phase=synced.step_phase,
+            tokens=tuple(int(i < count) for count in synced.tokens),
         )
         hidden.append(model.forward(step))
     return torch.cat(hidden)

@@ -1,9 +1,8 @@
 """Which decode steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
 
-A replay is collective. Whether there are graphs follows from the blueprint, which ranks compare when they
-meet (rendezvous.py); which one a step replays follows from their agreement before it alone: all of them must
-be decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no
-tokens.
+A replay is collective. Whether there are graphs follows from the engine plan, which ranks compare at their
+rendezvous; which one a step replays follows from their synchronisation before it alone: all of them must be
+decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no tokens.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from turnout.config import Config
-from turnout.engine.engine_plan import Blueprint
-from turnout.engine.ranks.step_sync import Agreement
+from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.vocabulary import Phase
 
 
-def why_eager(blueprint: Blueprint) -> str:
+def why_no_graphs(engine_plan: EnginePlan) -> str:
     """Why decode steps cannot be graphs, or "" if they can."""
-    config, decode = blueprint.config, blueprint.plan.decode
-    if blueprint.hardware.device != "cuda":
+    config, decode = engine_plan.config, engine_plan.plan.decode
+    if engine_plan.hardware.device != "cuda":
         return "there are graphs on CUDA only"
     if config.disable_cuda_graph:
         return "asked for with --disable-cuda-graph"
     if config.speculative_algorithm != "none":
         return "drafts differ in number from step to step"
-    if blueprint.hardware.present and find_spec("triton") is None:
+    if engine_plan.hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
-    safe = {f"runner {name}": RUNNER_CAPABILITIES[name].graph_safe for name in blueprint.plan.runners}
+    safe = {f"runner {name}": RUNNER_CAPABILITIES[name].graph_safe for name in engine_plan.plan.runners}
     safe[f"dispatcher {decode.dispatcher}"] = DISPATCHER_CAPABILITIES[decode.dispatcher].graph_safe
     waiting = [name for name, captured in safe.items() if not captured]
     if waiting:
@@ -45,8 +44,8 @@ def graph_sizes(config: Config) -> list[int]:
     return sorted({size for size in chosen if size <= most} | {most})
 
 
-def graph_for(agreed: Agreement, sizes: Sequence[int]) -> int | None:
+def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
     """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
-    if agreed.phase != Phase.DECODE:
+    if synced.phase != Phase.DECODE:
         return None
-    return next((size for size in sizes if size >= max(agreed.tokens)), None)
+    return next((size for size in sizes if size >= max(synced.tokens)), None)

@@ -26,7 +26,7 @@ from torch import Tensor
 from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import RowAttention
 from turnout.engine.scheduler.scheduler import Chunk
-from turnout.engine.step.two_batch_overlap import halves
+from turnout.engine.step.two_batch_overlap import split_tokens
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
@@ -119,7 +119,7 @@ class DecodeGraphs:
         size = rows_FB.shape[1]
         _, positions_B, slots_B, _, rows_B = rows_FB
         table_BP = contexts(self._attention, positions_B, slots_B, rows_B)
-        both = halves([size]) if self._two_batches else None
+        both = split_tokens([size]) if self._two_batches else None
         if both is None:
             step = self._step(rows_FB, table_BP)
         else:

@@ -14,13 +14,13 @@ from torch import Tensor
 from turnout.attention.interface import Attention
 from turnout.attention.torch import PagedAttention, to_device
 from turnout.attention.triton import StepAttention, has_kernels
-from turnout.engine.engine_plan import Blueprint
-from turnout.engine.ranks.step_sync import Agreement
+from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
-from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_eager
+from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_no_graphs
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs
-from turnout.engine.step.two_batch_overlap import cut, halves
+from turnout.engine.step.two_batch_overlap import split_chunks, split_tokens
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
@@ -30,7 +30,7 @@ class Forward:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        engine_plan: EnginePlan,
         model: Model,
         attention: PagedAttention,
         progress: ProgressFn | None = None,
@@ -38,39 +38,39 @@ class Forward:
         """Captures graphs, if there are to be any; collective among the ranks of a model."""
         self._model, self._attention = model, attention
         self._kernels = has_kernels(attention)
-        self._deterministic = blueprint.config.deterministic
-        self._two_batches = blueprint.plan.two_batches
-        self._dp_rank = blueprint.topology.dp_rank
+        self._deterministic = engine_plan.config.deterministic
+        self._two_batches = engine_plan.plan.two_batches
+        self._dp_rank = engine_plan.topology.dp_rank
         self.graphs: DecodeGraphs | None = None
-        if not why_eager(blueprint):
+        if not why_no_graphs(engine_plan):
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,
                     attention,
-                    sizes=graph_sizes(blueprint.config),
-                    dp_size=blueprint.topology.dp_size,
+                    sizes=graph_sizes(engine_plan.config),
+                    dp_size=engine_plan.topology.dp_size,
                     two_batches=self._two_batches,
                     progress=progress,
                 )
 
-    def __call__(self, chunks: Sequence[Chunk], agreed: Agreement) -> Computed:
+    def __call__(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """Compute the tokens of `chunks`, in their order, decoding ones first; keys and values are stored."""
-        size = graph_for(agreed, self.graphs.sizes) if self.graphs else None
+        size = graph_for(synced, self.graphs.sizes) if self.graphs else None
         if self.graphs and size:
             return self.graphs.run(chunks, size)
         if self._deterministic:
-            return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, agreed))
+            return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, synced))
         num_decoding = sum(chunk.decodes for chunk in chunks)
         decoding, others = chunks[:num_decoding], chunks[num_decoding:]
-        both = halves(agreed.tokens) if self._two_batches else None
+        both = split_tokens(synced.tokens) if self._two_batches else None
         if both is None:
-            step = self._step(decoding, others, agreed.step_phase, agreed.tokens)
+            step = self._step(decoding, others, synced.step_phase, synced.tokens)
         else:
             count = both[0][self._dp_rank]
-            now, then = cut(decoding, count)
-            others_now, others_then = cut(others, count - len(now))
-            second = self._step(then, others_then, agreed.step_phase, both[1])
-            step = self._step(now, others_now, agreed.step_phase, both[0], second)
+            now, then = split_chunks(decoding, count)
+            others_now, others_then = split_chunks(others, count - len(now))
+            second = self._step(then, others_then, synced.step_phase, both[1])
+            step = self._step(now, others_now, synced.step_phase, both[0], second)
         return Computed(hidden_NH=self._model.forward(step))
 
     def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from turnout.attention.interface import Attention
 from turnout.attention.torch import attend_chunk
-from turnout.engine.engine_plan import SETTLED_BLOCK
+from turnout.engine.engine_plan import NEAR_TIE_BLOCK
 from turnout.models.interface import Model, Step
 
-BLOCK = SETTLED_BLOCK  # tokens; never from configuration, for the result must not depend on it
+BLOCK = NEAR_TIE_BLOCK  # tokens; never from configuration, for the result must not depend on it
 CLOSE = 1e-4  # of the spread between a row's largest and smallest logit
 
 
-def close_calls(logits_SV: Tensor, best_S: Tensor) -> Tensor:
+def find_near_ties(logits_SV: Tensor, best_S: Tensor) -> Tensor:
     """bool [S]: whether a logit other than the best one comes close to it. May overwrite the best ones."""
     best_S1 = best_S[:, None]
     top_S1 = logits_SV.gather(1, best_S1)
@@ -63,12 +63,12 @@ class NoAttention(Attention):
         return q_NHD
 
 
-def settled_logits(
+def recomputed_logits(
     model: Model, tokens: Sequence[int], device: torch.device, place: tuple[int, int] = (0, 1)
 ) -> Tensor:
     """float32 logits [1, V] after `tokens`, which alone decide them.
 
-    place: (DP rank, DP size) of this rank; the others `accompany` it.
+    place: (DP rank, DP size) of this rank; the others `join_recomputation` it.
     """
     ids_L = torch.tensor(tokens, device=device)
     positions_L = torch.arange(len(tokens), device=device)
@@ -87,7 +87,7 @@ def settled_logits(
     return model.logits(hidden_NH[-1:])
 
 
-def accompany(model: Model, length: int, device: torch.device, place: tuple[int, int]) -> None:
+def join_recomputation(model: Model, length: int, device: torch.device, place: tuple[int, int]) -> None:
     """Take part without tokens while the DP rank of `place` settles a sequence of `length`."""
     none_N = torch.empty(0, dtype=torch.int64, device=device)
     for start in range(0, length, BLOCK):

@@ -12,7 +12,7 @@ from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling.params import SamplingParams
 from turnout.server.api.errors import ApiError
 from turnout.server.metrics import Metrics
-from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.engine_group import EngineFailed
 
 
@@ -55,7 +55,9 @@ Item = tuple[Choice, RequestOutput | EngineFailed | ApiError]
 class Generation:
     """The choices of one request. Whoever makes one must close it, however the request ends."""
 
-    def __init__(self, key: str, id: str, engine: Engine, metrics: Metrics, choices: Sequence[Choice]):
+    def __init__(
+        self, key: str, id: str, engine: EngineSupervisor, metrics: Metrics, choices: Sequence[Choice]
+    ):
         """key: what the engine calls it, unique; id: what the client calls it, which need not be."""
         self.id = id
         self._key = key

@@ -22,7 +22,7 @@ from turnout.server.api.intake import Intake
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
 from turnout.server.api.sizes import Limits
 from turnout.server.metrics import Metrics
-from turnout.server.supervise.engine import Engine
+from turnout.server.supervise.engine import EngineSupervisor
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -30,7 +30,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 class Service:
     """The state of one server. Lives in the event loop's thread."""
 
-    def __init__(self, config: ServerConfig, engine: Engine):
+    def __init__(self, config: ServerConfig, engine: EngineSupervisor):
         self.config = config
         self.engine = engine
         self.model_name = config.served_model_name or model_name(config.model)

@@ -21,9 +21,9 @@ from turnout.config import ServerConfig
 from turnout.engine.messages import AddRequest, EngineStats, Ready
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
-from turnout.server.supervise.engine_group import EngineFailed, RankGroup, Sink, topology_of
-from turnout.server.supervise.hosts import Agent, Hosts, RemoteRanks
-from turnout.server.supervise.local_ranks import Host, LocalRanks, Meeting
+from turnout.server.supervise.engine_group import EngineFailed, EngineGroup, Sink, topology_of
+from turnout.server.supervise.hosts import AgentConnection, Hosts, RemoteRanks
+from turnout.server.supervise.local_ranks import Host, LocalRanks, Rendezvous
 from turnout.server.supervise.node_protocol import head_address
 from turnout.server.supervise.watchdog import STILL_SECONDS
 
@@ -32,8 +32,8 @@ MAX_FAILED_STARTS = 5  # in a row
 log = logging.getLogger("turnout.server")
 
 
-class Engine:
-    """Requests go in through `submit` while `serving`; see `RankGroup`."""
+class EngineSupervisor:
+    """Requests go in through `submit` while `serving`; see `EngineGroup`."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
@@ -42,7 +42,7 @@ class Engine:
         self._last_failure: EngineFailed | None = None
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
-        self._group: RankGroup | None = None
+        self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
         self._others = Hosts(config)
         self._leaving = False
@@ -111,7 +111,7 @@ class Engine:
                 self._group = None
             self.restarts += 1
 
-    async def _agents(self) -> list[Agent] | None:
+    async def _agents(self) -> list[AgentConnection] | None:
         """Those of all other hosts, once they have come; None if told to stop."""
         here = asyncio.create_task(self._others.all_here())
         stop = asyncio.create_task(self._told_to_stop.wait())
@@ -180,25 +180,25 @@ class Engine:
             return "stalled"
         return "running" if group.num_requests else "idle"
 
-    def _make_group(self, life: int, agents: Sequence[Agent]) -> RankGroup:
+    def _make_group(self, life: int, agents: Sequence[AgentConnection]) -> EngineGroup:
         local = self._local = LocalRanks(self.config, range(self.config.tp_size // self.config.nnodes))
         hosts: list[Host] = [local, *(RemoteRanks(self.config, agent) for agent in agents)]
         try:
-            return RankGroup(self.config, hosts, self._meeting(life, local.folder))
+            return EngineGroup(self.config, hosts, self._rendezvous(life, local.folder))
         except UserError:
             local.remove_folder()
             raise
 
-    def _meeting(self, life: int, folder: Path) -> Meeting:
+    def _rendezvous(self, life: int, folder: Path) -> Rendezvous:
         if self.config.nnodes == 1:
-            return Meeting(
+            return Rendezvous(
                 number=life,
                 commands=f"ipc://{folder}/commands",
                 events=f"ipc://{folder}/events",
                 init_method=f"file://{folder}/join",
             )
         host, port = head_address(self.config)
-        return Meeting(
+        return Rendezvous(
             number=life,
             commands=f"tcp://{host}:{port + 2}",
             events=f"tcp://{host}:{port + 3}",

@@ -36,7 +36,7 @@ from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
 from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
-from turnout.server.supervise.local_ranks import Host, Meeting
+from turnout.server.supervise.local_ranks import Host, Rendezvous
 from turnout.server.supervise.watchdog import Watchdog
 
 LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
@@ -63,11 +63,11 @@ class EngineFailed(Exception):
 Sink = Callable[[RequestOutput | EngineFailed], None]
 
 
-class RankGroup:
+class EngineGroup:
     """Requests go in through `submit`; each one's outputs come back through its sink, in order."""
 
-    def __init__(self, config: ServerConfig, hosts: Sequence[Host], meeting: Meeting):
-        self.meeting = meeting
+    def __init__(self, config: ServerConfig, hosts: Sequence[Host], rendezvous: Rendezvous):
+        self.rendezvous = rendezvous
         self.topology = topology_of(config)
         self.ready: Ready | None = None  # rank 0's, once all are
         self.stats: dict[int, EngineStats] = {}
@@ -90,9 +90,9 @@ class RankGroup:
         self._stopping = False
         self._context = zmq.Context()
         # Queues are bounded by the number of requests admitted, not by message counts.
-        self._commands = self._socket(zmq.ROUTER, meeting.commands)
+        self._commands = self._socket(zmq.ROUTER, rendezvous.commands)
         self._commands.router_mandatory = True
-        self._events = self._socket(zmq.PULL, meeting.events)
+        self._events = self._socket(zmq.PULL, rendezvous.events)
 
     @property
     def num_requests(self) -> int:
@@ -118,7 +118,7 @@ class RankGroup:
         news = asyncio.create_task(self._news.wait())
         try:
             for host in self._hosts:
-                await host.start(self.meeting, self._on_exit)
+                await host.start(self.rendezvous, self._on_exit)
             await asyncio.wait({news, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
@@ -197,7 +197,7 @@ class RankGroup:
 
     def _send(self, rank: int, payload: bytes) -> None:
         """Raises ZMQError if there is no connection to `rank`."""
-        self._commands.send_multipart([self.meeting.identity(rank).encode(), payload], zmq.NOBLOCK)
+        self._commands.send_multipart([self.rendezvous.identity(rank).encode(), payload], zmq.NOBLOCK)
 
     async def _all_ended(self, seconds: float) -> None:
         """Wait until every rank has ended, but no longer than that."""

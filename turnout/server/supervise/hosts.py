@@ -15,7 +15,7 @@ from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.server.supervise import node_protocol
-from turnout.server.supervise.local_ranks import GONE_SECONDS, Meeting, OnExit
+from turnout.server.supervise.local_ranks import GONE_SECONDS, OnExit, Rendezvous
 
 HELLO_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
@@ -23,7 +23,7 @@ FAREWELL_SECONDS = 1.0
 log = logging.getLogger("turnout.server")
 
 
-class Agent:
+class AgentConnection:
     """One agent's connection, for as long as it lasts."""
 
     def __init__(self, node: int, where: str, writer: asyncio.StreamWriter):
@@ -55,7 +55,7 @@ class Hosts:
 
     def __init__(self, config: ServerConfig):
         self._config = config
-        self._agents: dict[int, Agent] = {}
+        self._agents: dict[int, AgentConnection] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -75,7 +75,7 @@ class Hosts:
                 f"{node_protocol.PORTS - 1} after it"
             ) from None
 
-    async def all_here(self) -> list[Agent]:
+    async def all_here(self) -> list[AgentConnection]:
         """The agents of the other hosts, in their order, once all have come. Raises UserError in the end."""
         seconds = self._config.startup_timeout
         try:
@@ -129,7 +129,9 @@ class Hosts:
                 agent.lose(why)
                 self._changed.set()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Agent | None:
+    async def _greet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> AgentConnection | None:
         said = node_protocol.to_head.decode(await reader.readline())
         if not isinstance(said, node_protocol.Hello):
             return None
@@ -143,7 +145,7 @@ class Hosts:
             node_protocol.send(writer, node_protocol.Later(f"node {said.node_rank} has an agent already"))
             return None
         log.info("node %d (%s) has come", said.node_rank, where)
-        agent = self._agents[said.node_rank] = Agent(said.node_rank, where, writer)
+        agent = self._agents[said.node_rank] = AgentConnection(said.node_rank, where, writer)
         agent.send(node_protocol.Welcome())
         self._changed.set()
         return agent
@@ -152,7 +154,7 @@ class Hosts:
 class RemoteRanks:
     """A `ranks.Host`: that of an agent."""
 
-    def __init__(self, config: ServerConfig, agent: Agent):
+    def __init__(self, config: ServerConfig, agent: AgentConnection):
         per_node = config.tp_size // config.nnodes
         self.ranks = range(agent.node * per_node, (agent.node + 1) * per_node)
         self._agent = agent
@@ -162,12 +164,12 @@ class RemoteRanks:
         self._gone = asyncio.Event()
         self._on_exit: OnExit = _nobody
 
-    async def start(self, meeting: Meeting, on_exit: OnExit) -> None:
-        self._number, self._on_exit = meeting.number, on_exit
+    async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
+        self._number, self._on_exit = rendezvous.number, on_exit
         self._agent.ranks = self
         if self._agent.lost:  # since it came
             self.lose(f"is lost: the agent of node {self._agent.node} {self._agent.lost}")
-        self._agent.send(node_protocol.Start(meeting))
+        self._agent.send(node_protocol.Start(rendezvous))
 
     def kill(self) -> None:
         self._agent.send(node_protocol.Stop(self._number))

@@ -32,7 +32,7 @@ log = logging.getLogger("turnout.server")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one life of the group meet the server, and each other.
 
     number:      of this life; part of the ranks' names, so that none is taken for an earlier one
@@ -59,7 +59,7 @@ class Host(Protocol):
 
     ranks: range
 
-    async def start(self, meeting: Meeting, on_exit: OnExit) -> None:
+    async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
         """Start them all; `on_exit` is called as each one ends, expected or not."""
         ...
 
@@ -90,8 +90,8 @@ class LocalRanks:
         self._waiting: set[asyncio.Task[None]] = set()
         self._killed = False
 
-    async def start(self, meeting: Meeting, on_exit: OnExit) -> None:
-        environment = _environment(meeting.towards)
+    async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
+        environment = _environment(rendezvous.towards)
         for rank in self.ranks:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -103,7 +103,7 @@ class LocalRanks:
             self._processes[rank] = process
             self._waiting.add(asyncio.create_task(_report_exit(process, rank, on_exit)))
             assert process.stdin is not None
-            process.stdin.write(self._orders(meeting, rank))
+            process.stdin.write(self._orders(rendezvous, rank))
         if self._killed:  # meanwhile
             self.kill()
 
@@ -130,16 +130,16 @@ class LocalRanks:
         process = self._processes.get(rank)
         return process.pid if process else None
 
-    def _orders(self, meeting: Meeting, rank: int) -> bytes:
+    def _orders(self, rendezvous: Rendezvous, rank: int) -> bytes:
         orders = {
             "folder": str(self.folder),
             "config": {f.name: getattr(self._config, f.name) for f in fields(Config)},
             "verify": self._config.verify,
             "rank": rank,
-            "init_method": meeting.init_method,
-            "commands": meeting.commands,
-            "events": meeting.events,
-            "identity": meeting.identity(rank),
+            "init_method": rendezvous.init_method,
+            "commands": rendezvous.commands,
+            "events": rendezvous.events,
+            "identity": rendezvous.identity(rank),
         }
         return json.dumps(orders).encode() + b"\n"
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.server.supervise import node_protocol
-from turnout.server.supervise.local_ranks import LocalRanks, Meeting
+from turnout.server.supervise.local_ranks import LocalRanks, Rendezvous
 
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 0.25
@@ -26,10 +26,10 @@ log = logging.getLogger("turnout.server")
 
 def serve_ranks(config: ServerConfig) -> int:
     """Run ranks for the head until told to leave; the exit code. Raises UserError."""
-    return asyncio.run(HostAgent(config).run())
+    return asyncio.run(NodeAgent(config).run())
 
 
-class HostAgent:
+class NodeAgent:
     """Connects to the head, again if the connection ends, and does what it says."""
 
     def __init__(self, config: ServerConfig):
@@ -101,11 +101,11 @@ class HostAgent:
         node_protocol.keep_alive(writer)
         node_protocol.send(writer, node_protocol.hello(self._config))
         while self._code is None and (line := await reader.readline()):
-            await self._obey(node_protocol.to_agent.decode(line), writer)
+            await self._execute(node_protocol.to_agent.decode(line), writer)
         if self._code is None:
             log.warning("the head closed the connection; trying again")
 
-    async def _obey(self, message: node_protocol.ToAgent, writer: asyncio.StreamWriter) -> None:
+    async def _execute(self, message: node_protocol.ToAgent, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, node_protocol.Refused):
             raise UserError(f"the head at {self._config.dist_init_addr} refuses this host: {message.reason}")
         if isinstance(message, node_protocol.Leave):
@@ -115,7 +115,7 @@ class HostAgent:
         elif isinstance(message, node_protocol.Later):
             self._check_patience(message.reason)
         elif isinstance(message, node_protocol.Start):
-            await self._start_ranks(message.meeting, writer)
+            await self._start_ranks(message.rendezvous, writer)
         elif isinstance(message, node_protocol.Stop):
             if message.number == self._number:
                 await self._end_ranks()
@@ -124,15 +124,15 @@ class HostAgent:
             log.info("ranks %d to %d are at the service of the head", self._own[0], self._own[-1])
             self._welcome = True
 
-    async def _start_ranks(self, meeting: Meeting, writer: asyncio.StreamWriter) -> None:
+    async def _start_ranks(self, rendezvous: Rendezvous, writer: asyncio.StreamWriter) -> None:
         await self._end_ranks()
-        number = self._number = meeting.number
+        number = self._number = rendezvous.number
 
         def on_exit(rank: int, how: str, by_signal: bool) -> None:
             node_protocol.send(writer, node_protocol.Exited(number, rank, how, by_signal))
 
         ranks = self._ranks = LocalRanks(self._config, self._own)
-        await ranks.start(meeting, on_exit)
+        await ranks.start(rendezvous, on_exit)
         pids = {rank: ranks.pid(rank) or 0 for rank in self._own}
         node_protocol.send(writer, node_protocol.Started(number, pids))
         self._reporting = asyncio.create_task(self._report(ranks, number, writer))

@@ -14,7 +14,7 @@ from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import split_address
-from turnout.server.supervise.local_ranks import Meeting
+from turnout.server.supervise.local_ranks import Rendezvous
 
 PORTS = 4  # from --dist-init-addr on: agents, torch's rendezvous, commands, events
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds: missed within 10
@@ -75,7 +75,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    meeting: Meeting
+    rendezvous: Rendezvous
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
