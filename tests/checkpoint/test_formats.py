@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.checkpoint.writers import DENSE, FORMATS, Written, load, save, write_checkpoint
 from tests.tiny import QWEN2_MOE, QWEN3_MOE
-from turnout import formats
 from turnout.checkpoint import ExpertShape, open_checkpoint
 from turnout.checkpoint.parts import decode_by_rows
+from turnout.formats import codec
 from turnout.formats.experts import ExpertWeights
 
 EXPECTED = {
@@ -153,7 +153,7 @@ def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):
 @pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4", "mxfp4"])
 def test_decoding_few_rows_at_a_time_changes_nothing(format, monkeypatch):
     torch.manual_seed(0)
-    packed = formats.encode(torch.randn(700, 160), format)
+    packed = codec.encode(torch.randn(700, 160), format)
     monkeypatch.setattr("turnout.checkpoint.parts.ROWS_AT_ONCE", 256)
     assert torch.equal(decode_by_rows(packed, torch.float32), packed.decode())
 

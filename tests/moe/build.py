@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from turnout import formats
-from turnout.formats import nvfp4
+from turnout.formats import codec, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
 from turnout.moe.interface import DispatchSetup
@@ -71,7 +70,7 @@ def make_experts(spec: MoESpec, *, dtype: torch.dtype = torch.float32, seed: int
 
 
 def encode(plain: Tensor, spec: MoESpec) -> PackedTensor:
-    return formats.encode(plain, spec.format)
+    return codec.encode(plain, spec.format)
 
 
 def expert_slice(experts: ExpertWeights, first: int, count: int) -> ExpertWeights:

@@ -67,7 +67,7 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     ranks, steps, sizes = 4, 60, graph_sizes(Config(cuda_graph_max_bs=64))
     together, draw = Together(ranks), random.Random(dp_size)
     brought = [
-        [draw.choice([("", 0), ("decode", draw.randint(1, 70)), ("decode", 1)]) for _ in range(dp_size)]
+        [draw.choice([(None, 0), ("decode", draw.randint(1, 70)), ("decode", 1)]) for _ in range(dp_size)]
         for _ in range(steps)
     ]
     for step in brought[::4]:
@@ -90,7 +90,7 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     assert chosen == [chosen[0]] * ranks
     for step, (size, phase) in zip(brought, chosen[0], strict=True):
         phases, most = {phase for phase, _ in step}, max(tokens for _, tokens in step)
-        assert phase == next(p for p in ("prefill", "decode", "") if p in phases)
+        assert phase == next(p for p in ("prefill", "decode", None) if p in phases)
         if phase != "decode" or most > 64:
             assert size is None
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.moe.build import expert_slice, make_plan
-from turnout import formats
+from turnout.formats import codec
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
@@ -64,8 +64,7 @@ def weights_of(spec: MoESpec) -> ExpertWeights:
 
     def packed(rows: int, columns: int) -> PackedTensor:
         each = [
-            formats.encode(normal(rows, columns) * columns**-0.5, spec.format)
-            for _ in range(spec.num_experts)
+            codec.encode(normal(rows, columns) * columns**-0.5, spec.format) for _ in range(spec.num_experts)
         ]
         scales = [one.scale for one in each if one.scale is not None]
         data = torch.stack([one.data.bfloat16() if spec.format == "bf16" else one.data for one in each])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnout import formats
-from turnout.formats import layouts
+from turnout.formats import codec, layouts
 from turnout.moe.backends.flashinfer import weights_blackwell
 from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix
 
@@ -87,7 +86,7 @@ def test_scales_are_swizzled_as_the_library_does_it():
 
 
 def test_a_matrix_holds_codes_and_scales_in_one_order():
-    weights = formats.encode(torch.randn(2, 256, 128), "nvfp4")
+    weights = codec.encode(torch.randn(2, 256, 128), "nvfp4")
     matrix = Nvfp4Matrix(weights, weights_blackwell.up_gate_blocks, CPU)
     assert (matrix.rows, matrix.inner) == (256, 128)
     assert torch.equal(layouts.deinterleave_up_gate(matrix.codes), weights.data)
@@ -95,4 +94,4 @@ def test_a_matrix_holds_codes_and_scales_in_one_order():
     assert torch.equal(layouts.deinterleave_up_gate(plain), weights.scale.view(torch.uint8))
     assert matrix.flat_scales.shape == (2, 256, 8)
     with pytest.raises(ValueError, match="not bf16"):
-        Nvfp4Matrix(formats.encode(torch.randn(2, 256, 128), "bf16"), weights_blackwell.shuffled, CPU)
+        Nvfp4Matrix(codec.encode(torch.randn(2, 256, 128), "bf16"), weights_blackwell.shuffled, CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnout import formats
+from turnout.formats import codec
 from turnout.formats.packed import PackedTensor
 from turnout.moe.backends.hopper.fragments import from_fragments, pair_rows, to_fragments, unpair_rows
 
@@ -15,7 +15,7 @@ SHAPES = [(64, 64, False), (128, 192, False), (96, 64, False), (192, 96, True), 
 def weights(format: str, rows: int, columns: int, experts: int = 3) -> PackedTensor:
     draw = torch.Generator().manual_seed(0)
     plain = torch.randn(experts, rows, columns, generator=draw)
-    return formats.encode(plain * torch.tensor([1e-3, 1.0, 30.0])[:experts, None, None], format)
+    return codec.encode(plain * torch.tensor([1e-3, 1.0, 30.0])[:experts, None, None], format)
 
 
 @pytest.mark.parametrize(("rows", "columns", "paired"), SHAPES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnout import formats
+from turnout.formats import codec
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.hopper.decode_fp8 import DECODE
 from turnout.moe.backends.hopper.fragments_fp8 import (
@@ -26,7 +26,7 @@ def weights(E: int, N: int, K: int, spread: int = 4) -> PackedTensor:
     plain *= torch.exp2(torch.randint(-spread, spread, (E, N, K // 32, 1), generator=draw).float())
     plain *= torch.exp2(torch.randint(-20, 20, (E, N, 1, 1), generator=draw).float())
     plain[0, 3], plain[0, :, 0] = 0, 0
-    return formats.encode(plain.flatten(2), "mxfp4")
+    return codec.encode(plain.flatten(2), "mxfp4")
 
 
 @pytest.mark.parametrize(
