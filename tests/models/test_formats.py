@@ -75,31 +75,72 @@ def test_quantised_activations(format: str, tmp_path: Path) -> None:
     assert relative(ours, theirs) <= 0.006
 
 
+def test_the_largest_scale_of_a_layer_costs_no_accuracy(tmp_path: Path) -> None:
+    """Against activations that are not rounded, it is as close as each expert's own calibrated scale.
+
+    Both round by other amounts, so they differ from each other by about as much as either errs. An e4m3 scale
+    of a group spans 2**15 in its normal range: a global scale several times too large leaves it there.
+    """
+    written = write_checkpoint(tmp_path, "modelopt", QWEN2_MOE)
+    exact = reference(written.model, IDS)
+    calibrated = [RoundedExperts(layer.mlp.experts) for layer in written.model.model.layers]
+    use(written, calibrated)
+    reference(written.model, IDS)
+    own = [np.array(one.amax) / (6 * 448) for one in calibrated]
+    assert all(scales.max(0).min() > 1.5 * scales[scales > 0].min() for scales in own)
+    use(written, [RoundedExperts(one.experts, scales) for one, scales in zip(calibrated, own, strict=True)])
+    by_own = reference(written.model, IDS)
+    largest = [np.broadcast_to(scales.max(0), scales.shape) for scales in own]
+    use(written, [RoundedExperts(one.experts, s) for one, s in zip(calibrated, largest, strict=True)])
+    by_largest = reference(written.model, IDS)
+    assert relative(by_own, exact) > 0.02
+    assert relative(by_largest, by_own) > 0.02
+    assert relative(by_largest, exact) <= 1.1 * relative(by_own, exact)
+
+
 def quantize_activations(written: Written) -> None:
+    """With the largest scale of a layer's experts, as vLLM and SGLang do for FlashInfer's kernels."""
+    rounded = []
     for i, layer in enumerate(written.model.model.layers):
         prefix = f"model.layers.{i}.mlp.experts"
-        scales = [
+        largest = [
             max(s for name, s in written.input_scales.items() if name.startswith(prefix) and name.endswith(p))
             for p in ("gate_proj", "down_proj")
         ]
-        layer.mlp.experts.forward = RoundedExperts(layer.mlp.experts, *scales)
+        rounded.append(RoundedExperts(layer.mlp.experts, np.tile(largest, (8, 1))))
+    use(written, rounded)
+
+
+def use(written: Written, experts: list[RoundedExperts]) -> None:
+    for layer, one in zip(written.model.model.layers, experts, strict=True):
+        layer.mlp.experts.forward = one
 
 
 class RoundedExperts:
-    """transformers' experts, one pair at a time, with both inputs rounded to NVFP4."""
+    """transformers' experts, one pair at a time, with both inputs rounded to NVFP4.
 
-    def __init__(self, experts, scale_1: float, scale_2: float):
-        self.experts, self.scales = experts, (scale_1, scale_2)
+    scales: [E, 2], of both inputs for each expert; without, inputs are not rounded but their largest
+    magnitudes noted in `amax` [E, 2], as a calibration does.
+    """
+
+    def __init__(self, experts, scales: np.ndarray | None = None):
+        self.experts, self.scales = experts, scales
+        self.amax = [[1e-6, 1e-6] for _ in experts.gate_up_proj]
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        x_TH = round_nvfp4(x_TH, self.scales[0])
         out_TH = torch.zeros_like(x_TH)
         for t, k in np.ndindex(*ids_TK.shape):
             e = int(ids_TK[t, k])
-            gate, up = F.linear(x_TH[t], self.experts.gate_up_proj[e]).chunk(2)
-            h = round_nvfp4(F.silu(gate) * up, self.scales[1])
+            gate, up = F.linear(self.rounded(x_TH[t], e, 0), self.experts.gate_up_proj[e]).chunk(2)
+            h = self.rounded(F.silu(gate) * up, e, 1)
             out_TH[t] += weights_TK[t, k] * F.linear(h, self.experts.down_proj[e])
         return out_TH
+
+    def rounded(self, x: Tensor, expert: int, which: int) -> Tensor:
+        if self.scales is None:
+            self.amax[expert][which] = max(self.amax[expert][which], float(x.abs().max()))
+            return x
+        return round_nvfp4(x, float(self.scales[expert][which]))
 
 
 def round_nvfp4(x: Tensor, scale: float) -> Tensor:

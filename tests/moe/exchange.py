@@ -18,7 +18,7 @@ from tests.moe.bounds import BOUNDS, relative_error
 from tests.moe.build import MAX_TOKENS, expert_slice, make_experts, make_spec
 from tests.ranks import Rank
 from turnout.formats import fp8, nvfp4
-from turnout.formats.experts import ExpertWeights, InputScales, shard
+from turnout.formats.experts import ExpertWeights, shard
 from turnout.moe import MoELayer, plan
 from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.backends.torch.runner import TorchRunner
@@ -177,7 +177,7 @@ def run_case(rank: Rank, case: Case, batches: Sequence[Sequence[int]]) -> list[F
     )
     found = []
     all_TH = inputs(MAX_TOKENS, topology.dp_rank, spec.hidden_size).to(dtype)
-    all_ref_TH = reference(case, chosen, topology, all_TH)
+    all_ref_TH = reference(case, all_TH)
     for phase in ("prefill",) if case.capacity else ("prefill", "decode"):
         for tokens in batches:
             own = slice(tokens[topology.dp_rank])
@@ -251,29 +251,18 @@ def inputs(tokens: int, dp_rank: int, hidden_size: int = 128) -> Tensor:
     return torch.randn(tokens, hidden_size, generator=torch.Generator().manual_seed(100 + dp_rank))
 
 
-def reference(case: Case, chosen: MoEPlan, topology: Topology, x_TH: Tensor) -> Tensor:
+def reference(case: Case, x_TH: Tensor) -> Tensor:
     """float32 [T, H]: all experts on the hidden states as the wire leaves them, plus the shared expert."""
     spec = case.spec
     experts, router_weight, router_bias = parameters(case)
     logits_TE = torch.nn.functional.linear(x_TH.float(), router_weight, router_bias)
     ids_TK, weights_TK = route(logits_TE, spec.routing, spec.top_k)
-    scales, wired_TH = experts.input_scales, x_TH.float()
+    wired_TH = x_TH.float()
     if case.wire == "fp8":
         wired_TH = fp8.decode_activation(*fp8.encode_activation(wired_TH))
     if case.wire == "nvfp4":
-        wired_TH = nvfp4.fake_quantize(wired_TH, scales.w13.max())
-        # What was quantised for all experts is not quantised again for each.
-        scales = InputScales(w13=scales.w13.max().expand_as(scales.w13), w2=scales.w2)
-    count = spec.num_experts // topology.ep_size
-    out_TH = torch.zeros_like(wired_TH)
-    for first in range(0, spec.num_experts, count):  # scales may be those of one rank's experts
-        out_TH += experts_reference(
-            wired_TH,
-            ids_TK,
-            weights_TK,
-            replace(expert_slice(experts, first, count), input_scales=scales),
-            spec.activation,
-            activation_format=case.activation_format,
-            scale_per_expert=chosen.prefill.layout == "experts",
-        )
+        wired_TH = nvfp4.fake_quantize(wired_TH, experts.input_scales.w13.max())
+    out_TH = experts_reference(
+        wired_TH, ids_TK, weights_TK, experts, spec.activation, activation_format=case.activation_format
+    )
     return out_TH + 0.5 * x_TH.float()

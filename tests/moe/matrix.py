@@ -47,10 +47,6 @@ class Case:
         return getattr(torch, self.compute_dtype)
 
     @property
-    def per_expert(self) -> bool:
-        return LOCAL[self.dispatcher].capability.layout == "experts"
-
-    @property
     def deterministic(self) -> bool:
         return RUNNERS.get(self.runner).capability.deterministic
 
@@ -90,7 +86,6 @@ class Case:
             experts,
             self.spec.activation,
             activation_format=self.activation_format,
-            scale_per_expert=self.per_expert,
         )
 
     def slices(self, experts: ExpertWeights, ep: int) -> list[ExpertWeights]:

@@ -23,36 +23,26 @@ def by_hand(x_H, experts, expert, s1, s2):
     return w2 @ rounded(gate / (1 + (-gate).exp()) * up, s2)
 
 
-def test_w4a4_scales_shared_and_per_expert():
+def test_w4a4_takes_the_largest_scales_of_all_experts():
     experts = make_experts(make_spec("silu", "nvfp4"))
-    s = experts.input_scales
+    s1, s2 = experts.input_scales.w13.max(), experts.input_scales.w2.max()
     x_TH = torch.randn(1, 128, generator=torch.Generator().manual_seed(2))
-    activation = make_spec().activation
-    for per_expert in (False, True):
-        y = experts_reference(
-            x_TH, IDS, WEIGHTS, experts, activation, activation_format="nvfp4", scale_per_expert=per_expert
-        )
-        ref = sum(
-            float(weight)
-            * by_hand(
-                x_TH[0],
-                experts,
-                expert,
-                s.w13[expert] if per_expert else s.w13.max(),
-                s.w2[expert] if per_expert else s.w2.max(),
-            )
-            for expert, weight in zip(IDS[0].tolist(), WEIGHTS[0], strict=True)
-        )
-        torch.testing.assert_close(y[0].double(), ref, rtol=1e-4, atol=1e-5)
+    y = experts_reference(x_TH, IDS, WEIGHTS, experts, make_spec().activation, activation_format="nvfp4")
+    ref = sum(
+        float(weight) * by_hand(x_TH[0], experts, expert, s1, s2)
+        for expert, weight in zip(IDS[0].tolist(), WEIGHTS[0], strict=True)
+    )
+    torch.testing.assert_close(y[0].double(), ref, rtol=1e-4, atol=1e-5)
 
 
-def test_a_slice_quantises_inputs_as_the_whole_layer_does():
-    """Rank 1 of 2: GEMM1's scale comes from all experts, GEMM2's from its own."""
+def test_a_slice_quantises_as_the_whole_layer_does():
+    """Rank 1 of 2: the scales of both GEMMs come from all experts, also those it does not hold."""
     experts = make_experts(make_spec("silu", "nvfp4"))
+    assert experts.input_scales.w2.argmax() < 4, "the largest scale is another rank's"
     part = expert_slice(experts, 4, 4)
     x_TH = torch.randn(1, 128, generator=torch.Generator().manual_seed(2))
     y = experts_reference(x_TH, IDS, WEIGHTS, part, make_spec().activation, activation_format="nvfp4")
-    s1, s2 = experts.input_scales.w13.max(), experts.input_scales.w2[4:].max()
+    s1, s2 = experts.input_scales.w13.max(), experts.input_scales.w2.max()
     torch.testing.assert_close(
         y[0].double(), 0.75 * by_hand(x_TH[0], experts, 5, s1, s2), rtol=1e-4, atol=1e-5
     )

@@ -124,8 +124,7 @@ def merge_gate_up(gate: PackedTensor, up: PackedTensor) -> PackedTensor:
 class ActivationScales:
     """What W4A4 kernels take, all float32. GEMM n quantises its input with `a`, scales its sum by `alpha`.
 
-    shared:     s1, s2, a1, a2 scalars; alpha1, alpha2 [E_loc]
-    per expert: all of them [E_loc]
+    s1, s2, a1, a2: scalars; alpha1, alpha2: [E_loc]
 
     s are input scales as checkpoints hold them, `a = 1 / s`, and `alpha = w_2 * s`.
     """
@@ -138,20 +137,28 @@ class ActivationScales:
     alpha2: Tensor
 
 
-def resolve_shared(weights: ExpertWeights, *, layer: str = "experts") -> ActivationScales:
-    """Scales for kernels of layout "tokens": x is quantised once, before it is routed.
+def resolve(weights: ExpertWeights, *, layer: str = "experts") -> ActivationScales:
+    """One scale for the inputs of each GEMM: the largest of ALL experts of the layer, whoever holds them.
 
-    s1 is therefore the maximum over ALL experts of the layer, so that every rank sends the same codes;
-    s2, of GEMM1's output, is the maximum over this rank's experts.
+    So every rank quantises alike, whatever the batch's layout and however experts are spread over ranks, and
+    a token is quantised once, before it is routed. As vLLM, SGLang and ModelOpt do it; docs/formats.md says
+    which of them where, and why the largest costs nothing.
     """
-    s1, s2, w1, w2 = _checked(weights, layer)
-    return _activation_scales(s1.amax(), s2[_local(weights)].amax(), w1, w2)
-
-
-def resolve_per_expert(weights: ExpertWeights, *, layer: str = "experts") -> ActivationScales:
-    """Scales for masked kernels of layout "experts": every expert quantises with its own."""
-    s1, s2, w1, w2 = _checked(weights, layer)
-    return _activation_scales(s1[_local(weights)], s2[_local(weights)], w1, w2)
+    given = weights.input_scales
+    s1, s2 = (
+        input_scale(scale, name=f"{layer} input_scale of {gemm}", num_experts=weights.num_experts).amax()
+        for gemm, scale in (("w13", given.w13 if given else None), ("w2", given.w2 if given else None))
+    )
+    w1, w2 = weight_scales(weights, layer=layer)
+    a1, a2 = (1.0 / s.clamp(min=SMALLEST) for s in (s1, s2))
+    return ActivationScales(
+        s1=s1,
+        s2=s2,
+        a1=a1,
+        a2=a2,
+        alpha1=w1 / a1.clamp(min=SMALLEST),
+        alpha2=w2 / a2.clamp(min=SMALLEST),
+    )
 
 
 def weight_scales(weights: ExpertWeights, *, layer: str = "experts") -> tuple[Tensor, Tensor]:
@@ -173,32 +180,6 @@ def _wrong_shape(scale: Tensor, name: str, file: Path | str, num_experts: int, e
     counts = sorted({num_experts, len(experts)}, reverse=True)
     accepted = ", ".join(["a scalar", *(f"[{n}]" for n in counts), *(f"[{n}, 2]" for n in counts)])
     return ScaleError(f"accepted shapes are {accepted}", name=name, scale=scale, file=file)
-
-
-def _checked(weights: ExpertWeights, layer: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Input scales [E] of both GEMMs, weight global scales [E_loc] of both."""
-    given = weights.input_scales
-    s1, s2 = (
-        input_scale(scale, name=f"{layer} input_scale of {gemm}", num_experts=weights.num_experts)
-        for gemm, scale in (("w13", given.w13 if given else None), ("w2", given.w2 if given else None))
-    )
-    return s1, s2, *weight_scales(weights, layer=layer)
-
-
-def _local(weights: ExpertWeights) -> slice:
-    return slice(weights.first_expert, weights.first_expert + weights.num_local_experts)
-
-
-def _activation_scales(s1: Tensor, s2: Tensor, w1: Tensor, w2: Tensor) -> ActivationScales:
-    a1, a2 = (1.0 / s.clamp(min=SMALLEST) for s in (s1, s2))
-    return ActivationScales(
-        s1=s1,
-        s2=s2,
-        a1=a1,
-        a2=a2,
-        alpha1=w1 / a1.clamp(min=SMALLEST),
-        alpha2=w2 / a2.clamp(min=SMALLEST),
-    )
 
 
 def _requantize(packed: PackedTensor, shared: Tensor) -> PackedTensor:

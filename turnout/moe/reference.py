@@ -24,14 +24,12 @@ def experts_reference(
     activation: Activation,
     *,
     activation_format: Format = Format.BF16,
-    scale_per_expert: bool = False,
 ) -> Tensor:
     """float32 [T, H]: the weighted sum over those of each token's experts that `experts` holds.
 
-    activation_format "nvfp4" quantises the input of both GEMMs (W4A4). The first is quantised before
-    routing, so its scale is the maximum over all experts of the layer, and the second takes the maximum
-    over those held here; `scale_per_expert` gives every expert its own, as per-expert batches do.
-    "fp8" quantises both per token and 128 columns (W8A8), beside MXFP4 weights per token (W4A8).
+    activation_format "nvfp4" quantises the input of both GEMMs (W4A4), each with the largest scale of all
+    experts of the layer, held here or not. "fp8" quantises both per token and 128 columns (W8A8), with MXFP4
+    weights per token (W4A8).
     """
     to_fp8 = fp8.fake_quantize_rows if experts.w13.format == Format.MXFP4 else fp8.fake_quantize
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
@@ -42,7 +40,7 @@ def experts_reference(
             continue
         x_MH = x_TH[token_M].float()
         if activation_format == Format.NVFP4:
-            s1, s2 = _input_scales(experts, expert if scale_per_expert else None)
+            s1, s2 = _input_scales(experts)
             x_MH = nvfp4.fake_quantize(x_MH, s1)
         elif activation_format == Format.FP8:
             x_MH = to_fp8(x_MH)
@@ -73,10 +71,7 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
     return gate * (activation.alpha * gate).sigmoid() * (up + activation.beta)
 
 
-def _input_scales(experts: ExpertWeights, expert: int | None) -> tuple[Tensor, Tensor]:
+def _input_scales(experts: ExpertWeights) -> tuple[Tensor, Tensor]:
     scales = experts.input_scales
     assert scales is not None, "W4A4 needs the checkpoint's input scales"
-    if expert is not None:
-        return scales.w13[expert], scales.w2[expert]
-    held = slice(experts.first_expert, experts.first_expert + experts.num_local_experts)
-    return scales.w13.max(), scales.w2[held].max()
+    return scales.w13.max(), scales.w2.max()

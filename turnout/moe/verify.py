@@ -125,42 +125,36 @@ class Oracle:
     ) -> None:
         self._activation, self._batches = spec.activation, batches
         self._experts = experts.to(device)
-        self._known: dict[tuple[str, bool, str], list[Tensor]] = {}
+        self._known: dict[tuple[Format, Format], list[Tensor]] = {}
 
     def __call__(self, plan: MoEPlan) -> list[Tensor]:
         """float32 [T, H] for every batch."""
-        phase = plan.prefill
-        key = plan.activation_format, phase.layout == Layout.BATCHED_EXPERTS, phase.wire_format
+        key = plan.activation_format, plan.prefill.wire_format
         if key not in self._known:
             self._known[key] = self._compute(*key)
         return self._known[key]
 
-    def _compute(self, activation_format: Format, per_expert: bool, wire_format: Format) -> list[Tensor]:
+    def _compute(self, activation_format: Format, wire_format: Format) -> list[Tensor]:
         every = _joined([batch.inputs for batch in self._batches])
-        x_TH, experts = as_sent(every.x_TH, self._experts, wire_format)
         out_TH = experts_reference(
-            x_TH,
+            as_sent(every.x_TH, self._experts, wire_format),
             every.ids_TK,
             every.weights_TK,
-            experts,
+            self._experts,
             self._activation,
             activation_format=activation_format,
-            scale_per_expert=per_expert,
         )
         return list(out_TH.split([len(batch.inputs) for batch in self._batches]))
 
 
-def as_sent(x_TH: Tensor, experts: ExpertWeights, wire_format: Format) -> tuple[Tensor, ExpertWeights]:
-    """What experts get of tokens that travel in `wire_format`, and the experts as they then compute."""
+def as_sent(x_TH: Tensor, experts: ExpertWeights, wire_format: Format) -> Tensor:
+    """What experts get of tokens that are dispatched in `wire_format`."""
     if wire_format == Format.FP8:
-        return fp8.decode_activation(*fp8.encode_activation(x_TH)), experts
+        return fp8.decode_activation(*fp8.encode_activation(x_TH))
     if wire_format == Format.BF16:
-        return x_TH, experts
+        return x_TH
     assert experts.input_scales is not None, "nvfp4 on the wire needs the checkpoint's input scales"
-    # Rounded with the one scale of all experts, which is not done again with each expert's own.
-    shared = experts.input_scales.w13.max()
-    scales = replace(experts.input_scales, w13=shared.expand(experts.num_experts))
-    return nvfp4.fake_quantize(x_TH, shared), replace(experts, input_scales=scales)
+    return nvfp4.fake_quantize(x_TH, experts.input_scales.w13.max())
 
 
 def make_batches(inputs: Inputs, plan: MoEPlan, most: int) -> list[Batch]:

@@ -201,7 +201,7 @@ def slabs_reference(x_ECH: Tensor, counts_E: Tensor, experts: ExpertWeights, spe
         ids = torch.full((count, 1), experts.first_expert + e, dtype=torch.int32)
         out_ECH[e, :count] = experts_reference(
             x_ECH[e, :count], ids, torch.ones(count, 1), experts, spec.activation,
-            activation_format="nvfp4", scale_per_expert=True,
+            activation_format="nvfp4",
         )  # fmt: skip
     return out_ECH
 
@@ -289,12 +289,9 @@ def test_ranks_sum_up_behind_a_dispatcher_of_either_layout(name, dispatch, ranks
         batch, state = dispatcher.dispatch(x, ids, weights, (20,))
         out += dispatcher.combine(run(runner, batch)[0], state).float()
     expected = torch.zeros(20, 256)
-    for rank in range(ranks):  # each quantises GEMM1's output with the scale of its own experts
+    for rank in range(ranks):
         part = expert_slice(whole, 8 // ranks * rank, 8 // ranks)
-        expected += experts_reference(
-            x, ids, weights, part, spec.activation,
-            activation_format="nvfp4", scale_per_expert=layout == "experts",
-        )  # fmt: skip
+        expected += experts_reference(x, ids, weights, part, spec.activation, activation_format="nvfp4")
     assert error(out, expected) < ROUNDED
 
 

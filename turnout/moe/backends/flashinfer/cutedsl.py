@@ -3,12 +3,11 @@
 Two routes, taken by the layout of a batch. They share no weights, since their kernels want different orders:
 
 * "tokens": `CuteDslMoEWrapper` sorts, multiplies, activates and sums in one call. W1 has up and gate in
-  alternating blocks of 64 rows. W4A4 quantises with one scale for all experts (resolve_shared of
-  formats.scales); W4A16 takes the same weights and bf16 tokens.
+  alternating blocks of 64 rows. W4A16 takes the same weights and bf16 tokens.
 * "experts": masked GEMMs over slabs, with a kernel between them that activates and quantises. W1 keeps gate
-  before up, and every expert quantises with its own scales (resolve_per_expert). Tokens that arrive as NVFP4
-  were quantised before they were routed, with the shared scale: GEMM1 takes the alpha that goes with it.
-  W4A4 only.
+  before up. The kernels take a scale per expert, which is the same for all. W4A4 only.
+
+W4A4 quantises with the scales of formats.scales.resolve, tokens that arrive as NVFP4 before they are routed.
 
 Padding is expert id -1 here and `num_experts` there. The library's sum over a token's experts is atomic, so
 its last bits vary. Recipes of its quantisers that environment variables would choose are switched off.
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from turnout.formats import fp8, layouts, nvfp4
 from turnout.formats.experts import ExpertWeights
-from turnout.formats.scales import resolve_per_expert, resolve_shared, weight_scales
+from turnout.formats.scales import resolve, weight_scales
 from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.flashinfer.weights_blackwell import (
     Nvfp4Matrix,
@@ -150,7 +149,7 @@ class TokensRoute:
         if not self._quantized:
             alpha1, alpha2 = weight_scales(experts)
             return Weights(experts, self._order, self._device, {"alpha1": alpha1, "alpha2": alpha2})
-        resolved = resolve_shared(experts)
+        resolved = resolve(experts)
         scales = {"alpha1": resolved.alpha1, "alpha2": resolved.alpha2}
         scales |= {"a1": resolved.a1.view(1), "a2": resolved.a2.view(1)}
         return Weights(experts, self._order, self._device, scales)
@@ -211,9 +210,10 @@ class ExpertsRoute:
         self._weights.load(self._prepared(experts))
 
     def _prepared(self, experts: ExpertWeights) -> Weights:
-        own, shared = resolve_per_expert(experts), resolve_shared(experts)
-        scales = {"a1": own.a1, "a2": own.a2, "alpha1": own.alpha1, "alpha2": own.alpha2}
-        return Weights(experts, as_they_are, self._device, scales | {"alpha1_wire": shared.alpha1})
+        resolved, E = resolve(experts), experts.num_local_experts
+        scales = {"a1": resolved.a1.expand(E), "a2": resolved.a2.expand(E)}
+        scales |= {"alpha1": resolved.alpha1, "alpha2": resolved.alpha2}
+        return Weights(experts, as_they_are, self._device, scales)
 
     def __call__(self, batch: ExpertsBatch) -> Tensor:
         from flashinfer import silu_and_mul_scaled_nvfp4_experts_quantize
@@ -226,12 +226,12 @@ class ExpertsRoute:
         counts, scales = batch.counts.contiguous(), w.scales
         h_ECN = torch.empty(E, C, w.w13.rows, dtype=self._dtype, device=self._device)
         if batch.hidden.format == Format.NVFP4:
-            self._gemm(_arrived(batch.hidden), w.w13, scales["alpha1_wire"], counts, h_ECN)
+            x = _arrived(batch.hidden)
         else:
             x = scaled_fp4_grouped_quantize(
                 batch.hidden.data.contiguous(), counts, scales["a1"], nvfp4_4over6=None
             )
-            self._gemm(x, w.w13, scales["alpha1"], counts, h_ECN)
+        self._gemm(x, w.w13, scales["alpha1"], counts, h_ECN)
         if self._activation.kind == "silu":
             a = silu_and_mul_scaled_nvfp4_experts_quantize(h_ECN, counts, scales["a2"], nvfp4_4over6=None)
         else:

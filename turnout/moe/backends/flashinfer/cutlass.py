@@ -1,7 +1,7 @@
 """Runner "flashinfer_cutlass": FlashInfer's CUTLASS kernels; bf16, FP8 blocks on Hopper, NVFP4 on Blackwell.
 
 bf16 weights as they are; FP8 weights with the scales of their 128 x 128 blocks, the library rounding the
-inputs of both GEMMs per token and 128 columns; NVFP4 W4A4 with the scales of formats.scales.resolve_shared,
+inputs of both GEMMs per token and 128 columns; NVFP4 W4A4 with the scales of formats.scales.resolve,
 where x comes in bf16 and is quantised while it is sorted. FP8 with one scale per weight arrives as blocks
 that share it: the library's kernels for it would round inputs by one calibrated scale, which is coarser.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from turnout.formats import layouts
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
-from turnout.formats.scales import resolve_shared
+from turnout.formats.scales import resolve
 from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.flashinfer import weights_cutlass
 from turnout.moe.backends.flashinfer.fused_moe import CutlassRunner, Prepared, biases
@@ -53,7 +53,7 @@ class FlashinferCutlassRunner(CutlassRunner):
     def _nvfp4(self, experts: ExpertWeights) -> tuple[Tensor, Tensor, list[Tensor], dict[str, bool]]:
         (w13, s13), (w2, s2) = (self._parts(w) for w in (experts.w13, experts.w2))
         w13, s13 = self._up_gate(w13), self._up_gate(s13.view(torch.uint8))
-        found = resolve_shared(experts)
+        found = resolve(experts)
         a1, a2, alpha1, alpha2 = (
             x.to(self._device, torch.float32).contiguous()
             for x in (found.a1, found.a2, found.alpha1, found.alpha2)

@@ -3,7 +3,7 @@
 One call routes, multiplies, activates and sums; of its forms it takes the one with our top-k ids and weights.
 Rows of both weights are shuffled for its output tiles, W1 with up and gate alternating.
 
-The kernel's three scales per expert, in terms of formats.scales.resolve_shared: GEMM1's sums times alpha1 are
+The kernel's three scales per expert, in terms of formats.scales.resolve: GEMM1's sums times alpha1 are
 what its gate is activated with (`output1_scale_gate_scalar`); the product with the linear half takes alpha1
 once more and a2, which quantises it (`output1_scale_scalar`); GEMM2's sums take alpha2.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from turnout.formats import fp8
 from turnout.formats.experts import ExpertWeights
-from turnout.formats.scales import resolve_shared
+from turnout.formats.scales import resolve
 from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix, shuffled, shuffled_up_gate
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
@@ -59,7 +59,7 @@ class TrtllmRunner:
         )
 
     def _resolved(self, experts: ExpertWeights) -> dict[str, Tensor]:
-        resolved = resolve_shared(experts)
+        resolved = resolve(experts)
         scales = {
             "a1": resolved.a1.view(1),
             "gate": resolved.alpha1,

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
-from turnout.formats.scales import ActivationScales, resolve_per_expert, resolve_shared
+from turnout.formats.scales import resolve
 from turnout.kernels.common.panels import Panels, panel_width
 from turnout.kernels.common.rowwise import one_by_one
 from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
@@ -103,8 +103,7 @@ class TorchRunner:
         self._b13 = None if experts.b13 is None else experts.b13.to(self._device, torch.float32)
         self._b2 = None if experts.b2 is None else experts.b2.to(self._device, torch.float32)
         if self._quantize:
-            self._shared = self._scales(resolve_shared(experts))
-            self._per_expert = self._scales(resolve_per_expert(experts))
+            self._scales = self._resolve(experts)
 
     def update(self, experts: ExpertWeights) -> None:
         _load(self._w13, experts.w13)
@@ -113,9 +112,8 @@ class TorchRunner:
             if mine is not None and new is not None:
                 mine.copy_(new)
         if self._quantize:
-            for scales, resolve in ((self._shared, resolve_shared), (self._per_expert, resolve_per_expert)):
-                for mine, new in zip(scales, self._scales(resolve(experts)), strict=True):
-                    mine.copy_(new)
+            for mine, new in zip(self._scales, self._resolve(experts), strict=True):
+                mine.copy_(new)
 
     def _store(self, weights: PackedTensor, width: int) -> Panels | Matrices:
         E, N, K = weights.shape
@@ -129,7 +127,8 @@ class TorchRunner:
         _load(store, weights)
         return store
 
-    def _scales(self, resolved: ActivationScales) -> tuple[Tensor, Tensor]:
+    def _resolve(self, experts: ExpertWeights) -> tuple[Tensor, Tensor]:
+        resolved = resolve(experts)
         return resolved.s1.to(self._device), resolved.s2.to(self._device)
 
     # Batches
@@ -170,7 +169,7 @@ class TorchRunner:
         return out
 
     def _tokens(self, batch: TokensBatch) -> Tensor:
-        s1, s2 = self._shared if self._quantize else (None, None)
+        s1, s2 = self._scales if self._quantize else (None, None)
         x_TH = self._plain(batch.hidden, s1)
         few = batch.topk_ids.numel() <= GATHER_PAIRS_PER_EXPERT * self._count
         if few and isinstance(self._w13, Panels) and isinstance(self._w2, Panels):
@@ -231,7 +230,7 @@ class TorchRunner:
         used_EC = torch.arange(C, device=self._device) < batch.counts.unsqueeze(1)
         row_P = used_EC.flatten().nonzero().squeeze(1)
         expert_P = row_P // C
-        s1, s2 = (s[expert_P] for s in self._per_expert) if self._quantize else (None, None)
+        s1, s2 = self._scales if self._quantize else (None, None)
         x_PH = self._plain(_rows(batch.hidden, row_P), s1)
         y_PH = self._mlp(x_PH, expert_P, s2)
         if self._b2 is not None:
@@ -258,7 +257,7 @@ class TorchRunner:
         return out_PN
 
     def _plain(self, hidden: Hidden, scale: Tensor | None) -> Tensor:
-        """Hidden states as numbers, rounded as the plan has it; `scale`: NVFP4's, scalar or per row."""
+        """Hidden states as numbers, rounded as the plan has it; `scale`: NVFP4's, a scalar."""
         if hidden.format == Format.BF16:
             return self._round(hidden.data, scale)
         assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
