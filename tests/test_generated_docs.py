@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from turnout.registry import ARCHITECTURES, DISPATCHERS, RUNNERS
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SHOWN = 5
+HARDWARE = ("cpu", "cpu", "a100", "h100", "h200", "h200", "b200", "gb300", "NVIDIA H200")
 LIMIT_SECONDS = 3600
 
 # In the old answers -> in the new ones.
@@ -67,7 +68,7 @@ def _question(draw: random.Random) -> dict[str, Any]:
             "graph_max_batch": draw.choice([0, 64]),
             "max_dispatch_tokens_per_rank": seldom(0, 64, 1024, 1 << 20),
         },
-        "hardware": draw.choice(["cpu", "cpu", "a100", "h100", "h200", "h200", "b200", "gb300", "NVIDIA H200"]),
+        "hardware": draw.choice(HARDWARE),
         "peer_access": seldom(True, False),
         "request": {
             "runner": seldom("auto", "torch", "numba", "triton", "flashinfer_cutedsl", "none such"),
@@ -84,7 +85,7 @@ def _question(draw: random.Random) -> dict[str, Any]:
         },
         "compute_dtype": draw.choice(["float32", "bfloat16", "bfloat16", "bfloat16", "float16"]),
         "num_layers": draw.choice([1, 24, 48, 61]),
-        "measured": [[draw.uniform(50, 500) for _ in range(3)] for _ in range(7)] if draw.random() < 0.3 else [],
+        "measured": [[draw.uniform(50, 500) for _ in range(3)] for _ in range(7 * (draw.random() < 0.3))],
     }  # fmt: skip
 
 
@@ -138,14 +139,15 @@ def _runner_names() -> list[str]:
 
 def answers(checkout: Path, count: int, seed: int) -> list[dict[str, Any]]:
     """Of a checkout, in a process of its own."""
+    drawn = ["--count", str(count), "--seed", str(seed)]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), str(checkout), "--answer", "--count", str(count), "--seed", str(seed)],
+        [sys.executable, str(Path(__file__)), str(checkout), "--answer", *drawn],
         env=os.environ | {"PYTHONPATH": str(checkout)},
         cwd=checkout,
         stdout=subprocess.PIPE,
         check=True,
         timeout=LIMIT_SECONDS,
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -162,7 +164,9 @@ def _in_order(answer: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=ROOT)
     parser.add_argument("--count", type=int, default=5000)
@@ -184,7 +188,9 @@ def main() -> int:
     pairs = [(_in_order(renamed(a)), _in_order(b)) for a, b in zip(before, after, strict=True)]
     different = [place for place, (a, b) in enumerate(pairs) if a != b]
     for place in different[:SHOWN]:
-        lines = difflib.unified_diff(*(text.splitlines() for text in pairs[place]), "old", "new", lineterm="", n=1)
+        lines = difflib.unified_diff(
+            *(text.splitlines() for text in pairs[place]), "old", "new", lineterm="", n=1
+        )
         sys.stdout.write("\n".join([f"question {place}", *lines, ""]))
     plans = sum("headline" not in answer for answer in after)
     sys.stdout.write(f"{len(after)} answers, of which {plans} plans: {len(different)} differ\n")

@@ -18,11 +18,10 @@ from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
 from turnout.formats.spec import FORMATS
 from turnout.moe.accuracy import BOUNDS
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
-from turnout.moe.plan import KNOWN_DISPATCHERS, KNOWN_RUNNERS
-from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.moe.capabilities.packages import Package
 from turnout.moe.planning.hardware_evidence import RUNS, evidence
-from turnout.moe.planning.packages import Package
 from turnout.parallel.hardware import PRESETS
 from turnout.registry import ARCHITECTURES
 
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers is left alone."""
-    runs = backends_run(root / "benchmarks" / "results", {*RUNNER_CAPABILITIES, *DISPATCHER_CAPABILITIES})
+    runs = backends_run(root / "benchmarks" / "results", {*RUNNERS, *DISPATCHERS})
     files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
     table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"
     if table_of_runs.is_file():
@@ -116,23 +115,11 @@ def _filled(text: str, bodies: dict[str, str]) -> str:
 
 
 def runners() -> list[RunnerCapability]:
-    return list(RUNNER_CAPABILITIES.values())
+    return list(RUNNERS.values())
 
 
 def dispatchers() -> list[DispatcherCapability]:
-    return list(DISPATCHER_CAPABILITIES.values())
-
-
-def _missing() -> list[str]:
-    """A section on the backends that other versions have, if there are any."""
-    lacking = [n for n in KNOWN_RUNNERS if n not in RUNNER_CAPABILITIES]
-    lacking += [n for n in KNOWN_DISPATCHERS if n not in _names()]
-    if not lacking:
-        return []
-    return [
-        "## Not part of this version",
-        f"Asked for by name, these are refused with a pointer to those above: {_code(lacking)}.",
-    ]
+    return list(DISPATCHERS.values())
 
 
 def _packages() -> list[Package]:
@@ -144,11 +131,6 @@ def _packages() -> list[Package]:
 def _command(install: str) -> str:
     """A command as code; a sentence, which may hold one, as it is."""
     return f"`{install}`" if install.startswith("pip ") and ", or " not in install else install
-
-
-def _names() -> set[str]:
-    """What `--moe-a2a-backend` takes: dispatchers, and families of them."""
-    return set(DISPATCHER_CAPABILITIES) | {d.family for d in DISPATCHER_CAPABILITIES.values()}
 
 
 def backends(runs: Runs = RUNS) -> str:
@@ -164,7 +146,6 @@ def backends(runs: Runs = RUNS) -> str:
             _columns([_runner(r, runs) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",
             _columns([_dispatcher(d, runs) for d in dispatchers()]),
-            *_missing(),
             "## Packages that they need",
             "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles "
             "most of its kernels on first use, for which it needs CUDA's compiler.",

@@ -31,8 +31,8 @@ from turnout.errors import PlanRefused
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe import MoELayer, plan
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
@@ -184,7 +184,7 @@ def run(rank: int, size: int, meeting: str, output: Path | None) -> None:
     with torch.inference_mode():
         torch.manual_seed(rank)
         bench = Bench(groups, device)
-        for name, declared in DISPATCHER_CAPABILITIES.items():
+        for name, declared in DISPATCHERS.items():
             with suppress(PlanRefused):  # what is not for this machine is left out
                 rows += bench.rows(name) if declared.graph_safe else []
     if rank == 0:

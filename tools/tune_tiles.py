@@ -28,7 +28,7 @@ import torch
 from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
 from turnout.kernels.common.compilation import compilers, submit
 from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.autotune import TOKENS, copies, tile_times, to_compile
+from turnout.moe.backends.hopper.autotune import TOKENS, tile_times, to_compile
 from turnout.moe.backends.hopper.runner import TritonRunner
 from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tuning_tables import Table, TileFile
@@ -62,11 +62,11 @@ def prepare(name: str, format: str, machine: hardware.Hardware, most: int, pool:
         hardware=machine,
         wishes=Wishes(runner="triton"),
         compute_dtype="bfloat16",
-        tiles=lambda shape: (),
+        tiles=(),
     )
     experts = draw_experts(shape, format, machine.device, 0)
     runners = []
-    for _ in range(copies(experts.nbytes)):
+    for _ in range(hardware.copies_beyond_cache(experts.nbytes)):
         runners.append(TritonRunner(spec, chosen, torch.device(machine.device)))
         runners[-1].prepare(experts)
 

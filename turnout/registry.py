@@ -45,32 +45,21 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
 
-# The tables. A new backend is one file and one line here.
+# The tables. Adding a line is all that this file sees of a new backend or model family.
 
-RUNNERS: Registry[Any] = Registry(
-    "MoE runner",
+# Each backend's folder, in the order in which plans try runners and dispatchers that are equally good. What
+# it has, and by which names, is in its declaration (turnout/moe/capabilities/declared.py reads them).
+BACKENDS: Registry[Any] = Registry(
+    "MoE backend",
     {
-        "torch": "turnout.moe.backends.torch.runner:TorchRunner",
-        "numba": "turnout.moe.backends.cpu.runner:NumbaRunner",
-        "triton": "turnout.moe.backends.hopper.runner:TritonRunner",
-        "flashinfer_cutedsl": "turnout.moe.backends.flashinfer.cutedsl:CuteDslRunner",
-        "flashinfer_trtllm": "turnout.moe.backends.flashinfer.trtllm:TrtllmRunner",
-        "flashinfer_mxfp4": "turnout.moe.backends.flashinfer.mxfp4:FlashinferMxfp4Runner",
-        "flashinfer_cutlass": "turnout.moe.backends.flashinfer.cutlass:FlashinferCutlassRunner",
-    },
-)
-
-DISPATCHERS: Registry[Any] = Registry(
-    "MoE dispatcher",
-    {
-        "none": "turnout.moe.backends.local.dispatcher:NoDispatch",
-        "collective": "turnout.moe.backends.collective.dispatcher:CollectiveDispatch",
-        "collective-experts": "turnout.moe.backends.collective.batched_experts:CollectiveExpertsDispatch",
-        "nvlink": "turnout.moe.backends.nvlink.dispatcher:NvlinkDispatch",
-        "nvlink-experts": "turnout.moe.backends.nvlink.batched_experts:NvlinkExpertsDispatch",
-        "flashinfer": "turnout.moe.backends.flashinfer.dispatcher:FlashInferDispatch",
-        "deepep-normal": "turnout.moe.backends.deepep.dispatcher:NormalDispatch",
-        "deepep-low-latency": "turnout.moe.backends.deepep.dispatcher:LowLatencyDispatch",
+        "torch": "turnout.moe.backends.torch.declaration:BACKEND",
+        "cpu": "turnout.moe.backends.cpu.declaration:BACKEND",
+        "hopper": "turnout.moe.backends.hopper.declaration:BACKEND",
+        "local": "turnout.moe.backends.local.declaration:BACKEND",
+        "collective": "turnout.moe.backends.collective.declaration:BACKEND",
+        "nvlink": "turnout.moe.backends.nvlink.declaration:BACKEND",
+        "flashinfer": "turnout.moe.backends.flashinfer.declaration:BACKEND",
+        "deepep": "turnout.moe.backends.deepep.declaration:BACKEND",
     },
 )
 

@@ -16,8 +16,8 @@ from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.commands.plan import explain
 from turnout.config import Config
 from turnout.errors import UserError
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.parallel.hardware import hardware_names
-from turnout.registry import RUNNERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "parallelism.md"

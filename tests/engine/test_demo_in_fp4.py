@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.moe.backends.flashinfer.flashinfer_contract import Launches, library
 from turnout import LLM, SamplingParams
 from turnout.engine.llm import Completion
 from turnout.evals.tasks import Question, is_correct, load_task
-from turnout.registry import RUNNERS
+from turnout.moe.capabilities.declared import RUNNERS
 
 THROUGH = ("flashinfer_cutedsl", "flashinfer_trtllm")
 
@@ -55,9 +56,9 @@ def through(
     runner: str, questions: list[Question], max_tokens: int, patch: pytest.MonkeyPatch
 ) -> tuple[list[Completion], list[str]]:
     """The same with `runner` in its place, and what was launched."""
-    taken = RUNNERS.get(runner)
+    taken = replace(RUNNERS["torch"], implementation=RUNNERS[runner].implementation)
     with patch.context() as only_here, library(Keeping) as launches:
-        only_here.setitem(RUNNERS._loaded, "torch", taken)
+        only_here.setitem(RUNNERS.entries, "torch", taken)
         return answers(questions, max_tokens), launches.names
 
 

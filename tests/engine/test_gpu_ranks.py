@@ -14,7 +14,7 @@ from turnout import LLM, SamplingParams
 from turnout.config import Config, Launched
 from turnout.engine.step import two_batch_overlap
 from turnout.evals import wordmath
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.capabilities.declared import DISPATCHERS
 
 pytestmark = pytest.mark.multigpu
 
@@ -32,7 +32,7 @@ SAME = 0.9  # of answers of up to 60 tokens, in bfloat16, where sums in another 
 TIMEOUT = 300  # seconds: kernels are compiled
 SAFE = [
     name
-    for name, d in DISPATCHER_CAPABILITIES.items()
+    for name, d in DISPATCHERS.items()
     if d.exchange == "all_to_all" and d.graph_safe and not any(package.lacking() for package in d.requires)
 ]
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.registry import RUNNERS
+from turnout.moe.capabilities.declared import RUNNERS
 
 WRONG = 2  # the expert that WrongExpert gets wrong
 
@@ -101,7 +100,6 @@ BROKEN = {
 def offer(monkeypatch: pytest.MonkeyPatch, *names: str, **fields) -> None:
     """Let plans choose these, before all others where `fields` say preference=...; until the test ends."""
     for name in names:
-        declared = replace(RUNNER_CAPABILITIES["torch"], name=name, **fields)
-        monkeypatch.setitem(RUNNER_CAPABILITIES, name, declared)
+        declared = replace(RUNNERS["torch"], name=name, implementation=f"{__name__}:{name}", **fields)
+        monkeypatch.setitem(RUNNERS.entries, name, declared)
         monkeypatch.setattr(BROKEN[name], "capability", declared)
-        monkeypatch.setitem(RUNNERS._targets, name, f"{__name__}:{name}")

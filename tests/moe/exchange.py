@@ -20,19 +20,19 @@ from tests.ranks import Rank
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.moe import MoELayer, plan
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
 from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import TokensBatch
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.capability import DispatcherCapability
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.plan import MoEPlan, Wishes
-from turnout.moe.planning.capability import DispatcherCapability
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
-DISPATCHERS = ("none", "collective", "collective-experts")
+LOCAL_DISPATCHERS = ("none", "collective", "collective-experts")
 COUNTS = (0, MAX_TOKENS, 3, 17, 1)  # by data-parallel rank, in turn
 
 
@@ -108,7 +108,7 @@ def cases(dispatcher: str, ep: int, tp: int, **fields: Any) -> Iterator[Case]:
         yield replace(apart, weights="mxfp4", wire="fp8")
         yield replace(apart, weights="nvfp4", wire="nvfp4")
         yield replace(apart, weights="nvfp4", activation_format="nvfp4", wire="nvfp4")
-    declared = DISPATCHER_CAPABILITIES[dispatcher]
+    declared = DISPATCHERS[dispatcher]
     if apart.device == "cuda" and "fp8" in declared.combine_formats:  # between CPUs: test_chunks.py
         yield replace(apart, back="fp8")
         yield replace(apart, weights="mxfp4", wire="fp8", back="fp8")

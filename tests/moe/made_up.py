@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from turnout.moe.backends.torch.workspace import workspace_bytes
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import plan
-from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology
@@ -40,6 +41,7 @@ def runner(name="oak", **fields):
         "layouts": TOKENS,
         "weight_formats": ALL_FORMATS,
         "activation_formats": frozenset({"bf16", "nvfp4"}),
+        "workspace": workspace_bytes,
     }
     return RunnerCapability(name=name, **(defaults | fields))
 

@@ -18,14 +18,15 @@ from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, 
 from tests.moe.slabs import SlabDispatch
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.spec import FORMATS
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.moe.planning.backend_refusals import runner_refusals
 from turnout.moe.planning.compatibility import pair_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
-from turnout.registry import DISPATCHERS, RUNNERS
 
-LOCAL = {name: DISPATCHERS.get(name) for name in DISPATCHERS} | {"slabs": SlabDispatch}
+LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"slabs": SlabDispatch}
 # The others send tokens even to themselves, and are tested between processes.
 LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange != "all_to_all"}
 
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def deterministic(self) -> bool:
-        return RUNNERS.get(self.runner).capability.deterministic
+        return RUNNERS[self.runner].deterministic
 
     def experts(self, seed: int = 0) -> ExpertWeights:
         return make_experts(self.spec, seed=seed)
@@ -66,7 +67,7 @@ class Case:
             count=experts.num_local_experts,
         )
         device = torch.device(self.device)
-        runner = RUNNERS.get(self.runner)(self.spec, plan, device)
+        runner = RUNNERS.load(self.runner)(self.spec, plan, device)
         runner.prepare(experts)
         dispatcher = LOCAL[self.dispatcher](make_setup(self.spec, plan, device=device))
 
@@ -105,7 +106,7 @@ def cases() -> Iterator[pytest.param]:
     numerics = [("float32", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]
     numerics += [("bfloat16", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]
     for runner, dispatcher, device in product(RUNNERS, LOCAL, devices):
-        can, sends = RUNNERS.get(runner).capability, LOCAL[dispatcher].capability
+        can, sends = RUNNERS[runner], LOCAL[dispatcher].capability
         for format, (dtype, activation_format, activations) in product(FORMATS, numerics):
             if activation_format not in can.activation_formats:
                 continue
@@ -122,7 +123,7 @@ def cases() -> Iterator[pytest.param]:
                 spec = make_spec(
                     activation, format, **({"intermediate_size": 128} if format == "fp8" else {})
                 )
-                own = can.refusals(spec, Topology(), devices[device], dtype)
+                own = runner_refusals(can, spec, Topology(), devices[device], dtype)
                 if own or pair_refusals(can, sends, spec, "auto"):
                     continue
                 case = Case(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from turnout.moe.batch import ExpertsBatch, Hidden
-from turnout.moe.planning.capability import DispatcherCapability
+from turnout.moe.capabilities.capability import DispatcherCapability
 
 
 class SlabDispatch:

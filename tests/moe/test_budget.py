@@ -13,6 +13,7 @@ from turnout.formats.codec import encode
 from turnout.formats.spec import FORMATS, matrix_bytes, token_bytes
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.rank_share import DispatchShare, received_bytes
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.groups import shares
 from turnout.parallel.topology import Topology
@@ -79,11 +80,11 @@ def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
     """EP 32, C 8192, H 7168: the figure that makes it worth showing before anything is allocated."""
     spec = MoESpec(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8)
     rows = 32 * 8192
-    rest = {"rows": rows, "spec": spec, "num_local_experts": 8, "wire_format": "fp8"}
-    tokens = sizes.dispatch_bytes("tokens", **rest)
+    share = DispatchShare(layout="tokens", rows=rows, spec=spec, num_local_experts=8, wire_format="fp8")
+    tokens = received_bytes(share)
     assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
     assert 5e9 < tokens < 6e9
-    slabs = sizes.dispatch_bytes("experts", **rest)
+    slabs = received_bytes(replace(share, layout="experts"))
     assert slabs == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
 
 

@@ -17,9 +17,9 @@ import torch
 from tests.moe.build import MAX_TOKENS
 from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.capabilities.capability import DispatcherCapability
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.chunks import cut
-from turnout.moe.planning.capability import DispatcherCapability
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -48,7 +48,7 @@ def test_what_fits_stays_whole(tokens: Sequence[int], most: int):
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Case):
     def declared(self) -> Sequence[DispatcherCapability]:
-        return [replace(d, in_chunks=True) for d in DISPATCHER_CAPABILITIES.values()]
+        return [replace(d, in_chunks=True) for d in DISPATCHERS.values()]
 
 
 CASES = (
@@ -77,7 +77,7 @@ def test_costs_are_those_measured():
     rows = json.loads((RESULTS / "a2a-nvlink-nvidia-h200-x2-2026-11-21.json").read_text())["rows"]
     compared = 0
     for row in rows:
-        declared = DISPATCHER_CAPABILITIES.get(row["dispatcher"])
+        declared = DISPATCHERS.entries.get(row["dispatcher"])
         if declared is None or not row["format"] == row["combine_format"] == "bf16":
             continue
         assert declared.cost is not None

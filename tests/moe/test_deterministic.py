@@ -19,10 +19,10 @@ from turnout.formats.fp8 import encode_activation
 from turnout.kernels.common import rowwise
 from turnout.moe.backends.hopper.tile_config import SPECIAL, Tiles, plain_rule
 from turnout.moe.batch import ExpertsBatch, Hidden
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import Wishes
 from turnout.moe.spec import MoESpec
-from turnout.registry import RUNNERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
@@ -62,7 +62,7 @@ def test_a_layer_on_a_cpu(format: str, storage: str):
 
 def test_slabs_on_a_cpu():
     spec = make_spec(format="nvfp4", hidden_size=128)
-    runner = RUNNERS.get("torch")(spec, replace(make_plan(spec), deterministic=True), CPU)
+    runner = RUNNERS.load("torch")(spec, replace(make_plan(spec), deterministic=True), CPU)
     runner.prepare(make_experts(spec))
     codes, scale = encode_activation(torch.randn(8, 5, 128, generator=torch.Generator().manual_seed(1)))
     counts = torch.tensor([5, 0, 1, 2, 3, 4, 5, 5], dtype=torch.int32)

@@ -12,26 +12,25 @@ import torch
 
 from tests.moe.bounds import relative_error
 from tests.moe.build import MAX_TOKENS, make_experts, make_plan, make_setup, make_spec
-from tests.moe.exchange import DISPATCHERS, Case, cases, held, inputs, run
+from tests.moe.exchange import LOCAL_DISPATCHERS, Case, cases, held, inputs, run
 from tests.ranks import Pools, Rank, RankPool
 from turnout.formats.spec import token_bytes
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.reference import experts_reference
 from turnout.moe.wire_format import Wire
-from turnout.registry import DISPATCHERS as REGISTRY
-from turnout.registry import RUNNERS
 
 ARRANGEMENTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2)]
-LAYOUTS = {name: REGISTRY.get(name).capability.layout for name in DISPATCHERS}
+LAYOUTS = {name: DISPATCHERS[name].layout for name in LOCAL_DISPATCHERS}
 
 
 @pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("dispatcher", LOCAL_DISPATCHERS)
 def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
     check(ranks(ep * tp), list(cases(dispatcher, ep, tp)), thorough=ep * tp <= 2)
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("dispatcher", LOCAL_DISPATCHERS)
 def test_the_same_over_gloo(ranks: Pools, dispatcher, ep, tp):
     check(ranks(ep * tp), list(cases(dispatcher, ep, tp, shared_memory=False)), thorough=False)
 
@@ -52,9 +51,9 @@ def built(rank: Rank, dispatcher: str):
     chosen = make_plan(
         spec, dispatcher=dispatcher, layout=LAYOUTS[dispatcher], first=span.start, count=len(span)
     )
-    runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
+    runner = RUNNERS.load("torch")(spec, chosen, torch.device("cpu"))
     runner.prepare(held(make_experts(spec), topology))
-    return REGISTRY.get(dispatcher)(make_setup(spec, chosen, groups=groups)), runner
+    return DISPATCHERS.load(dispatcher)(make_setup(spec, chosen, groups=groups)), runner
 
 
 def padded(rank: Rank, dispatcher: str) -> None:
@@ -77,7 +76,7 @@ def padded(rank: Rank, dispatcher: str) -> None:
         assert not y_TH[gone].any()
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("dispatcher", LOCAL_DISPATCHERS)
 def test_padding_comes_out_as_zero(ranks: Pools, dispatcher):
     ranks(4).run(padded, dispatcher)
 
@@ -141,13 +140,13 @@ def test_nvfp4_on_the_wire_needs_a_scale():
         Wire(make_setup(spec, chosen))
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("dispatcher", LOCAL_DISPATCHERS)
 def test_a_single_rank_needs_no_process_group(dispatcher):
     spec, experts = make_spec("swiglu"), make_experts(make_spec("swiglu"))
     chosen = make_plan(spec, dispatcher=dispatcher, layout=LAYOUTS[dispatcher])
-    runner = RUNNERS.get("torch")(spec, chosen, torch.device("cpu"))
+    runner = RUNNERS.load("torch")(spec, chosen, torch.device("cpu"))
     runner.prepare(experts)
-    sends = REGISTRY.get(dispatcher)(make_setup(spec, chosen, "prefill"))
+    sends = DISPATCHERS.load(dispatcher)(make_setup(spec, chosen, "prefill"))
     for tokens in (0, 1, MAX_TOKENS):
         x_TH = inputs(tokens, 0)
         ids_TK = torch.arange(2 * tokens, dtype=torch.int32).view(-1, 2) % 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.moe.exchange import DISPATCHERS, run
+from tests.moe.exchange import LOCAL_DISPATCHERS, run
 from tests.moe.exchange import cases as exchange_cases
 from tests.ranks import Pools, Rank
 from turnout.parallel.groups import shares
@@ -19,7 +19,7 @@ TIMEOUT = 240  # seconds: kernels are loaded and NCCL connects
 
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
-@pytest.mark.parametrize("dispatcher", [*DISPATCHERS, "nvlink", "nvlink-experts"])
+@pytest.mark.parametrize("dispatcher", [*LOCAL_DISPATCHERS, "nvlink", "nvlink-experts"])
 def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
     some = list(exchange_cases(dispatcher, ep, tp, device="cuda"))
     found = [finding for own in ranks(ep * tp).run(run, some, timeout=TIMEOUT) for finding in own]

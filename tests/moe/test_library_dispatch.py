@@ -23,23 +23,25 @@ from tests.ranks import Pools, Rank
 from turnout.config import Config
 from turnout.engine.ranks.rendezvous import meet
 from turnout.errors import PlanRefused
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import Budget, OneSided, chunked_bytes, dispatch_bytes, low_latency_bytes
+from turnout.moe.backends.deepep.buffers import low_latency_size_hint, nvl_size_hint
+from turnout.moe.backends.flashinfer.buffers import WorkspaceSizes, buffer_bytes
+from turnout.moe.budget import Budget
+from turnout.moe.capabilities.capability import DispatcherCapability
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.moe.capabilities.limits import Limits
+from turnout.moe.capabilities.rank_share import DispatchShare
 from turnout.moe.plan import MoEPlan, Wishes, plan
-from turnout.moe.planning.capability import DispatcherCapability
-from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
-from turnout.registry import DISPATCHERS, RUNNERS
 
 SUBSTITUTES = {
     "flashinfer": flashinfer_on_cpu,
     "deepep-normal": deepep_on_cpu,
     "deepep-low-latency": deepep_on_cpu,
 }
-CARRIES = {name: DISPATCHER_CAPABILITIES[name].wire_formats for name in SUBSTITUTES}
+CARRIES = {name: DISPATCHERS[name].wire_formats for name in SUBSTITUTES}
 MODEL = MoESpec(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
 
 
@@ -52,7 +54,7 @@ class LibraryCase(Case):
         return "float32" if self.dispatcher == "flashinfer" else "bfloat16"
 
     def declared(self) -> Sequence[DispatcherCapability]:
-        own = DISPATCHER_CAPABILITIES[self.dispatcher]
+        own = DISPATCHERS[self.dispatcher]
         anywhere = {"devices": frozenset({"cpu"}), "limits": Limits(one_to_one=True)}
         return [replace(own, **anywhere, wire_needs=(), requires=())]
 
@@ -93,15 +95,15 @@ def check_padding(rank: Rank, dispatcher: str) -> None:
     """Padding among tokens, alone on a rank, and in some places of a token only: nothing comes of it."""
     groups = rank.groups(dp_size=rank.size, ep_size=rank.size, shared_memory=False)
     spec, span = make_spec("swiglu"), groups.topology.expert_range(8)
-    declared = DISPATCHER_CAPABILITIES[dispatcher]
+    declared = DISPATCHERS[dispatcher]
     chosen = make_plan(
         spec, dispatcher=dispatcher, layout=declared.layout, first=span.start, count=len(span),
         compute_dtype="bfloat16",
     )  # fmt: skip
     cpu, experts = torch.device("cpu"), make_experts(spec)
-    runner = RUNNERS.get("torch")(spec, chosen, cpu)
+    runner = RUNNERS.load("torch")(spec, chosen, cpu)
     runner.prepare(held(experts, groups.topology))
-    sends = DISPATCHERS.get(dispatcher)(make_setup(spec, chosen, groups=groups))
+    sends = DISPATCHERS.load(dispatcher)(make_setup(spec, chosen, groups=groups))
     tokens = [5, 3, 0, 2][: rank.size]
     x_TH = inputs(tokens[rank.number], rank.number).bfloat16()
     ids_TK = torch.stack((torch.arange(len(x_TH)), torch.arange(len(x_TH)) + 3), dim=1).int() % 8
@@ -135,7 +137,7 @@ BOOKKEEPING = {(2, 1): 640, (4, 64): 11648, (8, 1000): 176512, (33, 17): 3968, (
 
 @pytest.mark.parametrize(("ranks_count", "tokens"), BOOKKEEPING)
 def test_a_one_sided_workspace_is_as_large_as_the_library_asks(ranks_count, tokens):
-    sizes = OneSided(ranks=ranks_count, capacity=tokens, sent=2 * 4096 + 64, returned=2 * 4096)
+    sizes = WorkspaceSizes(ranks=ranks_count, capacity=tokens, sent=2 * 4096 + 64, returned=2 * 4096)
     assert sizes.bookkeeping == BOOKKEEPING[ranks_count, tokens]
     with flashinfer_on_cpu.installed():
         from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_get_workspace_size_per_rank
@@ -143,22 +145,26 @@ def test_a_one_sided_workspace_is_as_large_as_the_library_asks(ranks_count, toke
         wanted = moe_a2a_get_workspace_size_per_rank(ranks_count, tokens, sizes.sent, sizes.returned)
     assert sizes.total_bytes == wanted
     spec = MoESpec(hidden_size=4096, intermediate_size=1024, num_experts=128, top_k=8)
-    planned = dispatch_bytes(
-        "tokens", rows=ranks_count * tokens, spec=spec, num_local_experts=8, wire_format="bf16",
-        buffers="one_sided", ranks=ranks_count,
-    )  # fmt: skip
-    assert planned == wanted
+    share = DispatchShare(
+        spec=spec,
+        layout="tokens",
+        rows=ranks_count * tokens,
+        num_local_experts=8,
+        wire_format="bf16",
+        ranks=ranks_count,
+    )
+    assert buffer_bytes(share) == wanted
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "experts"), [(128, 7168, 256), (1, 2048, 8), (1024, 4096, 130)])
 def test_deepep_buffers_are_as_large_as_the_library_asks(tokens, hidden, experts):
     kind = deepep_on_cpu.Buffer
-    assert low_latency_bytes(tokens, hidden, experts) == kind.get_low_latency_rdma_size_hint(
+    assert low_latency_size_hint(tokens, hidden, experts) == kind.get_low_latency_rdma_size_hint(
         tokens, hidden, 8, experts
     )
     for count in (2, 4, 8):
         hint = kind.get_dispatch_config(count).get_nvl_buffer_size_hint(2 * hidden, count)
-        assert chunked_bytes(2 * hidden, count) == hint
+        assert nvl_size_hint(2 * hidden, count) == hint
 
 
 # --- plans ---------------------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ def test_libraries_get_the_variables_they_read(monkeypatch):
     """Send queues of NVSHMEM hold the largest step twice, with one more place."""
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "")
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "")
-    most = DISPATCHER_CAPABILITIES["deepep-low-latency"].limits.max_tokens
+    most = DISPATCHERS["deepep-low-latency"].limits.max_tokens
     engine_plan = SimpleNamespace(
         plan=planned(), topology=Topology(), hardware=hardware.named("cpu"), config=Config()
     )
@@ -268,7 +274,7 @@ def test_low_latency_kernels_feed_masked_ones_nvfp4_on_blackwell():
 
 def test_nvfp4_is_not_sent_by_a_library_that_cannot():
     """Here is none; a machine that is not this one is taken to have what it needs."""
-    declared = DISPATCHER_CAPABILITIES["deepep-low-latency"]
+    declared = DISPATCHERS["deepep-low-latency"]
     elsewhere = hardware.named("b200")
     assert "nvfp4" in declared.on(elsewhere).wire_formats
     here = declared.on(replace(elsewhere, present=True))

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.moe.build import make_plan, make_setup
 from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools, Rank
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import OneSided, chunked_bytes, low_latency_bytes
+from turnout.moe.backends.deepep.buffers import low_latency_size_hint, nvl_size_hint
+from turnout.moe.backends.flashinfer.buffers import WorkspaceSizes
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
-from turnout.registry import DISPATCHERS
 
 pytestmark = pytest.mark.multigpu
 
@@ -41,7 +41,7 @@ def cases(dispatcher: str, ranks: int) -> list[LibraryCase]:
         replace(plain, weights="nvfp4", wire="nvfp4"),
         replace(plain, weights="nvfp4", activation_format="nvfp4", wire="nvfp4"),
     ]
-    carried = DISPATCHER_CAPABILITIES[dispatcher].on(hardware.named("h200")).wire_formats
+    carried = DISPATCHERS[dispatcher].on(hardware.named("h200")).wire_formats
     return [plain, replace(plain, skewed=True), *(c for c in quantised if c.wire in carried)]
 
 
@@ -66,13 +66,13 @@ def replayed(rank: Rank, dispatcher: str) -> None:
     spec = MoESpec(hidden_size=2048, intermediate_size=64, num_experts=8, top_k=2)
     groups = rank.groups("cuda", dp_size=rank.size, ep_size=rank.size)
     span = groups.topology.expert_range(8)
-    layout = DISPATCHER_CAPABILITIES[dispatcher].layout
+    layout = DISPATCHERS[dispatcher].layout
     chosen = make_plan(
         spec, dispatcher=dispatcher, layout=layout, first=span.start, count=len(span),
         compute_dtype="bfloat16",
     )  # fmt: skip
     device = torch.device("cuda", rank.number)
-    sends = DISPATCHERS.get(dispatcher)(make_setup(spec, chosen, groups=groups, device=device))
+    sends = DISPATCHERS.load(dispatcher)(make_setup(spec, chosen, groups=groups, device=device))
     draw = torch.Generator(device=device).manual_seed(rank.number)
     x_TH = torch.empty(16, 2048, device=device, dtype=torch.bfloat16)
     ids_TK = torch.empty(16, 2, device=device, dtype=torch.int32)
@@ -114,7 +114,7 @@ def replayed(rank: Rank, dispatcher: str) -> None:
 
 @pytest.mark.timeout(TIMEOUT + 30)
 def test_a_graph_does_as_its_steps(ranks: Pools, dispatcher):
-    if DISPATCHER_CAPABILITIES[dispatcher].graph_safe:
+    if DISPATCHERS[dispatcher].graph_safe:
         ranks(2).run(replayed, dispatcher, timeout=TIMEOUT)
 
 
@@ -122,7 +122,7 @@ def sizes_of_flashinfer(rank: Rank) -> None:
     from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_get_workspace_size_per_rank
 
     for n, tokens in ((2, 64), (4, 1000), (64, 8192)):
-        sizes = OneSided(ranks=n, capacity=tokens, sent=8192 + 64, returned=8192)
+        sizes = WorkspaceSizes(ranks=n, capacity=tokens, sent=8192 + 64, returned=8192)
         assert sizes.total_bytes == moe_a2a_get_workspace_size_per_rank(n, tokens, sizes.sent, sizes.returned)
 
 
@@ -130,12 +130,12 @@ def sizes_of_deepep(rank: Rank) -> None:
     from deep_ep import Buffer
 
     for tokens, hidden, experts in ((128, 7168, 256), (1, 2048, 8), (1024, 4096, 130)):
-        assert low_latency_bytes(tokens, hidden, experts) == Buffer.get_low_latency_rdma_size_hint(
+        assert low_latency_size_hint(tokens, hidden, experts) == Buffer.get_low_latency_rdma_size_hint(
             tokens, hidden, 2, experts
         )
     for n in (2, 4, 8):
         for config in (Buffer.get_dispatch_config(n), Buffer.get_combine_config(n)):
-            assert chunked_bytes(8192, n) == config.get_nvl_buffer_size_hint(8192, n)
+            assert nvl_size_hint(8192, n) == config.get_nvl_buffer_size_hint(8192, n)
 
 
 @pytest.mark.parametrize(

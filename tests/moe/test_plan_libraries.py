@@ -9,8 +9,8 @@ import pytest
 
 from tests.moe.made_up import BLACKWELL, HOPPER
 from turnout.errors import PlanRefused
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import Hardware
@@ -212,5 +212,5 @@ def test_auto_says_on_what_its_choice_rests(spec: MoESpec, hardware: Hardware, c
     assert accepted.prefill.runner == chosen
     reason = accepted.reasons[0]
     assert reason.startswith(f"runner {chosen}: preference ")
-    assert RUNNER_CAPABILITIES[chosen].grounds in reason
-    assert RUNNER_CAPABILITIES[chosen].grounds
+    assert RUNNERS[chosen].grounds in reason
+    assert RUNNERS[chosen].grounds

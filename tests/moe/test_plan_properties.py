@@ -11,8 +11,8 @@ from tests.moe.made_up import ALL_FORMATS, BLACKWELL, CPU, HOPPER, dispatcher, r
 from turnout.errors import PlanRefused
 from turnout.formats.spec import FORMATS
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.limits import Limits
 from turnout.moe.plan import PHASES, Wishes, plan
-from turnout.moe.planning.dispatcher_limits import Limits
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology

@@ -13,6 +13,7 @@ from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import BUDGET, CPU, SPEC, dispatcher, runner
 from turnout.moe import plan
 from turnout.moe.backends.torch.runner import TorchRunner
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import Wishes
 from turnout.moe.planning import measured
 from turnout.moe.planning.measured import Measured
@@ -21,6 +22,7 @@ from turnout.moe.tune import times
 from turnout.moe.verify import Inputs
 from turnout.parallel.topology import Topology
 
+VERSIONS = measured.versions(RUNNERS.values())
 LAYER = measured.describe(SPEC, Topology(), CPU, "float32")
 TIMES = {"oak": {1: 10.0, 16: 1000.0}, "elm": {1: 40.0, 16: 90.0}}
 
@@ -28,7 +30,7 @@ TIMES = {"oak": {1: 10.0, 16: 1000.0}, "elm": {1: 40.0, 16: 90.0}}
 def kept(folder: Path, **fields) -> Path:
     values = {
         "layer": LAYER,
-        "versions": measured.versions(),
+        "versions": VERSIONS,
         "date": "2026-11-21",
         "microseconds": TIMES,
     }
@@ -36,9 +38,9 @@ def kept(folder: Path, **fields) -> Path:
 
 
 def test_what_was_kept_is_read_and_its_mean_is_over_batch_sizes(tmp_path: Path):
-    assert measured.read(tmp_path, LAYER) == {}
+    assert measured.read(tmp_path, LAYER, VERSIONS) == {}
     kept(tmp_path)
-    assert measured.read(tmp_path, LAYER) == TIMES
+    assert measured.read(tmp_path, LAYER, VERSIONS) == TIMES
     assert means(TIMES) == {"oak": pytest.approx(100), "elm": pytest.approx(60)}
     assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the file: no draft is left
 
@@ -51,7 +53,7 @@ def test_another_layer_device_or_arrangement_was_not_measured(tmp_path: Path):
         measured.describe(SPEC, Topology(), CPU, "bfloat16"),
         measured.describe(SPEC, Topology(), CPU, "float32", "fp8"),
     ):
-        assert measured.read(tmp_path, layer) == {}
+        assert measured.read(tmp_path, layer, VERSIONS) == {}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_files_that_do_not_count_are_left_aside_with_a_warning(
 ):
     file = kept(tmp_path)
     file.write_text(damage(file.read_text()))
-    assert measured.read(tmp_path, LAYER) == {}
+    assert measured.read(tmp_path, LAYER, VERSIONS) == {}
     assert said in caplog.text
     assert "turnout tune" in caplog.text
     assert str(file) in caplog.text

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from tests.moe.build import make_experts, make_plan, make_spec
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
-from turnout.moe.backends.hopper.arena import Arena, shared
+from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper.tile_config import LayerShape
-from turnout.moe.backends.hopper.workspace import ALIGN, arena_bytes, regions, workspace_bytes
+from turnout.moe.backends.hopper.workspace import regions, workspace_bytes
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.budget import ARENA_ALIGN, arena_bytes
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.plan import MoEPlan
-from turnout.moe.planning.rank_share import Share
 from turnout.moe.spec import MoESpec
-from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
 FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
 
 
 def planned(spec: MoESpec, layout: str, rows: int) -> int:
-    assert RUNNER_CAPABILITIES["triton"].workspace is workspace_bytes
+    assert RUNNERS["triton"].workspace is workspace_bytes
     share = Share(
         spec=spec,
         rows=rows,
@@ -49,7 +49,7 @@ def test_regions_lie_apart_and_fill_the_arena():
         for value, part in enumerate(parts.values(), start=1):
             part.fill_(value)
         assert [part.unique().tolist() for part in parts.values()] == [[v + 1] for v in range(len(parts))]
-        assert all((part.data_ptr() - arena._bytes.data_ptr()) % ALIGN == 0 for part in parts.values())
+        assert all((part.data_ptr() - arena._bytes.data_ptr()) % ARENA_ALIGN == 0 for part in parts.values())
     assert arena.nbytes == max(arena_bytes(sizes) for sizes in sets.values())
     # What must stay zero between calls is the same memory in both layouts.
     assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
@@ -105,7 +105,7 @@ def test_a_runner_takes_the_arena_that_was_planned(
     spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
     plan = make_plan(spec, runner="triton", layout=layout, compute_dtype="bfloat16")
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=100))
-    runners = [RUNNERS.get("triton")(spec, plan, CPU) for _ in range(2)]
+    runners = [RUNNERS.load("triton")(spec, plan, CPU) for _ in range(2)]
     for runner in runners:
         runner.prepare(make_experts(spec))
     assert runners[0]._arena is runners[1]._arena
@@ -117,7 +117,7 @@ def test_a_runner_takes_the_arena_that_was_planned(
 def allocated(spec: MoESpec, plan: MoEPlan, tokens: int, calls: int) -> tuple[int, int]:
     """Bytes of the arena, and the most that a call allocates besides."""
     device = torch.device("cuda")
-    runner = RUNNERS.get("triton")(spec, plan, device)
+    runner = RUNNERS.load("triton")(spec, plan, device)
     runner.prepare(make_experts(spec))
     draw = torch.Generator().manual_seed(0)
     weights_TK, ids_TK = torch.rand(tokens, spec.num_experts, generator=draw).topk(spec.top_k)

@@ -3,8 +3,8 @@
 import json
 
 from tools.proven import backends_run, with_runs
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.planning.hardware_evidence import RUNS, evidence
-from turnout.registry import DISPATCHERS, RUNNERS
 
 
 def test_runs_are_read_from_rows_that_did_not_fail(tmp_path):

@@ -47,7 +47,8 @@ from turnout.errors import PlanRefused, UserError
 from turnout.formats.spec import WIRE_FORMATS, token_bytes
 from turnout.moe import MoELayer
 from turnout.moe.accuracy import BOUNDS, relative_error
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.capabilities.declared import DISPATCHERS
+from turnout.moe.capabilities.rank_share import received_bytes
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
@@ -56,7 +57,6 @@ from turnout.moe.wire_format import Wire
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology
-from turnout.registry import DISPATCHERS
 from turnout.vocabulary import Format, Phase
 
 INPUTS = 4  # sets of tokens and routes, taken in turn
@@ -218,7 +218,7 @@ class RankBench:
         setup = self._layers.setup(spec, chosen)
 
         def make(groups: Groups, name: str = chosen.prefill.dispatcher) -> Any:
-            return DISPATCHERS.get(name)(replace(setup, groups=groups))
+            return DISPATCHERS.load(name)(replace(setup, groups=groups))
 
         world = [tokens] * self._settings.world_size
         inputs = [self._layers.inputs(tokens, routing, seed) for seed in range(INPUTS)]
@@ -230,7 +230,7 @@ class RankBench:
             dispatcher.combine(outs[-1], state)
         world_group, parallel = Recorded(self._groups.world), Recorded(self._groups.data_parallel)
         recorded = replace(self._groups, world=world_group, data_parallel=parallel)
-        by_itself = DISPATCHER_CAPABILITIES[chosen.prefill.dispatcher].buffers != "rows"
+        by_itself = DISPATCHERS[chosen.prefill.dispatcher].buffers is not received_bytes
         recording = make(recorded, "collective") if by_itself else make(recorded)
         batch, state = recording.dispatch(*inputs[0], world)
         there = [*world_group.taken(), *parallel.taken()]
@@ -324,7 +324,7 @@ def _exchanges(tokens: int) -> int:
 
 
 def _dispatchers(device: str) -> tuple[str, ...]:
-    return tuple(d.name for d in DISPATCHER_CAPABILITIES.values() if device in d.devices)
+    return tuple(d.name for d in DISPATCHERS.values() if device in d.devices)
 
 
 def _check(settings: Settings, gpus: int, local_ranks: int) -> None:

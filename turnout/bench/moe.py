@@ -42,17 +42,16 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.formats.spec import WEIGHT_FORMATS, matrix_bytes
 from turnout.moe.accuracy import relative_error
-from turnout.moe.backends.flashinfer import autotune
-from turnout.moe.backends.hopper.autotune import copies
+from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
-from turnout.registry import RUNNERS
 from turnout.vocabulary import Format
 
 ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
@@ -180,7 +179,7 @@ class LayerBench:
         self._spec = shape.spec(self._format)
         self._sets = [draw_experts(shape, self._format, machine.device, 0)]
         if machine.device == "cuda":
-            seeds = range(1, copies(self._sets[0].nbytes))
+            seeds = range(1, hardware.copies_beyond_cache(self._sets[0].nbytes))
             self._sets += [draw_experts(shape, self._format, machine.device, seed) for seed in seeds]
 
     def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
@@ -250,10 +249,10 @@ class LayerBench:
         name, device = chosen.decode.runner, torch.device(self._machine.device)
 
         def forward(experts: ExpertWeights) -> Forward:
-            runner = RUNNERS.get(name)(self._spec, chosen, device)
+            runner = RUNNERS.load(name)(self._spec, chosen, device)
             runner.prepare(experts)
-            if experts is self._sets[0] and autotune.wanted(chosen):  # as a server's start would
-                autotune.tune(
+            if experts is self._sets[0]:  # as a server's start would
+                autotune(
                     runner,
                     self._spec,
                     chosen,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turnout.errors import UserError
-from turnout.moe.planning.packages import versions_of
+from turnout.moe.capabilities.packages import versions_of
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 

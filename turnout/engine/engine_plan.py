@@ -23,11 +23,11 @@ from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
 from turnout.models import describe
 from turnout.models.interface import ModelDescription
-from turnout.moe.backends.hopper import tuning_tables
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.capabilities.packages import TRITON
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.moe.planning import measured as times_kept
-from turnout.moe.planning.packages import TRITON
 from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
@@ -166,7 +166,7 @@ def decide(
         num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
         measured=measured,
-        tiles=partial(tuning_tables.find, hardware=hardware, folder=cache_folder()),
+        tuning_folder=cache_folder(),
     )
     try:
         moe = replan(budget=budget)
@@ -206,7 +206,7 @@ def _measured(
     if not hardware.present or topology.refusals():
         return {}
     layer = times_kept.describe(description.moe, topology, hardware, dtype, config.moe_activation_dtype)
-    return times_kept.read(cache_folder(), layer)
+    return times_kept.read(cache_folder(), layer, times_kept.versions(RUNNERS.values()))
 
 
 def _compute_dtype(config: Config, hardware: Hardware) -> str:

@@ -13,8 +13,10 @@ from turnout.engine.engine_plan import EnginePlan, ModelFolder, decide
 from turnout.engine.ranks.parallel_config import make_topology
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.budget import dispatch_bytes, moves
+from turnout.moe.budget import moves
+from turnout.moe.capabilities.declared import DISPATCHERS
+from turnout.moe.capabilities.rank_share import DispatchShare
+from turnout.moe.planning.backend_refusals import dispatcher_refusals
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors
 from turnout.vocabulary import Layout, Phase
@@ -95,22 +97,25 @@ def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
             tokens=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
             slabs=plan.num_local_experts if declared.layout == Layout.BATCHED_EXPERTS else 1,
             sizes={
-                wire: dispatch_bytes(
-                    declared.layout,
-                    rows=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
-                    spec=spec,
-                    num_local_experts=plan.num_local_experts,
-                    wire_format=wire,
-                    itemsize=ITEMSIZE[engine_plan.compute_dtype],
-                    buffers=declared.buffers,
-                    ranks=engine_plan.topology.tp_size,
-                    batches=2 if plan.two_batches else 1,
+                wire: declared.buffers(
+                    DispatchShare(
+                        spec=spec,
+                        layout=declared.layout,
+                        rows=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
+                        num_local_experts=plan.num_local_experts,
+                        wire_format=wire,
+                        itemsize=ITEMSIZE[engine_plan.compute_dtype],
+                        ranks=engine_plan.topology.tp_size,
+                        batches=2 if plan.two_batches else 1,
+                    )
                 )
                 for wire in sorted(declared.on(engine_plan.hardware).wire_formats)
                 if spec.hidden_size % FORMATS[wire].group == 0
             },
         )
-        for declared in DISPATCHER_CAPABILITIES.values()
+        for declared in DISPATCHERS.values()
         if moves(declared.exchange, dp_size=budget.dp_size)
-        and not declared.refusals(spec, engine_plan.topology, engine_plan.hardware, engine_plan.compute_dtype)
+        and not dispatcher_refusals(
+            declared, spec, engine_plan.topology, engine_plan.hardware, engine_plan.compute_dtype
+        )
     ]

@@ -26,12 +26,12 @@ from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.models.interface import Model, Step
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import TOKENS, Inputs, Oracle, Result, caught, examine, make_batches
-from turnout.registry import RUNNERS
 from turnout.vocabulary import Format, Layout, WeightStorage
 
 SENTENCES = (
@@ -213,7 +213,7 @@ class SelfCheck:
         """extent: "quick", the first and the last MoE layer in small batches, or "full", all of them in
         batches up to the budget's maximum. Raises UserError for what cannot be checked."""
         self._engine_plan, self._extent, self._device = engine_plan, extent, device
-        capability = RUNNERS.get(engine_plan.plan.prefill.runner).capability
+        capability = RUNNERS[engine_plan.plan.prefill.runner]
         if "tokens" not in capability.layouts:
             raise UserError(
                 f"--verify {extent}: runner {capability.name} takes tokens from its dispatcher alone; "

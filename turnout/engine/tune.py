@@ -3,7 +3,7 @@
 The model reads some text on one rank, so that inputs and routes are real; then each runner gets this rank's
 slice of the layer's experts, in the setting a plan would give it. First come the tilings of runners that can
 be cut one way or another, then the runners, with the best of these. `plan` and `serve` with the same device,
-versions, layer and ranks choose by what is kept (moe/backends/hopper/tuning_tables.py,
+versions, layer and ranks choose by what is kept (moe/capabilities/tuning.py,
 moe/planning/measured.py).
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,12 +27,10 @@ from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models import load_model
 from turnout.models.interface import ProgressFn
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
-from turnout.moe.backends.flashinfer import autotune
-from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.autotune import Tiled, copies, tile_times, to_compile
-from turnout.moe.backends.hopper.tile_config import REVISIONS, TileTable
+from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.interface import Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.planning import measured
@@ -42,7 +39,8 @@ from turnout.moe.tune import TOKENS, times
 from turnout.moe.verify import Inputs
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
-from turnout.registry import RUNNERS
+
+T = TypeVar("T")
 
 TEXTS = 4  # batches of one size begin so many times at another row
 ONE_RANK: dict[str, Any] = {
@@ -80,7 +78,7 @@ def tune(config: Config, progress: ProgressFn) -> Tuned:
     return Tuned(measured=found, file=file, refused=tuple(refused))
 
 
-def _kept(write: Callable[[], Path]) -> Path:
+def _kept(write: Callable[[], T]) -> T:
     try:
         return write()
     except OSError as error:
@@ -93,7 +91,7 @@ def _plans(config: Config) -> tuple[dict[str, MoEPlan], list[Refusal]]:
     """By runner the plan it would run in, and why others cannot."""
     plans: dict[str, MoEPlan] = {}
     refused: list[Refusal] = []
-    for name in RUNNER_CAPABILITIES:
+    for name in RUNNERS:
         try:
             plans[name] = resolve(replace(config, moe_runner_backend=name)).plan
         except PlanRefused as error:
@@ -110,11 +108,11 @@ def _measure(engine_plan: EnginePlan, plans: dict[str, MoEPlan], progress: Progr
     inputs = inputs.to(device, getattr(torch, engine_plan.compute_dtype))
     runners: dict[str, Runner] = {}
     for name, plan in plans.items():
-        if "tokens" not in RUNNER_CAPABILITIES[name].layouts:
+        if "tokens" not in RUNNERS[name].layouts:
             continue
-        if RUNNER_CAPABILITIES[name].tiled:
+        if RUNNERS[name].tuning is not None:
             plan = replace(plan, tiles=_tune_tiles(engine_plan, name, plan, own, inputs, progress))
-        runners[name] = RUNNERS.get(name)(spec, plan, device)
+        runners[name] = RUNNERS.load(name)(spec, plan, device)
         runners[name].prepare(own)
         _choose_tactics(engine_plan, runners[name], plan, device, progress)
     with torch.inference_mode():
@@ -127,7 +125,7 @@ def _measure(engine_plan: EnginePlan, plans: dict[str, MoEPlan], progress: Progr
             engine_plan.compute_dtype,
             engine_plan.config.moe_activation_dtype,
         ),
-        versions=measured.versions(),
+        versions=measured.versions(RUNNERS.values()),
         date=datetime.date.today().isoformat(),
         microseconds=found,
     )
@@ -141,16 +139,16 @@ def _tune_tiles(
     own: ExpertWeights,
     inputs: Inputs,
     progress: ProgressFn,
-) -> TileTable:
-    """Measure the table of a tiled runner, and keep it."""
-    from turnout.kernels.common.compilation import compilers, submit
-
+) -> TuningTable:
+    """Measure the table of a runner whose kernels can be cut one way or another, and keep it."""
+    tuning = RUNNERS[name].tuning
+    assert tuning is not None, "asked of those that have one"
     device, most = torch.device(engine_plan.hardware.device), largest(plan, inputs.x_TH.device)
-    runners: list[Tiled] = []
-    for _ in range(copies(own.nbytes)):
-        runner = RUNNERS.get(name)(engine_plan.description.moe, replace(plan, tiles=()), device)
+
+    def make_runner() -> Runner:
+        runner: Runner = RUNNERS.load(name)(engine_plan.description.moe, replace(plan, tiles=()), device)
         runner.prepare(own)
-        runners.append(runner)
+        return runner
 
     @cache
     def batches(tokens: int) -> list[TokensBatch]:
@@ -164,46 +162,33 @@ def _tune_tiles(
             for part in some
         ]
 
-    with compilers() as pool:
-        jobs = submit(pool, to_compile(runners[0], batches, most))
-        for done, _ in enumerate(as_completed(jobs)):
-            progress("compiling kernels", done + 1, len(jobs))
-    entries = tile_times(
-        runners, batches, most, lambda done, of: progress(f"timing tilings of {name}", done, of)
-    )
-    shape = runners[0].shape
-    table = tuning_tables.Table(
-        shape=shape,
-        revision=REVISIONS[shape.kernel],
-        date=datetime.date.today().isoformat(),
-        entries=tuple(entries),
-    )
-    content = tuning_tables.TileFile(
-        device=engine_plan.hardware.name, versions=tuning_tables.versions(), tables=(table,)
-    )
-    _kept(
-        lambda: tuning_tables.write(
-            tuning_tables.path(lasting_folder(), table.shape, engine_plan.hardware), content
+    return _kept(
+        lambda: tuning.measure(
+            make_runner,
+            batches,
+            weight_bytes=own.nbytes,
+            most=most,
+            hardware=engine_plan.hardware,
+            folder=lasting_folder(),
+            progress=progress,
         )
     )
-    return tuple((entry.tokens, entry.tiles) for entry in entries)
 
 
 def _choose_tactics(
     engine_plan: EnginePlan, runner: Runner, plan: MoEPlan, device: torch.device, progress: ProgressFn
 ) -> None:
     """As a server's start would, so that the runner is timed as it will serve."""
-    if autotune.wanted(plan):
-        autotune.tune(
-            runner,
-            engine_plan.description.moe,
-            plan,
-            device=device,
-            device_name=engine_plan.hardware.name,
-            world=ALONE.world,
-            folder=cache_folder(),
-            progress=progress,
-        )
+    autotune(
+        runner,
+        engine_plan.description.moe,
+        plan,
+        device=device,
+        device_name=engine_plan.hardware.name,
+        world=ALONE.world,
+        folder=cache_folder(),
+        progress=progress,
+    )
 
 
 def _first_layer(

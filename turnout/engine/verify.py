@@ -28,8 +28,8 @@ from turnout.formats.experts import ExpertWeights
 from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn
 from turnout.moe.accuracy import relative_error
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
@@ -201,8 +201,8 @@ def _choices(config: Config) -> Iterator[Config]:
     """`config` with each combination of what it leaves to `auto`."""
     declared = {field.name: field.metadata["choices"] for field in dataclasses.fields(Config)}
     every: dict[str, Sequence[str]] = {
-        "moe_runner_backend": tuple(RUNNER_CAPABILITIES),
-        "moe_a2a_backend": tuple(DISPATCHER_CAPABILITIES),
+        "moe_runner_backend": tuple(RUNNERS),
+        "moe_a2a_backend": tuple(DISPATCHERS),
         "moe_activation_dtype": [name for name in declared["moe_activation_dtype"] if name != "auto"],
         "moe_weight_storage": [name for name in declared["moe_weight_storage"] if name != "auto"],
     }

@@ -17,7 +17,7 @@ from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.forward import Forward
 from turnout.models.interface import Model, ProgressFn
-from turnout.moe.backends.flashinfer import autotune
+from turnout.moe.autotune import autotune
 from turnout.moe.interface import Experts
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.parallel.groups import Groups
@@ -45,9 +45,9 @@ class Tuner:
     def tune(self, groups: Groups, progress: ProgressFn | None) -> None:
         """Collective. Raises UserError where ranks cannot share tactics."""
         engine_plan, runner, self._first = self._engine_plan, self._first, None
-        if runner is None or not autotune.wanted(engine_plan.plan):
+        if runner is None:
             return
-        autotune.tune(
+        autotune(
             runner,
             engine_plan.description.moe,
             engine_plan.plan,

@@ -1,4 +1,4 @@
-"""Every token bound and every buffer size of the MoE layers, each formula once.
+"""Token bounds of the MoE layers, and the sizes that no single backend owns, each formula once.
 
 Legend: T tokens of a batch, E_loc experts held by a rank, k top-k, H hidden size, I a rank's shard of
 the expert intermediate size, dp data-parallel groups, C capacity: tokens a rank may dispatch in one step.
@@ -8,13 +8,15 @@ All sizes are bytes per rank. Bounds come from configuration, never from the fir
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
-from turnout.formats.spec import matrix_bytes, token_bytes, token_parts
+from turnout.formats.spec import matrix_bytes
 from turnout.moe.spec import MoESpec
-from turnout.vocabulary import Exchange, Format, Layout, Phase
+from turnout.vocabulary import Exchange, Format, Phase
+
+ARENA_ALIGN = 256  # bytes; regions of an arena begin at multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,11 @@ def aligned(size: int, multiple: int = 128) -> int:
     return -(-size // multiple) * multiple
 
 
+def arena_bytes(regions: Mapping[str, int]) -> int:
+    """Of an arena's regions (arena.py), one after the other."""
+    return sum(aligned(size, ARENA_ALIGN) for size in regions.values())
+
+
 def moves(exchange: Exchange, *, dp_size: int) -> bool:
     """Whether tokens leave their rank. A gather has nothing to fetch where all ranks hold the same ones."""
     return exchange == Exchange.ALL_TO_ALL or dp_size > 1
@@ -161,140 +168,6 @@ def expert_bytes(
         one += 4 * (rows + spec.hidden_size)
     input_scales = 8 * spec.num_experts if spec.quantized_activations else 0
     return num_local_experts * one + input_scales
-
-
-def dispatch_bytes(
-    layout: Layout,
-    *,
-    rows: int,
-    spec: MoESpec,
-    num_local_experts: int,
-    wire_format: Format,
-    itemsize: int = 2,
-    buffers: str = "rows",
-    ranks: int = 1,
-    batches: int = 1,
-    combine_format: Format = Format.BF16,
-) -> int:
-    """Receive buffers of one dispatcher for `rows` tokens (`rows_seen`) of `ranks`, if it `moves` any.
-
-    Per row: the token as dispatched, its result to combine, and ids and weights (8 k). The "experts"
-    layout keeps a slab of that many rows for every local expert, since all may choose the same one.
-
-    `buffers` "symmetric": a region that all ranks write, and the batch's ids and weights, for each of the
-    `batches` that may be under way; slabs are copies. "one_sided": one
-    workspace, `OneSided`. "chunked": they come on top of queues that
-    tokens pass through. "low_latency": queues hold whole steps, and the batch is a copy.
-    """
-    token = token_bytes(wire_format, spec.hidden_size, itemsize=itemsize)
-    result = itemsize * spec.hidden_size
-    if buffers == "symmetric":
-        parts = symmetric_parts(
-            spec,
-            ranks=ranks,
-            capacity=rows // ranks,
-            wire_formats=(wire_format,),
-            combine_format=combine_format,
-            itemsize=itemsize,
-        )
-        slabs = rows * num_local_experts * (token + result) if layout == Layout.BATCHED_EXPERTS else 0
-        return batches * (sum(parts.values()) + rows * 8 * spec.top_k + slabs)
-    if buffers == "one_sided":
-        capacity = rows // ranks
-        sizes = OneSided(ranks=ranks, capacity=capacity, sent=token + 8 * spec.top_k, returned=result)
-        return sizes.total_bytes
-    if buffers == "low_latency":
-        queues = low_latency_bytes(rows // ranks, spec.hidden_size, spec.num_experts)
-        return queues + rows * num_local_experts * token
-    slabs = num_local_experts if layout == Layout.BATCHED_EXPERTS else 1
-    queues = chunked_bytes(result, ranks) if buffers == "chunked" else 0
-    return queues + rows * (slabs * (token + result) + 8 * spec.top_k)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneSided:
-    """One rank's workspace of FlashInfer's one-sided all-to-all, into which its peers write.
-
-    capacity: rows that each of `ranks` may send. sent, returned: bytes of a row on its way to the experts,
-    with ids and weights, and back. The formulas are those of `moe_a2a_get_workspace_size_per_rank`.
-    """
-
-    ranks: int
-    capacity: int
-    sent: int
-    returned: int
-
-    @property
-    def bookkeeping(self) -> int:
-        """An epoch and a counter; counters by rank, sent and received; two flags by rank; then, for each of
-        a rank's own tokens and up to 22 experts, the rank it went to and its row there."""
-        routes = aligned(4 * 22 * self.capacity)
-        return aligned(8 + 8 * self.ranks) + 2 * aligned(4 * self.ranks) + 2 * routes
-
-    @property
-    def results_at(self) -> int:
-        """Where results begin: behind the rows received, if all senders send all they may."""
-        return self.bookkeeping + aligned(self.ranks * self.capacity * self.sent)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.results_at + aligned(self.ranks * self.capacity * self.returned)
-
-
-def chunked_bytes(row: int, ranks: int) -> int:
-    """DeepEP's queues between `ranks` of one host, for rows of so many bytes: its `get_nvl_buffer_size_hint`.
-
-    Ten channels to every rank of 256 slots, with room for 128 ids (8 bytes), weights and scales (4 each).
-    """
-    slots = 10 * ranks * 256
-    return aligned(10 * ranks * 5 * 4 + slots * (row + 8 + 128 * (8 + 4 + 4)))
-
-
-def low_latency_bytes(tokens: int, hidden_size: int, num_experts: int) -> int:
-    """DeepEP's low-latency buffers: its `get_low_latency_rdma_size_hint`.
-
-    Two of each, used in turn: messages out and in, a slot per expert and token, for dispatch (16 bytes and
-    the row in bf16) or combine (the row, and two bf16 per 128 columns), whichever is more; and signals.
-    """
-    scales = hidden_size // 128
-    there, back = 16 + max(2 * hidden_size, hidden_size + 4 * scales), 4 * scales + 2 * hidden_size
-    out = max(tokens * there, num_experts * tokens * back)
-    into = num_experts * tokens * max(there, back)
-    return (2 * (out + into + aligned(4 * num_experts)) // 128 + 1) * 128
-
-
-FEW_TOKENS = 128  # of a rank, that travel through symmetric memory in words (kernels/nvlink)
-
-
-def symmetric_parts(
-    spec: MoESpec,
-    *,
-    ranks: int,
-    capacity: int,
-    wire_formats: Iterable[Format],
-    combine_format: Format = Format.BF16,
-    itemsize: int,
-) -> dict[str, int]:
-    """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.
-
-    Per row the token as dispatched and its result, and a flag for each; twice, for a step and the next, its
-    ids and weights (8 k). Where a rank's first FEW_TOKENS land, both again, at 16 bytes. And counts.
-    """
-    rows, few = ranks * capacity, ranks * min(capacity, FEW_TOKENS)
-    sent = [token_parts(f, spec.hidden_size, itemsize=itemsize) for f in wire_formats]
-    result = aligned(token_bytes(combine_format, spec.hidden_size, itemsize=itemsize), 16)
-    sizes = {
-        "counts": 2 * 8 * ranks,
-        "meta": 2 * 8 * rows * spec.top_k,
-        "arrived": 8 * rows,
-        "returned": 8 * rows,
-        "scales": rows * max(scales for _, scales in sent),
-        "hidden": rows * max(data for data, _ in sent),
-        "results": rows * result,
-        "landing": few * max(aligned(data + scales, 16) for data, scales in sent),
-        "landed": few * result,
-    }
-    return {name: aligned(size) for name, size in sizes.items()}
 
 
 def kv_bytes_per_token(

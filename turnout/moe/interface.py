@@ -18,8 +18,8 @@ from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import MoEPlan
-from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 from turnout.vocabulary import Format, Phase

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.chunks import cut
 from turnout.moe.interface import Dispatcher, DispatchSetup, Experts
 from turnout.moe.overlap import Fork, at_once, fork
@@ -27,7 +28,6 @@ from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups
-from turnout.registry import DISPATCHERS
 from turnout.vocabulary import Phase, Reduce, SharedExpert
 
 
@@ -73,7 +73,7 @@ class MoELayer:
         self._runner.prepare(self._checked(experts))
         self._input_scale = _input_scale(experts, device)
         self._dispatchers: dict[Phase, Dispatcher] = {
-            phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
+            phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
                 DispatchSetup(
                     spec=spec,
                     plan=plan,

@@ -28,22 +28,21 @@ Four choices of `auto` that are not a backend's preference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 from turnout.errors import PlanRefused, Refusal
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
-from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.tile_config import LayerShape, TileTable
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.planning.candidates import Candidate, search
-from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.planning.problem import PHASES, Case, Wishes
-from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tiles
+from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tuning
 from turnout.moe.planning.runner_by_batch_size import Buckets, Times, means, second, why
 from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
@@ -54,16 +53,6 @@ from turnout.vocabulary import Format, Layout, Phase, Reduce, SharedExpert, Weig
 __all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
 
 C = TypeVar("C", RunnerCapability, DispatcherCapability)
-
-# Names that flags may ask for, here or in other releases: what is missing is told from a typing error.
-KNOWN_RUNNERS = (
-    "triton",
-    "flashinfer_cutedsl",
-    "flashinfer_mxfp4",
-    "flashinfer_cutlass",
-    "flashinfer_trtllm",
-)
-KNOWN_DISPATCHERS = ("collective", "collective-experts", "nvlink", "nvlink-experts", "flashinfer", "deepep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +89,7 @@ class MoEPlan:
     shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
     two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
     buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
-    tiles: TileTable = ()  # how the Hopper kernels cut their GEMMs; empty: by rule (tile_config.py)
+    tiles: TuningTable = ()  # how a runner with tuned kernels cuts them; empty: by its rule
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
@@ -126,14 +115,15 @@ def plan(
     runners: Sequence[RunnerCapability] | None = None,
     dispatchers: Sequence[DispatcherCapability] | None = None,
     measured: Times = MappingProxyType({}),
-    tiles: Callable[[LayerShape], TileTable] | None = None,
+    tiles: TuningTable | None = None,
+    tuning_folder: Path | None = None,
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
     `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
     `dispatchers` default to those of this version. `measured`: us by runner and batch size (measured.py),
-    which decide between runners that are left to `auto`. `tiles`: the table of a layer, for runners that are
-    tiled; None: what is shipped for it and this device (tuning_tables.py). Raises PlanRefused with everything
+    which decide between runners that are left to `auto`. `tiles`: the table of a runner with tuned kernels;
+    None: this machine's own from `tuning_folder`, else what is shipped. Raises PlanRefused with everything
     that stands in the way, ValueError for a budget made for another number of data-parallel groups.
     """
     if budget.dp_size != topology.dp_size:
@@ -148,8 +138,8 @@ def plan(
         stored_itemsize=stored_itemsize,
         num_layers=num_layers,
     )
-    known_runners = list(RUNNER_CAPABILITIES.values()) if runners is None else runners
-    known_dispatchers = list(DISPATCHER_CAPABILITIES.values()) if dispatchers is None else dispatchers
+    known_runners = list(RUNNERS.values()) if runners is None else runners
+    known_dispatchers = list(DISPATCHERS.values()) if dispatchers is None else dispatchers
     candidates, refused = _allowed(case, known_runners, known_dispatchers)
     if wishes.runner == "auto":  # sorting is stable: candidates of a runner keep their order
         mean = means(measured)
@@ -157,8 +147,8 @@ def plan(
     best = candidates[0]
     beside = second(case, best, candidates, measured)
     together = [best] if beside is None else [best, beside[0]]
-    tiled = next((one for one in together if one.runner.tiled), best)
-    table = _tiles(case, tiled, tiles or partial(tuning_tables.find, hardware=hardware))
+    tuned = next((one for one in together if one.runner.tuning is not None), best)
+    table = _table(case, tuned, tiles, tuning_folder)
     return replace(
         _made(case, together),
         buckets=() if beside is None else beside[1],
@@ -168,7 +158,7 @@ def plan(
             *reasons(case, best, candidates, means(measured)),
             *(() if beside is None else why(best, *beside, measured, num_layers)),
             *why_sibling(best, known_dispatchers, refused),
-            *why_tiles(case, tiled, table),
+            *why_tuning(case, tuned, table),
         ),
     )
 
@@ -204,7 +194,7 @@ def _allowed(
     impossible = list(misarranged)
     if not misarranged:
         impossible += layer_refusals(case.spec, case.topology)
-    wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners, KNOWN_RUNNERS)
+    wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners)
     wished_dispatchers, no_dispatcher = _wished_dispatchers(case.wishes, dispatchers)
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
@@ -242,10 +232,10 @@ def _wished_dispatchers(
     family = [d for d in members if d.family and d.family == wishes.dispatcher]
     if family:
         return family, []
-    return _wished("--moe-a2a-backend", wishes.dispatcher, members, KNOWN_DISPATCHERS)
+    return _wished("--moe-a2a-backend", wishes.dispatcher, members)
 
 
-def _wished(flag: str, wish: str, here: Sequence[C], known: tuple[str, ...]) -> tuple[list[C], list[Refusal]]:
+def _wished(flag: str, wish: str, here: Sequence[C]) -> tuple[list[C], list[Refusal]]:
     """The backends to consider, and a refusal if the one asked for is not `here`."""
     if wish == "auto":
         return list(here), []
@@ -253,12 +243,11 @@ def _wished(flag: str, wish: str, here: Sequence[C], known: tuple[str, ...]) -> 
     if asked:
         return asked, []
     names = [backend.name for backend in here]
-    limit = "not part of this version" if wish in known else "unknown"
     close = get_close_matches(wish, names, n=1)
     refusal = Refusal(
         who="plan",
         asked=f"{flag} {wish}",
-        limit=f"{limit}; there are: {', '.join(names)}",
+        limit=f"unknown; there are: {', '.join(names)}",
         remedy=f"use {flag} {close[0] if close else 'auto'}",
     )
     return [], [refusal]
@@ -275,18 +264,15 @@ def _hint(
     return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
 
 
-def _tiles(case: Case, best: Candidate, find: Callable[[LayerShape], TileTable]) -> TileTable:
+def _table(case: Case, best: Candidate, given: TuningTable | None, folder: Path | None) -> TuningTable:
     """Under --deterministic the rule alone: every machine then runs the same kernels."""
-    if not best.runner.tiled or case.wishes.deterministic:
+    tuning = best.runner.tuning
+    if tuning is None or case.wishes.deterministic:
         return ()
-    return find(
-        LayerShape.of(
-            case.spec,
-            num_local_experts=case.num_local_experts,
-            expert_tp=case.topology.expert_tp,
-            activations=best.activation,
-        )
-    )
+    if given is not None:
+        return given
+    share = case.share(best.prefill, Phase.PREFILL, best.storage, best.activation)
+    return tuning.find(share, case.hardware, folder)
 
 
 def _phase_plan(case: Case, best: Candidate, phase: Phase) -> PhasePlan:

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Experts, Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.registry import RUNNERS
 
 
 def make_runner(spec: MoESpec, plan: MoEPlan, device: torch.device) -> Experts:
     """What computes the experts of one layer as planned."""
     if plan.buckets:
         return ByTokens(spec, plan, device)
-    runner: Experts = RUNNERS.get(plan.prefill.runner)(spec, plan, device)
+    runner: Experts = RUNNERS.load(plan.prefill.runner)(spec, plan, device)
     return runner
 
 
@@ -31,10 +30,10 @@ def _named(name: str, spec: MoESpec, plan: MoEPlan, device: torch.device) -> Run
         plan,
         prefill=replace(plan.prefill, runner=name),
         decode=replace(plan.decode, runner=name),
-        tiles=plan.tiles if RUNNER_CAPABILITIES[name].tiled else (),
+        tiles=plan.tiles if RUNNERS[name].tuning is not None else (),
         buckets=(),
     )
-    runner: Runner = RUNNERS.get(name)(spec, alone, device)
+    runner: Runner = RUNNERS.load(name)(spec, alone, device)
     return runner
 
 

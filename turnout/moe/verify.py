@@ -23,12 +23,12 @@ from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.interface import DispatchSetup, Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import ALONE
-from turnout.registry import DISPATCHERS, RUNNERS
 from turnout.vocabulary import Format, Layout, Phase
 
 TOKENS = (0, 1, 3, 17)  # and as many as the budget or the caller allows
@@ -100,7 +100,7 @@ class Pipeline:
         input_scale = None if scales is None else scales.w13.max().to(device, torch.float32)
         self._runner, self._decode = runner, plan.decode.max_tokens
         self._dispatchers = {
-            phase: DISPATCHERS.get(plan.phase(phase).dispatcher)(
+            phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
                 DispatchSetup(
                     spec=spec, plan=plan, phase=phase, groups=ALONE, device=device, input_scale=input_scale
                 )
@@ -195,7 +195,7 @@ def verify(
     """One result per batch, for the plan's runner with its own copy of `experts`."""
     bound = BOUNDS[plan.activation_format, plan.compute_dtype]
     try:
-        runner = RUNNERS.get(plan.prefill.runner)(spec, plan, device)
+        runner = RUNNERS.load(plan.prefill.runner)(spec, plan, device)
         runner.prepare(experts)
         pipeline = Pipeline(spec, plan, experts, device, runner)
     except Exception as error:

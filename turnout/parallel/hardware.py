@@ -19,6 +19,7 @@ from turnout.errors import UserError
 GB = 10**9
 # Where a control group, of version 2 or 1, says how much memory its processes may use.
 DEVICES = ("auto", "cpu", "cuda")
+L2_BYTES = 240_000_000  # of weights that are read before one of them is read again leave nothing of it there
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -107,6 +108,11 @@ def detect(device: str = "auto") -> Hardware:
         devices=torch.cuda.device_count(),
         peer_access=_peer_access(torch.cuda.device_count()),
     )
+
+
+def copies_beyond_cache(weight_bytes: int) -> int:
+    """Sets of weights of so many bytes that a GPU's L2 cache does not hold together."""
+    return min(6, L2_BYTES // weight_bytes + 2)
 
 
 def _peer_access(devices: int) -> bool:

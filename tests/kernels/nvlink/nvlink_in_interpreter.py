@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from turnout.formats import fp8, nvfp4
 from turnout.kernels.nvlink import combine, combine_fp8, links, waiting
 from turnout.kernels.nvlink import dispatch as sending
-from turnout.moe import budget
+from turnout.moe.backends.nvlink import buffers
 from turnout.moe.backends.nvlink.batched_experts import NvlinkExpertsDispatch
 from turnout.moe.backends.nvlink.dispatcher import NvlinkDispatch
 from turnout.moe.batch import Hidden, TokensBatch
@@ -329,7 +329,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreter._patch_lang_tensor = patch_index
     sending.late = combine.late = combine_fp8.late = patient
-    budget.FEW_TOKENS = FEW
+    buffers.FEW_TOKENS = FEW
     links.POLLS = 20_000  # of a millisecond or more
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(main(folder)))

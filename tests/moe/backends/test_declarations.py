@@ -1,27 +1,25 @@
-"""What is declared apart from the backends is what they are."""
+"""What is declared apart from the classes is what they are."""
 
 import pytest
 
 from turnout.formats.spec import FORMATS
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
-from turnout.registry import DISPATCHERS, RUNNERS
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.registry import BACKENDS
 
 
-@pytest.mark.parametrize(
-    ("registry", "declared"),
-    [
-        (RUNNERS, RUNNER_CAPABILITIES),
-        (DISPATCHERS, DISPATCHER_CAPABILITIES),
-    ],
-    ids=["runners", "dispatchers"],
-)
-def test_every_backend_is_declared_once(registry, declared):
-    assert registry.names() == list(declared)
-    for name in registry:
-        assert registry.get(name).capability is declared[name]
+@pytest.mark.parametrize("declared", [RUNNERS, DISPATCHERS], ids=["runners", "dispatchers"])
+def test_every_declaration_names_the_class_that_carries_it(declared):
+    for name in declared:
+        assert declared.load(name).capability is declared[name]
         assert declared[name].name == name
 
 
+def test_every_registered_backend_declares_something():
+    for name in BACKENDS:
+        backend = BACKENDS.get(name)
+        assert backend.runners or backend.dispatchers
+
+
 def test_declared_formats_exist():
-    for runner in RUNNER_CAPABILITIES.values():
+    for runner in RUNNERS.values():
         assert runner.weight_formats <= set(FORMATS)

@@ -15,7 +15,7 @@ from turnout.engine.memory_plan import whole_host
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.step.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.errors import UserError
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.plan import PHASES
 from turnout.parallel.exchange import SharedExchange
 from turnout.parallel.group_exchange import GroupExchange, gather_values
@@ -29,7 +29,7 @@ def rendezvous(engine_plan: EnginePlan, *, init_method: str) -> tuple[Groups, St
     """
     topology, plan = engine_plan.topology, engine_plan.plan
     for phase in PHASES:
-        os.environ.update(DISPATCHER_CAPABILITIES[plan.phase(phase).dispatcher].environment)
+        os.environ.update(DISPATCHERS[plan.phase(phase).dispatcher].environment)
     device = torch.device(engine_plan.hardware.device)
     if device.type == "cuda":
         device = torch.device("cuda", topology.rank % topology.ranks_per_node)

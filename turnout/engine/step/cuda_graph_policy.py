@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.ranks.step_sync import SyncedStep
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES, RUNNER_CAPABILITIES
+from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.vocabulary import Phase
 
 
@@ -28,8 +28,8 @@ def why_no_graphs(engine_plan: EnginePlan) -> str:
         return "drafts differ in number from step to step"
     if engine_plan.hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
-    safe = {f"runner {name}": RUNNER_CAPABILITIES[name].graph_safe for name in engine_plan.plan.runners}
-    safe[f"dispatcher {decode.dispatcher}"] = DISPATCHER_CAPABILITIES[decode.dispatcher].graph_safe
+    safe = {f"runner {name}": RUNNERS[name].graph_safe for name in engine_plan.plan.runners}
+    safe[f"dispatcher {decode.dispatcher}"] = DISPATCHERS[decode.dispatcher].graph_safe
     waiting = [name for name, captured in safe.items() if not captured]
     if waiting:
         return f"{waiting[0]} waits for the host"

@@ -14,9 +14,11 @@ from turnout.errors import Refusal, listed
 from turnout.formats.spec import FORMATS
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget, gigabytes
-from turnout.moe.planning.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.limits import OTHER_DISPATCHER
+from turnout.moe.capabilities.rank_share import DispatchShare
+from turnout.moe.planning.backend_refusals import OTHER_RUNNER, dispatcher_refusals, runner_refusals
 from turnout.moe.planning.compatibility import pair_refusals, wire_format
-from turnout.moe.planning.dispatcher_limits import OTHER_DISPATCHER
 from turnout.moe.planning.problem import PHASES, Case
 from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
 
@@ -47,7 +49,7 @@ def search(
     working, refused = [], []
     dispatchers = [dispatcher.on(case.hardware) for dispatcher in dispatchers]
     for dispatcher in dispatchers:
-        reasons = dispatcher.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
+        reasons = dispatcher_refusals(dispatcher, case.spec, case.topology, case.hardware, case.compute_dtype)
         reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
         reasons += _turn_refusals(case, dispatcher) + _return_refusals(case, dispatcher)
         refused += reasons
@@ -57,7 +59,7 @@ def search(
     refused += too_large
     candidates = []
     for place, runner in enumerate(runners):
-        own = runner.refusals(case.spec, case.topology, case.hardware, case.compute_dtype)
+        own = runner_refusals(runner, case.spec, case.topology, case.hardware, case.compute_dtype)
         own += _variance_refusals(case, f"runner {runner.name}", runner, OTHER_RUNNER)
         activations, no_activation = _activations(case, runner)
         storages, no_storage = _storages(case, runner)
@@ -287,7 +289,7 @@ def _join(
         wire=wire,
         weight_bytes=case.weight_bytes(storage, runner) * copies,
         workspace_bytes=max(
-            case.workspace(runner, feeds[phase], phase, storage, activation) for phase in PHASES
+            runner.workspace(case.share(feeds[phase], phase, storage, activation)) for phase in PHASES
         ),
         dispatch_bytes=_dispatch_bytes(case, feeds, wire),
         order=(
@@ -316,17 +318,18 @@ def _dispatch_bytes(case: Case, feeds: dict[Phase, DispatcherCapability], wire: 
     for phase, dispatcher in feeds.items():
         if not case.moves(dispatcher):
             continue
-        size = sizes.dispatch_bytes(
-            dispatcher.layout,
-            rows=case.rows(dispatcher, phase),
-            spec=case.spec,
-            num_local_experts=case.num_local_experts,
-            wire_format=wire[phase],
-            itemsize=case.itemsize,
-            buffers=dispatcher.buffers,
-            ranks=case.topology.tp_size,
-            batches=2 if case.wishes.two_batches else 1,
-            combine_format=case.combine_format,
+        size = dispatcher.buffers(
+            DispatchShare(
+                spec=case.spec,
+                layout=dispatcher.layout,
+                rows=case.rows(dispatcher, phase),
+                num_local_experts=case.num_local_experts,
+                wire_format=wire[phase],
+                combine_format=case.combine_format,
+                itemsize=case.itemsize,
+                ranks=case.topology.tp_size,
+                batches=2 if case.wishes.two_batches else 1,
+            )
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())
@@ -336,7 +339,7 @@ def _needed(case: Case, candidate: Candidate) -> int:
     """Experts of all layers and the shared buffers; the rest of the model comes on top."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
     workspace = max(
-        case.workspace(candidate.runner, feeds[phase], phase, candidate.storage, candidate.activation)
+        candidate.runner.workspace(case.share(feeds[phase], phase, candidate.storage, candidate.activation))
         for phase in PHASES
     )
     return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)

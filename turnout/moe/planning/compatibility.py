@@ -5,8 +5,9 @@ from __future__ import annotations
 from turnout.errors import Refusal, listed
 from turnout.formats.spec import FORMATS, WIRE_FORMATS
 from turnout.moe.budget import moves
-from turnout.moe.planning.capability import OTHER_RUNNER, DispatcherCapability, RunnerCapability
-from turnout.moe.planning.dispatcher_limits import OTHER_DISPATCHER
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.limits import OTHER_DISPATCHER
+from turnout.moe.planning.backend_refusals import OTHER_RUNNER
 from turnout.moe.spec import MoESpec
 from turnout.vocabulary import Format
 

@@ -16,19 +16,18 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from turnout.moe.backends.hopper.tile_config import REVISIONS
-from turnout.moe.planning.packages import versions_of
+from turnout.moe.capabilities.capability import RunnerCapability
+from turnout.moe.capabilities.packages import versions_of
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "numba", "turnout")
 AGAIN = "run `turnout tune` again"
 
 log = logging.getLogger("turnout.moe")
@@ -61,10 +60,12 @@ def describe(
     return plain
 
 
-def versions() -> dict[str, str]:
-    """Of what is installed here."""
-    revisions = ", ".join(f"{kernel} {revision}" for kernel, revision in REVISIONS.items())
-    return versions_of(PACKAGES) | {"kernels": revisions}
+def versions(runners: Iterable[RunnerCapability]) -> dict[str, str]:
+    """What times depend on, as installed here: torch, what `runners` need, their kernels."""
+    runners = list(runners)
+    packages = dict.fromkeys(package.distribution for runner in runners for package in runner.requires)
+    revisions = [runner.tuning.revision for runner in runners if runner.tuning is not None]
+    return versions_of(("torch", *packages, "turnout")) | {"kernels": "; ".join(revisions)}
 
 
 def path(folder: Path, layer: Mapping[str, Any]) -> Path:
@@ -82,8 +83,9 @@ def write(folder: Path, measured: Measured) -> Path:
     return file
 
 
-def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """By runner and tokens of a batch the times of `layer` in us; empty where none that count were taken."""
+def read(folder: Path, layer: Mapping[str, Any], installed: Mapping[str, str]) -> dict[str, dict[int, float]]:
+    """By runner and tokens of a batch the times of `layer` in us; empty where none that count were taken.
+    installed: what `versions` says."""
     file = path(folder, layer)
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Measured)
@@ -100,14 +102,14 @@ def read(folder: Path, layer: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     ):
         log.warning("%s: left aside, for it does not hold times of this layer; %s", file, AGAIN)
         return {}
-    for package, installed in versions().items():
-        if found.versions.get(package) != installed:
+    for package, version in installed.items():
+        if found.versions.get(package) != version:
             log.warning(
                 "%s: left aside, for it was measured with %s %s, and %s is installed; %s",
                 file,
                 package,
                 found.versions.get(package),
-                installed,
+                version,
                 AGAIN,
             )
             return {}

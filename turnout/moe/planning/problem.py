@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from turnout.formats.spec import ITEMSIZE, token_bytes
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
-from turnout.moe.planning.capability import DispatcherCapability, RunnerCapability
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
+from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -113,16 +113,11 @@ class Case:
         """The format of results on their way back: the compute dtype, unless asked for."""
         return Format.BF16 if self.wishes.combine_format == "auto" else Format(self.wishes.combine_format)
 
-    def workspace(
-        self,
-        runner: RunnerCapability,
-        dispatcher: DispatcherCapability,
-        phase: Phase,
-        storage: WeightStorage,
-        activations: Format,
-    ) -> int:
-        """What `runner` needs beside its weights behind `dispatcher`, in bytes."""
-        share = Share(
+    def share(
+        self, dispatcher: DispatcherCapability, phase: Phase, storage: WeightStorage, activations: Format
+    ) -> Share:
+        """What a runner makes room for behind `dispatcher`."""
+        return Share(
             spec=self.spec,
             rows=self.rows(dispatcher, phase),
             layout=dispatcher.layout,
@@ -133,7 +128,6 @@ class Case:
             itemsize=4 if self.hardware.device == "cpu" else self.itemsize,
             activations=activations,
         )
-        return runner.workspace(share)
 
     def decode_once(self) -> bool:
         """The rule of weight_storage "auto" (its reasons: plan.py)."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from turnout.errors import Refusal
-from turnout.moe.backends.hopper.tile_config import TileTable
 from turnout.moe.budget import gigabytes
+from turnout.moe.capabilities.capability import DispatcherCapability
+from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.planning.candidates import Candidate
-from turnout.moe.planning.capability import DispatcherCapability
 from turnout.moe.planning.hardware_evidence import evidence
 from turnout.moe.planning.problem import PHASES, Case
 from turnout.vocabulary import Format, Phase, WeightStorage
@@ -137,16 +137,12 @@ def _why_measured(chosen: str, others: Iterable[str], measured: Mapping[str, flo
     return f"measured {measured[chosen]:.0f} us, mean over batch sizes, before {', '.join(times)}"
 
 
-def why_tiles(case: Case, best: Candidate, table: TileTable) -> list[str]:
+def why_tuning(case: Case, best: Candidate, table: TuningTable) -> list[str]:
     """A device that is only named has no table: nothing to say of it."""
-    if not best.runner.tiled or not case.hardware.present:
+    tuning = best.runner.tuning
+    if tuning is None or not case.hardware.present:
         return []
-    if table:
-        sizes = ", ".join(str(tokens) for tokens, _ in table)
-        return [f"tilings as measured on {case.hardware.name} for batches of {sizes} tokens"]
-    if case.wishes.deterministic:
-        return ["tilings by rule, the same on every machine, for --deterministic"]
-    return ["tilings by rule: none were measured for this layer here; `turnout tune` does"]
+    return [tuning.explain(table, case.hardware, deterministic=case.wishes.deterministic)]
 
 
 def _why_activation(case: Case, best: Candidate) -> str:

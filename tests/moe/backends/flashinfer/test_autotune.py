@@ -150,4 +150,3 @@ def test_files_differ_by_what_times_depend_on(tmp_path: Path):
         autotune.path(tmp_path, make_spec("relu2", "bf16", intermediate_size=128), plan, "one", 1),
     }
     assert len(names) == 4
-    assert autotune.wanted(plan)

@@ -16,9 +16,9 @@ from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.moe.backends.flashinfer import weights_cutlass
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
-from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
 BOUND = 1e-3
@@ -37,7 +37,7 @@ def runner_of(spec: MoESpec, experts: ExpertWeights):
         first=experts.first_expert,
         count=experts.num_local_experts,
     )
-    return RUNNERS.get(name)(spec, plan, CPU)
+    return RUNNERS.load(name)(spec, plan, CPU)
 
 
 def batch_of(spec: MoESpec, T: int, seed: int = 1) -> TokensBatch:

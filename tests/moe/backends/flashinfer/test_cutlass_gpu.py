@@ -15,11 +15,11 @@ from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends.flashinfer.workspace_cutlass import workspace_bytes
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.planning.packages import FLASHINFER
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.capabilities.packages import FLASHINFER
+from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
-from turnout.registry import RUNNERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,7 +101,7 @@ def runner_of(spec: MoESpec, experts: ExpertWeights):
         count=experts.num_local_experts,
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=TOKENS[-1]))
-    runner = RUNNERS.get(name)(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load(name)(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     return runner
 

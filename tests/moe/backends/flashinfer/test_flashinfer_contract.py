@@ -23,10 +23,10 @@ from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe.backends.flashinfer import weights_blackwell
 from turnout.moe.backends.local.dispatcher import NoDispatch
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
-from turnout.registry import RUNNERS
 
 CPU = torch.device("cpu")
 BOUND = 1e-3  # of what is computed in float32
@@ -75,7 +75,7 @@ def made(
     activation: str = "nvfp4",
 ) -> Any:
     with library():
-        runner = RUNNERS.get(name)(spec, plan_of(name, experts, layouts, activation), CPU)
+        runner = RUNNERS.load(name)(spec, plan_of(name, experts, layouts, activation), CPU)
         runner.prepare(experts)
     return runner
 
@@ -472,7 +472,7 @@ def kernels(hidden: int, inner: int, kind: str, mode: str) -> int:
     [(128, 64, "silu"), (128, 128, "relu2"), (4096, 192, "silu"), (2048, 768, "silu"), (7168, 2048, "silu")],
 )
 def test_sizes_that_are_declared_have_kernels(hidden, inner, kind, mode):
-    declared = RUNNERS.get("flashinfer_cutedsl").capability
+    declared = RUNNERS["flashinfer_cutedsl"]
     assert hidden % declared.hidden_multiple == inner % declared.intermediate_multiple == 0
     assert kernels(hidden, inner, kind, mode) > 0
 

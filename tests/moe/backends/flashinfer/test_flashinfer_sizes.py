@@ -11,7 +11,7 @@ from turnout.moe.backends.flashinfer.workspace_blackwell import (
     slots,
     trtllm_workspace_bytes,
 )
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.rank_share import Share
 
 RANK = {"num_local_experts": 4, "expert_tp": 2, "decoded": False, "itemsize": 2}
 

@@ -15,14 +15,14 @@ from turnout.moe.backends.hopper.autotune import (
     _settle,
     _tune,
     calls_in_graph,
-    copies,
     tile_times,
     to_compile,
 )
 from turnout.moe.backends.hopper.search import candidates
 from turnout.moe.backends.hopper.tile_config import LayerShape, Tiles, Tiling, choose, refuse, rule
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.registry import RUNNERS
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.parallel.hardware import copies_beyond_cache
 
 SHAPE = LayerShape(
     format="mxfp4", hidden=2048, inner=768, w13_rows=1536, num_experts=128, local_experts=128, top_k=8
@@ -72,7 +72,7 @@ def test_the_rule_stays_unless_it_is_beaten_by_more_than_noise():
 
 
 def test_enough_copies_of_weights_to_leave_the_cache():
-    assert [copies(size) for size in (10**6, 60_000_000, 10**10)] == [6, 6, 2]
+    assert [copies_beyond_cache(size) for size in (10**6, 60_000_000, 10**10)] == [6, 6, 2]
 
 
 def test_few_tokens_are_timed_with_every_draw_of_routes():
@@ -93,7 +93,7 @@ def test_tables_are_measured_and_leave_runners_right(format: str):
         compute_dtype="bfloat16",
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=256))
-    runners = [RUNNERS.get("triton")(spec, plan, torch.device("cuda")) for _ in range(2)]
+    runners = [RUNNERS.load("triton")(spec, plan, torch.device("cuda")) for _ in range(2)]
     for runner in runners:
         runner.prepare(make_experts(spec))
 

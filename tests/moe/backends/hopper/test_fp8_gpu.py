@@ -11,8 +11,8 @@ from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends.hopper.tile_config import SORTED, quantizes
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
-from turnout.registry import RUNNERS
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_rows_sorted_by_expert(activation: str, held: tuple[int, int], tokens: i
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=2048))
     experts = expert_slice(make_experts(spec), *held)
-    runner = RUNNERS.get("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, 256, generator=draw).bfloat16()
@@ -68,7 +68,7 @@ def test_few_tokens(hidden: int, tokens: int):
         count=4,
     )
     experts = expert_slice(make_experts(spec), 2, 4)
-    runner = RUNNERS.get("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     assert runner.shape.direct(tokens) == (tokens == 1)
     tiling = runner._tiles(tokens).first

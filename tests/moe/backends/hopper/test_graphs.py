@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.moe.matrix import LOCAL, Case, cases
-from turnout.registry import RUNNERS
+from turnout.moe.capabilities.declared import RUNNERS
 
 
 def on_gpu(param) -> bool:
     (case,) = param.values
-    parts = RUNNERS.get(case.runner), LOCAL[case.dispatcher]
+    parts = RUNNERS.load(case.runner), LOCAL[case.dispatcher]
     return case.device == "cuda" and all(part.capability.graph_safe for part in parts)
 
 

@@ -10,8 +10,8 @@ from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.backends.hopper.tile_config import Tiles, Tiling, refuse
 from turnout.moe.backends.hopper.tile_pairs import MOST_PAIRS, PAIR
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
-from turnout.registry import RUNNERS
 
 pytestmark = pytest.mark.gpu
 TOP_K = 6
@@ -33,7 +33,7 @@ def test_few_pairs(format: str, activation: str, held: tuple[int, int], other: b
         spec, runner="triton", weight_storage="packed", compute_dtype="bfloat16", first=first, count=count
     )
     experts = expert_slice(make_experts(spec), first, count)
-    runner = RUNNERS.get("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     tiles = OTHERS[runner.shape.kernel] if other else runner._tiles(1)
     assert tiles.pairs

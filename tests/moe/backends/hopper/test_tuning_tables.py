@@ -126,9 +126,9 @@ def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest
     tuning_tables.write(tuning_tables.shipped(H200.name), content())
     assert [tokens for tokens, _ in planned(spec).tiles] == [1, 64]
     assert planned(spec).reasons[-1] == "tilings as measured on NVIDIA H200 for batches of 1, 64 tokens"
-    assert planned(spec, tiles=lambda shape: given).tiles == given
-    assert planned(spec, tiles=lambda shape: given, wishes=Wishes(runner="torch")).tiles == ()
-    assert planned(spec, tiles=lambda shape: given, wishes=Wishes(deterministic=True)).tiles == ()
+    assert planned(spec, tiles=given).tiles == given
+    assert planned(spec, tiles=given, wishes=Wishes(runner="torch")).tiles == ()
+    assert planned(spec, tiles=given, wishes=Wishes(deterministic=True)).tiles == ()
 
 
 def shipped_tables() -> tuple[Table, ...]:

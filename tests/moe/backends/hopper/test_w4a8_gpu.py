@@ -10,8 +10,8 @@ import torch
 from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.moe.accuracy import BOUNDS, relative_error
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
-from turnout.registry import RUNNERS
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def test_every_tile(activation: str, tokens: int):
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=2048))
     experts = make_experts(spec)
-    runner = RUNNERS.get("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, 448, generator=draw).bfloat16()

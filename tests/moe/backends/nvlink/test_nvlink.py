@@ -15,10 +15,10 @@ from tests.ranks import Pools, Rank
 from turnout.errors import PlanRefused, UserError
 from turnout.moe.backends.nvlink.all_to_all import Regions
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.plan import Wishes, plan
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
-from turnout.registry import DISPATCHERS
 
 CPU = torch.device("cpu")
 H200 = hardware.named("h200")
@@ -155,7 +155,7 @@ def test_where_it_cannot_work_it_says_why_and_what_can(fields, limit, remedy):
 def unequal(rank: Rank) -> str:
     """Ranks whose flags differ; then one that is handed more than it planned for."""
     groups = rank.groups(dp_size=2, ep_size=2)
-    spec, kind = make_spec(), DISPATCHERS.get("nvlink")
+    spec, kind = make_spec(), DISPATCHERS.load("nvlink")
     made = make_plan(spec, dispatcher="nvlink", first=4 * rank.number, count=4, max_tokens=16)
     with pytest.raises(UserError, match=r"--max-dispatch-tokens-per-rank .* rank 0: 8, rank 1: 9"):
         kind(make_setup(spec, replace_tokens(made, 16 + 2 * rank.number), groups=groups))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.moe.build import make_plan, make_setup, make_spec
 from tests.ranks import Pools, Rank, RankFailed
-from turnout.moe import budget
+from turnout.moe.backends.nvlink import buffers
 from turnout.moe.backends.nvlink.dispatcher import NvlinkDispatch
 from turnout.parallel.symmetric import PeerError
 
@@ -31,7 +31,7 @@ TIMEOUT = 240
 
 
 def built(rank: Rank) -> tuple[NvlinkDispatch, range, torch.device]:
-    budget.FEW_TOKENS = FEW
+    buffers.FEW_TOKENS = FEW
     groups = rank.groups("cuda", dp_size=rank.size, ep_size=rank.size)
     spec = make_spec(hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
     span = groups.topology.expert_range(EXPERTS)

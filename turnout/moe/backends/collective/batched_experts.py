@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.moe.backends.collective.all_to_all import make_exchange
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.collective.declaration import BATCHED_EXPERTS
 from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.interface import DispatchSetup
 
@@ -34,7 +34,7 @@ class Slabs:
 
 
 class CollectiveExpertsDispatch:
-    capability = DISPATCHER_CAPABILITIES["collective-experts"]
+    capability = BATCHED_EXPERTS
 
     def __init__(self, setup: DispatchSetup) -> None:
         self._exchange = make_exchange(setup)

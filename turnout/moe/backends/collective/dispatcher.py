@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from turnout.moe.backends.collective.all_to_all import make_exchange
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.collective.declaration import TOKENS
 from turnout.moe.batch import TokensBatch
 from turnout.moe.interface import DispatchSetup
 
 
 class CollectiveDispatch:
-    capability = DISPATCHER_CAPABILITIES["collective"]
+    capability = TOKENS
 
     def __init__(self, setup: DispatchSetup) -> None:
         self._exchange = make_exchange(setup)

@@ -21,7 +21,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.cpu import experts as kernels
 from turnout.kernels.cpu.panels import Panels
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.cpu.declaration import RUNNER
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
@@ -29,7 +29,7 @@ from turnout.vocabulary import Format, WeightStorage
 
 
 class NumbaRunner:
-    capability = RUNNER_CAPABILITIES["numba"]
+    capability = RUNNER
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.rank_share import Share
 from turnout.vocabulary import Layout
 
 

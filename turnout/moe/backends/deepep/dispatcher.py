@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from turnout.errors import UserError
 from turnout.formats import fp8, layouts, nvfp4
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.deepep.declaration import LOW_LATENCY, NORMAL
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
@@ -43,14 +43,13 @@ from turnout.moe.wire_format import Wire
 from turnout.parallel.groups import Group
 from turnout.vocabulary import Format
 
-NORMAL, LOW_LATENCY = "deepep-normal", "deepep-low-latency"
 ROW = 32  # bytes of which a row of the normal kernels is a multiple: two halves in 16-byte words
 
 _BUFFERS: WeakKeyDictionary[Group, dict[Needs, Any]] = WeakKeyDictionary()
 
 
 class NormalDispatch:
-    capability = DISPATCHER_CAPABILITIES[NORMAL]
+    capability = NORMAL
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan = setup.spec, setup.plan
@@ -90,7 +89,7 @@ class NormalDispatch:
 
 
 class LowLatencyDispatch:
-    capability = DISPATCHER_CAPABILITIES[LOW_LATENCY]
+    capability = LOW_LATENCY
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan, world = setup.spec, setup.plan, setup.groups.world
@@ -186,8 +185,8 @@ class Needs:
 
 def _needs(spec: MoESpec, plan: MoEPlan, ranks: int) -> Needs:
     used = {plan.phase(name).dispatcher for name in PHASES}
-    steps = [p.max_tokens // ranks for p in map(plan.phase, PHASES) if p.dispatcher == LOW_LATENCY]
-    return Needs(NORMAL in used, max(steps, default=0), spec.hidden_size, spec.num_experts)
+    steps = [p.max_tokens // ranks for p in map(plan.phase, PHASES) if p.dispatcher == LOW_LATENCY.name]
+    return Needs(NORMAL.name in used, max(steps, default=0), spec.hidden_size, spec.num_experts)
 
 
 def _buffer(spec: MoESpec, plan: MoEPlan, world: Group) -> tuple[Any, torch.dtype]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from turnout.errors import UserError
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.flashinfer.declaration import BACKEND
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import Experts
 from turnout.moe.plan import PHASES, MoEPlan
@@ -33,15 +33,10 @@ from turnout.parallel.groups import Group
 from turnout.vocabulary import Layout
 
 LIBRARY = "flashinfer-python"
+OURS = frozenset(declared.name for declared in BACKEND.runners)
 log = logging.getLogger("turnout.moe")
 
 Progress = Callable[[str, int, int], None]
-
-
-def wanted(plan: MoEPlan) -> bool:
-    """Whether a runner of the plan has tactics to choose for batches of tokens."""
-    layouts = {plan.phase(phase).layout for phase in PHASES}
-    return any(RUNNER_CAPABILITIES[name].autotuned for name in plan.runners) and "tokens" in layouts
 
 
 def tune(
@@ -55,11 +50,14 @@ def tune(
     folder: Path,
     progress: Progress | None = None,
 ) -> None:
-    """Choose tactics for batches up to the plan's bound; collective. `runner` holds weights of one layer.
+    """Choose tactics for batches of tokens up to the plan's bound, if it has any; collective. `runner` holds
+    weights of one layer.
 
     world: all ranks; the first of them times. folder: for the kept file. Raises UserError where a rank cannot
     take over what the first one chose.
     """
+    if "tokens" not in {plan.phase(phase).layout for phase in PHASES}:
+        return
     chosen = ""
     if world.rank == 0:
         chosen = _on_first(
@@ -81,7 +79,7 @@ def path(folder: Path, spec: MoESpec, plan: MoEPlan, device_name: str, ranks: in
         "library": version(LIBRARY),
         "device": device_name,
         "spec": repr(spec),
-        "runner": next(name for name in plan.runners if RUNNER_CAPABILITIES[name].autotuned),
+        "runner": next(name for name in plan.runners if name in OURS),
         "activations": plan.activation_format,
         "experts": plan.num_local_experts,
         "ranks": ranks,
@@ -147,5 +145,5 @@ def _load(chosen: str) -> bool:
 def _most(plan: MoEPlan) -> int:
     """Tokens of the largest batch that a runner with tactics gets."""
     most = max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == Layout.TOKENS)
-    tuned = [bound for bound, name in plan.buckets if RUNNER_CAPABILITIES[name].autotuned]
+    tuned = [bound for bound, name in plan.buckets if name in OURS]
     return min(most, tuned[-1]) if tuned else most

@@ -29,7 +29,7 @@ from torch import Tensor
 from turnout.formats import fp8, layouts, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.scales import resolve, weight_scales
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.flashinfer.declaration import CUTEDSL
 from turnout.moe.backends.flashinfer.weights_blackwell import (
     Nvfp4Matrix,
     RowOrder,
@@ -59,7 +59,7 @@ class Route(Protocol):
 
 
 class CuteDslRunner:
-    capability = RUNNER_CAPABILITIES["flashinfer_cutedsl"]
+    capability = CUTEDSL
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         kinds: dict[str, type[TokensRoute] | type[ExpertsRoute]] = {

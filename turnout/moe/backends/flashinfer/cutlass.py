@@ -17,13 +17,13 @@ from turnout.formats import layouts
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import resolve
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.flashinfer import weights_cutlass
+from turnout.moe.backends.flashinfer.declaration import CUTLASS
 from turnout.moe.backends.flashinfer.fused_moe import CutlassRunner, Prepared, biases
 
 
 class FlashinferCutlassRunner(CutlassRunner):
-    capability = RUNNER_CAPABILITIES["flashinfer_cutlass"]
+    capability = CUTLASS
 
     def _prepared(self, experts: ExpertWeights) -> Prepared:
         make = {"bf16": self._bf16, "fp8": self._fp8, "nvfp4": self._nvfp4}[experts.format]

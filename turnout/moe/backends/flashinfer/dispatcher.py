@@ -27,20 +27,20 @@ import torch
 from torch import Tensor
 
 from turnout.formats.spec import ITEMSIZE, token_bytes
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.flashinfer.buffers import WorkspaceSizes
+from turnout.moe.backends.flashinfer.declaration import ALL_TO_ALL
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.budget import OneSided
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.moe.wire_format import Wire
 from turnout.parallel.groups import Group
 
-_WORKSPACES: WeakKeyDictionary[Group, dict[OneSided, Workspace]] = WeakKeyDictionary()
+_WORKSPACES: WeakKeyDictionary[Group, dict[WorkspaceSizes, Workspace]] = WeakKeyDictionary()
 
 
 class FlashInferDispatch:
-    capability = DISPATCHER_CAPABILITIES["flashinfer"]
+    capability = ALL_TO_ALL
 
     def __init__(self, setup: DispatchSetup) -> None:
         spec, plan, world = setup.spec, setup.plan, setup.groups.world
@@ -78,12 +78,12 @@ class FlashInferDispatch:
         return self._workspace.bring_back(out_NH.contiguous(), T, R, self._top_k)
 
 
-def _sizes(spec: MoESpec, plan: MoEPlan, ranks: int) -> OneSided:
+def _sizes(spec: MoESpec, plan: MoEPlan, ranks: int) -> WorkspaceSizes:
     """Those of one workspace for the phases that use it."""
     phases = [plan.phase(name) for name in PHASES]
     mine = [phase for phase in phases if phase.dispatcher == FlashInferDispatch.capability.name]
     itemsize = ITEMSIZE[plan.compute_dtype]
-    return OneSided(
+    return WorkspaceSizes(
         ranks=ranks,
         capacity=max(phase.max_tokens for phase in mine) // ranks,
         sent=max(token_bytes(p.wire_format, spec.hidden_size, itemsize=itemsize) for p in mine)
@@ -95,7 +95,7 @@ def _sizes(spec: MoESpec, plan: MoEPlan, ranks: int) -> OneSided:
 class Workspace:
     """Memory of all ranks that each of them has mapped; made together, by every rank of a group of all."""
 
-    def __init__(self, sizes: OneSided, world: Group) -> None:
+    def __init__(self, sizes: WorkspaceSizes, world: Group) -> None:
         from flashinfer.comm.comm_backend import TorchDistBackend
         from flashinfer.comm.mapping import Mapping
         from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends.hopper import arena
+from turnout.moe import arena
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
 from turnout.moe.backends.flashinfer import weights_cutlass
+from turnout.moe.backends.flashinfer.declaration import MXFP4
 from turnout.moe.backends.flashinfer.fused_moe import CutlassRunner, Prepared, biases
 
 
 class FlashinferMxfp4Runner(CutlassRunner):
-    capability = RUNNER_CAPABILITIES["flashinfer_mxfp4"]
+    capability = MXFP4
 
     def _prepared(self, experts: ExpertWeights) -> Prepared:
         (_, H, I), gated = experts.w2.shape, self._spec.activation.gated

@@ -26,7 +26,7 @@ from torch import Tensor
 from turnout.formats import fp8
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.scales import resolve
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.flashinfer.declaration import TRTLLM
 from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix, shuffled, shuffled_up_gate
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
@@ -35,7 +35,7 @@ from turnout.vocabulary import Format
 
 
 class TrtllmRunner:
-    capability = RUNNER_CAPABILITIES["flashinfer_trtllm"]
+    capability = TRTLLM
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._spec, self._plan, self._device = spec, plan, device

@@ -10,7 +10,7 @@ H hidden, I a rank's shard of the intermediate size, N rows of W1, E local exper
 from __future__ import annotations
 
 from turnout.moe.budget import aligned
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.rank_share import Share
 from turnout.vocabulary import Layout
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between

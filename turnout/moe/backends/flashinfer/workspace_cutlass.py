@@ -9,7 +9,7 @@ size, both padded where the format asks for it; E local experts.
 from __future__ import annotations
 
 from turnout.moe.budget import aligned
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.capabilities.rank_share import Share
 from turnout.vocabulary import Format
 
 PADDED = {"mxfp4": 128}  # to multiples of what H and I are brought

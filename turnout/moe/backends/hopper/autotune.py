@@ -33,7 +33,6 @@ BETWEEN = (2, 8, 32, 128, 512, 2048, 8192)
 WORTH = 0.985  # of the rule's time
 GRAPH_US = 250.0  # a graph of calls lasts about so long at least
 REPLAYS, TURNS = 3, 5
-L2_BYTES = 240_000_000  # so many bytes of weights are read before one is read again
 
 Progress = Callable[[int, int], None]
 Batches = Callable[[int], Sequence[TokensBatch]]
@@ -52,11 +51,6 @@ class Tiled(Protocol):
         ...
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor: ...
-
-
-def copies(weight_bytes: int) -> int:
-    """Sets of weights of so many bytes that a GPU's L2 cache does not hold together."""
-    return min(6, L2_BYTES // weight_bytes + 2)
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper import launch
-from turnout.moe.backends.hopper.arena import Arena, shared
+from turnout.moe.backends.hopper.declaration import RUNNER
 from turnout.moe.backends.hopper.launch import Gemm
 from turnout.moe.backends.hopper.tile_config import (
     SPECIALISED,
@@ -96,7 +96,7 @@ def workspaces(shape: LayerShape, plan: MoEPlan, device: torch.device) -> tuple[
 
 
 class TritonRunner:
-    capability = RUNNER_CAPABILITIES["triton"]
+    capability = RUNNER
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._spec = spec

@@ -26,7 +26,7 @@ import msgspec
 
 from turnout.errors import UserError
 from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape, Tiles, TileTable, Tiling, refuse
-from turnout.moe.planning.packages import versions_of
+from turnout.moe.capabilities.packages import versions_of
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "tuning"

@@ -1,6 +1,6 @@
 """What the Hopper kernels need beside weights, region by region: what plans count and arenas hold.
 
-No torch here. All sizes are bytes; regions of an arena begin at multiples of ALIGN.
+No torch here. All sizes are bytes.
 
 Legend: R rows of a batch, P = R top_k pairs (token, expert), H hidden, I inner, E local experts, C rows of
 a slab.
@@ -8,19 +8,11 @@ a slab.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from turnout.moe.backends.hopper.tile_config import MIN_TOKENS, W4A8, LayerShape
-from turnout.moe.budget import aligned
-from turnout.moe.planning.rank_share import Share
+from turnout.moe.budget import arena_bytes
+from turnout.moe.capabilities.rank_share import Share
 
-ALIGN = 256
 FP8_GROUP = 128  # columns that share a float32 scale
-
-
-def arena_bytes(regions: Mapping[str, int]) -> int:
-    """Of regions one after the other."""
-    return sum(aligned(size, ALIGN) for size in regions.values())
 
 
 def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
@@ -54,13 +46,20 @@ def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
     return found
 
 
+def layer_shape(share: Share) -> LayerShape:
+    """What of `share` the kernels' sizes follow from."""
+    return LayerShape.of(
+        share.spec,
+        num_local_experts=share.num_local_experts,
+        expert_tp=share.expert_tp,
+        activations=share.activations,
+    )
+
+
 def workspace_bytes(share: Share) -> int:
     """The arena for batches in one layout, and the output that a call hands out."""
-    experts = share.num_local_experts
-    shape = LayerShape.of(
-        share.spec, num_local_experts=experts, expert_tp=share.expert_tp, activations=share.activations
-    )
-    rows_out = share.rows * (experts if share.layout == "experts" else 1)
+    shape = layer_shape(share)
+    rows_out = share.rows * (share.num_local_experts if share.layout == "experts" else 1)
     output = share.itemsize * rows_out * share.spec.hidden_size
     return arena_bytes(regions(shape, share.layout, share.rows)) + output
 

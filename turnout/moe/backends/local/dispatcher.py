@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.local.declaration import DISPATCHER
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
@@ -22,7 +22,7 @@ from turnout.vocabulary import Phase
 
 
 class NoDispatch:
-    capability = DISPATCHER_CAPABILITIES["none"]
+    capability = DISPATCHER
 
     def __init__(self, setup: DispatchSetup) -> None:
         groups = setup.groups

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from turnout.formats import fp8, nvfp4
-from turnout.moe import budget
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
+from turnout.moe.backends.nvlink import buffers
+from turnout.moe.backends.nvlink.declaration import BACKEND
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
@@ -52,7 +52,7 @@ class Region:
     @property
     def few(self) -> int:
         """Tokens of a rank that travel in words."""
-        return min(self.capacity, budget.FEW_TOKENS)
+        return min(self.capacity, buffers.FEW_TOKENS)
 
     def part(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[rows, columns]: the beginning of a part."""
@@ -103,7 +103,8 @@ _REGIONS: WeakValueDictionary[tuple[object, ...], Regions] = WeakValueDictionary
 def _regions(spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device) -> Regions:
     """Those for layers like `spec`; made by the first, collectively. UserError if ranks differ."""
     phases = [plan.phase(name) for name in PHASES]
-    served = [p for p in phases if DISPATCHER_CAPABILITIES[p.dispatcher].buffers == "symmetric"]
+    ours = {declared.name for declared in BACKEND.dispatchers}
+    served = [phase for phase in phases if phase.dispatcher in ours]
     world = groups.world
     capacity = max(phase.max_tokens for phase in served) // world.size
     wire_formats = tuple(sorted({phase.wire_format for phase in served}))
@@ -126,7 +127,7 @@ def _make(
     device: torch.device,
 ) -> Region:
     wire_formats, combine_format = formats
-    sizes = budget.symmetric_parts(
+    sizes = buffers.region_parts(
         spec,
         ranks=world.size,
         capacity=capacity,
@@ -154,7 +155,7 @@ def _make(
     )
 
 
-class OneSided:
+class NvlinkAllToAll:
     """One layer's exchange over all ranks; every rank calls `send` and `bring_back` for every batch."""
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.backends.nvlink.all_to_all import OneSided, Sent
+from turnout.moe.backends.nvlink.all_to_all import NvlinkAllToAll, Sent
+from turnout.moe.backends.nvlink.declaration import BATCHED_EXPERTS
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.interface import DispatchSetup
 
@@ -30,10 +30,10 @@ class Slabs:
 
 
 class NvlinkExpertsDispatch:
-    capability = DISPATCHER_CAPABILITIES["nvlink-experts"]
+    capability = BATCHED_EXPERTS
 
     def __init__(self, setup: DispatchSetup) -> None:
-        self.exchange = OneSided(setup)
+        self.exchange = NvlinkAllToAll(setup)
         self._first, self._count = setup.plan.first_expert, setup.plan.num_local_experts
 
     def dispatch(

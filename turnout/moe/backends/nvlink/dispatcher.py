@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from turnout.moe.backends.declarations import DISPATCHER_CAPABILITIES
-from turnout.moe.backends.nvlink.all_to_all import OneSided, Sent
+from turnout.moe.backends.nvlink.all_to_all import NvlinkAllToAll, Sent
+from turnout.moe.backends.nvlink.declaration import TOKENS
 from turnout.moe.batch import TokensBatch
 from turnout.moe.interface import DispatchSetup
 
 
 class NvlinkDispatch:
-    capability = DISPATCHER_CAPABILITIES["nvlink"]
+    capability = TOKENS
 
     def __init__(self, setup: DispatchSetup) -> None:
-        self.exchange = OneSided(setup)
+        self.exchange = NvlinkAllToAll(setup)
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

@@ -38,7 +38,7 @@ from turnout.formats.packed import PackedTensor
 from turnout.formats.scales import resolve
 from turnout.kernels.common.panels import Panels, panel_width
 from turnout.kernels.common.rowwise import one_by_one
-from turnout.moe.backends.declarations import RUNNER_CAPABILITIES
+from turnout.moe.backends.torch.declaration import TORCH
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
@@ -79,7 +79,7 @@ class Matrices:
 
 
 class TorchRunner:
-    capability = RUNNER_CAPABILITIES["torch"]
+    capability = TORCH
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._activation = spec.activation

@@ -2,7 +2,7 @@
 
 Layers run one after another, so they use the same bytes. Two models, or a model and a self-check beside it,
 do not: an arena belongs to those who ask for the same regions on the same device, and goes with the last.
-The bytes are a plan's `workspace_bytes`, but for the output, which a call hands out (workspace.py).
+The bytes are a plan's `workspace_bytes`, but for the output, which a call hands out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from turnout.moe.backends.hopper.workspace import ALIGN, arena_bytes
-from turnout.moe.budget import aligned
+from turnout.moe.budget import ARENA_ALIGN, aligned, arena_bytes
 
 
 class Arena:
@@ -47,7 +46,7 @@ class Arena:
         for other, size in regions.items():
             if other == name:
                 break
-            begin += aligned(size, ALIGN)
+            begin += aligned(size, ARENA_ALIGN)
         return self._bytes[begin : begin + wanted].view(dtype).view(shape)
 
 

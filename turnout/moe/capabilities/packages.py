@@ -72,34 +72,3 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")
-NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="pip install 'numba>=0.61'")
-FLASHINFER = Package(
-    module="flashinfer",
-    distribution="flashinfer-python",
-    minimum="0.7.2",  # CuteDslMoEWrapper takes quant_mode and no longer preallocates
-    install="pip install 'turnout[flashinfer]'",
-)
-DEEPEP = Package(
-    module="deep_ep",
-    distribution="deep_ep",
-    install="pip install --no-deps 'tokenspeed-deepep<2' (Python 3.12 and CUDA 13), or build DeepEP",
-)
-DEEPEP_NVFP4 = Package(
-    module="deep_ep",
-    distribution="sgl-deep-ep",
-    minimum="0.1.2",
-    install="pip install --no-deps 'sgl-deep-ep>=0.1.2'",
-)
-NVSHMEM = Package(
-    module="nvidia.nvshmem",
-    distribution="nvidia-nvshmem-cu13",
-    minimum="3.4",
-    install="pip install 'nvidia-nvshmem-cu13>=3.4'",
-)
-NCCL = Package(
-    module="nvidia.nccl",
-    distribution="nvidia-nccl-cu13",
-    minimum="2.30",
-    install="pip install --no-deps 'nvidia-nccl-cu13>=2.30'",
-    only_with="sgl-deep-ep",  # DeepEP 2 is linked against it, and checks which one PyTorch has loaded
-)

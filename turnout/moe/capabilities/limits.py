@@ -1,4 +1,4 @@
-"""What a dispatcher's kernels were made for: which ranks, sizes and steps they take, as data."""
+"""Limits of a dispatcher: which ranks, sizes and steps its kernels were made for, as data."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+"""What the all-to-all through torch.distributed declares."""
+
+from __future__ import annotations
+
+from turnout.formats.spec import WIRE_FORMATS
+from turnout.moe.capabilities.capability import Backend, DispatcherCapability
+from turnout.vocabulary import Exchange, Format, Layout
+
+TOKENS = DispatcherCapability(
+    name="collective",
+    summary="all-to-all through torch.distributed: a token goes once to each rank that needs it",
+    implementation="turnout.moe.backends.collective.dispatcher:CollectiveDispatch",
+    layout=Layout.TOKENS,
+    exchange=Exchange.ALL_TO_ALL,
+    wire_formats=frozenset(WIRE_FORMATS),
+    combine_formats=frozenset({Format.BF16, Format.FP8}),
+    graph_safe=False,  # the host waits for counts where few ranks need a token
+    batch_invariant=True,
+    in_turns=True,
+)
+
+BATCHED_EXPERTS = DispatcherCapability(
+    name="collective-experts",
+    summary="the same exchange, laid out as a slab per expert for masked runners",
+    implementation="turnout.moe.backends.collective.batched_experts:CollectiveExpertsDispatch",
+    layout=Layout.BATCHED_EXPERTS,
+    exchange=Exchange.ALL_TO_ALL,
+    wire_formats=frozenset(WIRE_FORMATS),
+    combine_formats=frozenset({Format.BF16, Format.FP8}),
+    graph_safe=False,
+    batch_invariant=True,
+    in_turns=True,
+)
+
+BACKEND = Backend(dispatchers=(TOKENS, BATCHED_EXPERTS))

@@ -1,0 +1,62 @@
+"""What the all-to-all by stores into peers' memory declares."""
+
+from __future__ import annotations
+
+from turnout.formats.spec import WIRE_FORMATS
+from turnout.moe.backends.nvlink.buffers import buffer_bytes
+from turnout.moe.capabilities.capability import Backend, DispatcherCapability
+from turnout.moe.capabilities.cost import Cost
+from turnout.moe.capabilities.limits import Limits
+from turnout.moe.capabilities.packages import TRITON
+from turnout.vocabulary import Exchange, Format, Layout
+
+ARCHITECTURES = frozenset({90, 100, 103})
+LIMITS = Limits(hidden_multiple=64)  # rows begin at 16 bytes, and scales are whole words
+
+TOKENS = DispatcherCapability(
+    name="nvlink",
+    summary="stores into peers' memory: two launches a layer, no collective, no wait of the host",
+    implementation="turnout.moe.backends.nvlink.dispatcher:NvlinkDispatch",
+    layout=Layout.TOKENS,
+    exchange=Exchange.ALL_TO_ALL,
+    wire_formats=frozenset(WIRE_FORMATS),
+    combine_formats=frozenset({Format.BF16, Format.FP8}),
+    devices=frozenset({"cuda"}),
+    architectures=ARCHITECTURES,
+    multi_host=False,
+    peer_access=True,
+    limits=LIMITS,
+    buffers=buffer_bytes,
+    equal_shares=True,
+    preference=20,  # on 2 H200s faster than gathering at every size, up to 128 tokens by half
+    batch_invariant=True,
+    in_turns=True,
+    in_chunks=True,
+    cost=Cost(call_us=6, GBps=340),
+    requires=(TRITON,),
+)
+
+BATCHED_EXPERTS = DispatcherCapability(
+    name="nvlink-experts",
+    summary="the same stores, laid out as a slab per expert for masked runners",
+    implementation="turnout.moe.backends.nvlink.batched_experts:NvlinkExpertsDispatch",
+    layout=Layout.BATCHED_EXPERTS,
+    exchange=Exchange.ALL_TO_ALL,
+    wire_formats=frozenset(WIRE_FORMATS),
+    combine_formats=frozenset({Format.BF16, Format.FP8}),
+    devices=frozenset({"cuda"}),
+    architectures=ARCHITECTURES,
+    multi_host=False,
+    peer_access=True,
+    limits=LIMITS,
+    checked="its kernels run between CPU ranks, in Triton's interpreter",
+    buffers=buffer_bytes,
+    equal_shares=True,
+    batch_invariant=True,
+    in_turns=True,
+    in_chunks=True,
+    cost=Cost(call_us=6, GBps=340),
+    requires=(TRITON,),
+)
+
+BACKEND = Backend(dispatchers=(TOKENS, BATCHED_EXPERTS))
