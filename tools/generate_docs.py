@@ -31,11 +31,16 @@ NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; ed
 
 # Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
 WRITERS = {
-    "bf16": "any Qwen2-MoE or Qwen3-MoE checkpoint, experts one by one or stacked",
-    "fp8": "DeepSeek-V3's layout: `quant_method: fp8`, 128 x 128 blocks; with one scale per weight ModelOpt "
-    "(`FP8`), compressed-tensors (`float-quantized`), AutoFP8",
-    "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`), compressed-tensors (`nvfp4-pack-quantized`)",
-    "mxfp4": "GPT-OSS's layout: `quant_method: mxfp4`",
+    "bf16": "any Qwen2-MoE or Qwen3-MoE checkpoint, experts one by one or stacked; decoded while they load: "
+    "INT4 of compressed-tensors (`pack-quantized`, W4A16), FP8 with a scale per row of compressed-tensors "
+    "(`float-quantized`, FP8_DYNAMIC) and ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
+    "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), compressed-tensors "
+    "(`float-quantized`, FP8_BLOCK), ModelOpt (`FP8_PB_WO`); one scale per weight: ModelOpt (`FP8`), "
+    "compressed-tensors (`float-quantized`), AutoFP8",
+    "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`, `W4A8_NVFP4_FP8`), compressed-tensors "
+    "(`nvfp4-pack-quantized`)",
+    "mxfp4": "GPT-OSS's layout (`quant_method: mxfp4`), compressed-tensors (`mxfp4-pack-quantized`), "
+    "ModelOpt (`MXFP4`, `W4A8_MXFP4_FP8`)",
 }
 # What exporting tools and engines make of NVFP4 input scales that differ between experts.
 INPUT_SCALES = (
@@ -256,6 +261,13 @@ def formats() -> str:
                     for f in FORMATS
                 ],
             ),
+            "Dense layers are decoded to the compute dtype while they load, from every one of these "
+            "formats. So are experts in INT4 and in FP8 with a scale per row, which no runner multiplies "
+            "in: they then take the memory of unquantised ones, which `turnout plan` counts and the log "
+            "says. INT4 has a scale for 32, 64 or 128 columns or for a row, with zero points or without; "
+            "columns that GPTQ reordered (`weight_g_idx`) are read too. Activations are quantised only in "
+            "formats that the table above has a scheme for, whatever else their writers meant: the result "
+            "is the more exact. A checkpoint whose layers differ in format is refused.",
             "An NVFP4 checkpoint with calibrated input scales was made for W4A4: activations in NVFP4 too. "
             "Where a device has no FP4 tensor cores, only the weights stay quantised (W4A16); "
             "`--moe-activation-dtype nvfp4` emulates W4A4 there, to measure its accuracy.",

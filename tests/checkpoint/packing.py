@@ -10,9 +10,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import torch
-from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.compressors import (
+    FloatQuantizationCompressor,
+    MXFP4PackedCompressor,
+    NVFP4PackedCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
@@ -66,6 +71,68 @@ def compressed_nvfp4(weight: Tensor, amax: float) -> Packed:
 
 def nvfp4_scheme(*, quantized_activations: bool) -> QuantizationScheme:
     return preset_name_to_scheme("NVFP4" if quantized_activations else "NVFP4A16", ["Linear"])
+
+
+def compressed(weight: Tensor, scheme: QuantizationScheme) -> Packed:
+    """compressed-tensors' own scales, compressor and decompression of any scheme without a global scale."""
+    args = scheme.weights
+    if args.strategy == "channel":
+        groups = weight.unsqueeze(1)
+    elif args.strategy == "block":
+        n, k = weight.shape
+        rows, columns = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
+        groups = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
+    else:
+        groups = weight.unflatten(-1, (-1, args.group_size))
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    compressor = {
+        "float": FloatQuantizationCompressor if args.num_bits == 8 else MXFP4PackedCompressor,
+        "int": PackedQuantizationCompressor,
+    }[args.type]
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    packed = compressor.compress(state, scheme)
+    plain = compressor.decompress(packed, scheme)["weight"].float()
+    return {f".{name}": tensor for name, tensor in packed.items()}, plain
+
+
+def int4_scheme(*, group: int | None, symmetric: bool) -> QuantizationScheme:
+    """W4A16 with scales of `group` columns, or of a whole row."""
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, **strategy)
+    return QuantizationScheme(targets=["Linear"], weights=args)
+
+
+def fp8_channel(weight: Tensor) -> Packed:
+    """ModelOpt's FP8_PER_CHANNEL_PER_TOKEN: e4m3 and a scale [N]."""
+    w = weight.numpy()
+    scale = np.abs(w).max(1) / np.float32(448)
+    data = (w / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)
+    tensors = {
+        ".weight": torch.from_numpy(data.view(np.uint8)).view(torch.float8_e4m3fn),
+        ".weight_scale": torch.from_numpy(scale),
+    }
+    return tensors, torch.from_numpy(data.astype(np.float32) * scale[:, None])
+
+
+def fp8_pb_wo(weight: Tensor) -> Packed:
+    """ModelOpt's FP8_PB_WO: DeepSeek-V3's blocks by another name, scales [N/128, 1, K/128, 1]."""
+    tensors, plain = fp8(weight)
+    return {
+        ".weight": tensors[".weight"],
+        ".weight_scale": tensors[".weight_scale_inv"][:, None, :, None],
+    }, plain
+
+
+def modelopt_mxfp4(weight: Tensor) -> Packed:
+    tensors, plain = mxfp4(weight)
+    return {".weight": tensors["_blocks"].flatten(1), ".weight_scale": tensors["_scales"]}, plain
+
+
+def w4a8_nvfp4_fp8(weight: Tensor, amax: float) -> Packed:
+    """NVFP4 whose global scale is amax / 448, so that block scales lie below 448 / 6 (ModelOpt)."""
+    tensors, plain = nvfp4(weight, 6 * amax)
+    return tensors | {".input_scale": torch.tensor(0.25)}, plain
 
 
 def mxfp4(weight: Tensor) -> Packed:

@@ -115,8 +115,14 @@ def compressed(quantized_activations=True, **record):
     }
 
 
-def compressed_fp8(strategy="tensor"):
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+def compressed_int4(activations=None, **fields):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    group = {"weights": weights | fields, "input_activations": activations, "targets": ["Linear"]}
+    return compressed(format="pack-quantized", config_groups={"group_0": group})
+
+
+def compressed_fp8(strategy="tensor", **fields):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} | fields
     return compressed(
         format="float-quantized", config_groups={"group_0": {"weights": weights, "targets": ["Linear"]}}
     )
@@ -165,14 +171,26 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"quant_method": "gptq"}, ("quant_method 'gptq'", "modelopt", "compressed-tensors", "mxfp4", "fp8")),
         ({"bits": 4}, ("quant_method",)),
         ({"quant_method": "modelopt"}, ("quant_algo None", "NVFP4")),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, ("quant_algo 'FP8_PB_WO'", "NVFP4", "FP8")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, ("quant_algo 'W4A16_AWQ'", "NVFP4", "FP8")),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP4", "group_size": 16}, ("group_size 16", "32")),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ("MIXED_PRECISION", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size 32", "16")),
-        (compressed(format="pack-quantized"), ("format 'pack-quantized'", "nvfp4-pack-quantized")),
+        (compressed(format="marlin-24"), ("format 'marlin-24'", "nvfp4-pack-quantized", "pack-quantized")),
+        (compressed(format="pack-quantized"), ("group_0.weights.type 'float'", "int")),
+        (compressed_int4(num_bits=8), ("group_0.weights.num_bits 8", "4")),
+        (compressed_int4(group_size=48), ("group_0.weights.group_size 48", "32, 64, 128")),
+        (compressed_int4(strategy="tensor"), ("group_0.weights.strategy 'tensor'", "group")),
+        (compressed_int4(activations={"num_bits": 8}), ("group_0.input_activations", "None")),
+        (compressed(format="mxfp4-pack-quantized"), ("group_0.weights.group_size 16", "32")),
         (compressed(config_groups={}), ("config_groups", "one group")),
         (compressed(transform_config={"config_groups": {"R1": {}}}), ("transform_config",)),
         ({**FP8, "weight_block_size": [64, 64]}, ("weight_block_size [64, 64]", "[128, 128]")),
-        (compressed_fp8(strategy="channel"), ("weights.strategy 'channel'", "tensor")),
+        (compressed_fp8(strategy="token"), ("weights.strategy 'token'", "tensor, channel, block")),
+        (
+            compressed_fp8(strategy="block", block_structure=[64, 64]),
+            ("block_structure [64, 64]", "[128, 128]"),
+        ),
+        (compressed_fp8(symmetric=False), ("weights.symmetric False", "True")),
         ({**FP8, "activation_scheme": "static"}, ("activation_scheme 'static'", "dynamic")),
         ({**FP8, "expert_dtype": "fp4"}, ("expert_dtype 'fp4'",)),
         ({**FP8, "modules_to_not_convert": "lm_head"}, ("modules_to_not_convert", "a list of strings")),

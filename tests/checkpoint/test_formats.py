@@ -30,6 +30,19 @@ EXPECTED = {
     "modelopt-fp8-fused": ("fp8", False),
     "compressed-tensors-fp8": ("fp8", False),
     "auto-fp8": ("fp8", False),
+    "fp8-dynamic": ("bf16", False),
+    "fp8-block": ("fp8", False),
+    "int4-g32": ("bf16", False),
+    "int4-g32-asymmetric": ("bf16", False),
+    "int4-channel": ("bf16", False),
+    "int4-channel-asymmetric": ("bf16", False),
+    "compressed-mxfp4": ("mxfp4", False),
+    "compressed-mxfp4a16": ("mxfp4", False),
+    "modelopt-fp8-channel": ("bf16", False),
+    "modelopt-fp8-blocks": ("fp8", False),
+    "modelopt-mxfp4": ("mxfp4", False),
+    "modelopt-w4a8-mxfp4-fp8": ("mxfp4", False),
+    "modelopt-w4a8-nvfp4-fp8": ("nvfp4", False),
 }
 # 2 * 96 differs from 64, so that a transposed matrix can be told by its shape
 SIZE = {"moe_intermediate_size": 96}
@@ -112,7 +125,7 @@ def test_square_matrices_follow_the_family(format, tmp_path):
     assert_experts(weights, written)
 
 
-@pytest.mark.parametrize("format", ["fp8", "modelopt-fp8"])
+@pytest.mark.parametrize("format", ["fp8", "modelopt-fp8", "fp8-block", "fp8-dynamic"])
 @pytest.mark.parametrize("intermediate", [32, 96, 160, 192, 256])
 def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, format, tmp_path):
     """Where 128 does not divide the expert size, up's blocks start inside one of the stacked matrix's."""
@@ -126,7 +139,10 @@ def test_fp8_blocks_of_gate_and_up_keep_their_own_scales(intermediate, format, t
     assert weights.w13[1:2].decode().shape == (1, 2 * intermediate, 160)  # slices keep their blocks
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if f.endswith(("-fp8", "-fp8-fused"))])
+WITH_UNUSED_SCALES = [f for f in FORMATS if f.endswith(("-fp8", "-fp8-fused", "mxfp4", "mxfp4-fp8"))]
+
+
+@pytest.mark.parametrize("format", WITH_UNUSED_SCALES)
 def test_scales_of_inputs_that_are_quantised_as_they_come_are_set_aside(format, tmp_path):
     write_checkpoint(tmp_path, format, **SIZE)
     with open_checkpoint(tmp_path) as checkpoint:

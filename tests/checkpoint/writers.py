@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +43,9 @@ class Written:
     model: Any
     weights: Tensors
     input_scales: dict[str, float] = field(default_factory=dict)
+
+
+Writer = Callable[[Written, Tensors, bool], None]  # (written, tensors, whether dense layers too)
 
 
 def write_checkpoint(
@@ -359,6 +362,58 @@ def _compressed_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
         config["quantization_config"] = json.loads(record.model_dump_json())
 
 
+def _by_scheme(scheme: QuantizationScheme, format: str) -> Writer:
+    """Configuration and tensors from compressed-tensors itself."""
+
+    def write(written: Written, tensors: Tensors, dense: bool) -> None:
+        ignored = _pack_linears(written, tensors, dense, lambda _, weight: packing.compressed(weight, scheme))
+        record = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            format=format,
+            quantization_status="compressed",
+            ignore=ignored,
+        )
+        with edit_config(written.folder) as config:
+            config["quantization_config"] = json.loads(record.model_dump_json())
+
+    return write
+
+
+def _preset(name: str, format: str) -> Writer:
+    """As llm-compressor's preset of this name."""
+    return _by_scheme(preset_name_to_scheme(name, ["Linear"]), format)
+
+
+def _int4(group: int | None, *, symmetric: bool = True) -> Writer:
+    return _by_scheme(packing.int4_scheme(group=group, symmetric=symmetric), "pack-quantized")
+
+
+def _modelopt_as(algorithm: str, pack: Callable[[Tensor], packing.Packed], **fields: Any) -> Writer:
+    """ModelOpt's record of `algorithm`, in hf_quant_config.json."""
+
+    def write(written: Written, tensors: Tensors, dense: bool) -> None:
+        ignored = _pack_linears(written, tensors, dense, lambda _, weight: pack(weight))
+        with edit_config(written.folder, "hf_quant_config.json") as config:
+            config["quantization"] = {"quant_algo": algorithm, "exclude_modules": ignored} | fields
+
+    return write
+
+
+def _w4a8_nvfp4_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+    original = dict(tensors)
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        return packing.w4a8_nvfp4_fp8(weight, shared_amax(original, module))
+
+    ignored = _pack_linears(written, tensors, dense, pack)
+    with edit_config(written.folder, "hf_quant_config.json") as config:
+        config["quantization"] = {
+            "quant_algo": "W4A8_NVFP4_FP8",
+            "group_size": 16,
+            "exclude_modules": ignored,
+        }
+
+
 def _auto_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
     ignored = _fp8_tensors(written, tensors, dense)
     with edit_config(written.folder) as config:
@@ -374,7 +429,7 @@ def _cat(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat([gate.view(torch.uint8), up.view(torch.uint8)], dim=1).view(gate.dtype)
 
 
-FORMATS: dict[str, Callable[[Written, Tensors, bool], None]] = {
+FORMATS: dict[str, Writer] = {
     "float32": _plain,
     "bf16": _bfloat16,
     "bf16-stacked": _stacked,
@@ -391,4 +446,17 @@ FORMATS: dict[str, Callable[[Written, Tensors, bool], None]] = {
     "modelopt-fp8-fused": _modelopt_fp8_fused,
     "compressed-tensors-fp8": _compressed_fp8,
     "auto-fp8": _auto_fp8,
+    "fp8-dynamic": _preset("FP8_DYNAMIC", "float-quantized"),
+    "fp8-block": _preset("FP8_BLOCK", "float-quantized"),
+    "int4-g32": _int4(32),
+    "int4-g32-asymmetric": _int4(32, symmetric=False),
+    "int4-channel": _int4(None),
+    "int4-channel-asymmetric": _int4(None, symmetric=False),
+    "compressed-mxfp4": _preset("MXFP4", "mxfp4-pack-quantized"),
+    "compressed-mxfp4a16": _preset("MXFP4A16", "mxfp4-pack-quantized"),
+    "modelopt-fp8-channel": _modelopt_as("FP8_PER_CHANNEL_PER_TOKEN", packing.fp8_channel),
+    "modelopt-fp8-blocks": _modelopt_as("fp8_pb_wo", packing.fp8_pb_wo),
+    "modelopt-mxfp4": _modelopt_as("mxfp4", packing.modelopt_mxfp4),
+    "modelopt-w4a8-mxfp4-fp8": _modelopt_as("W4A8_MXFP4_FP8", packing.modelopt_mxfp4, group_size=32),
+    "modelopt-w4a8-nvfp4-fp8": _w4a8_nvfp4_fp8,
 }

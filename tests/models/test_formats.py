@@ -18,7 +18,21 @@ from tests.models.test_logits import prompt, reference
 from tests.tiny import QWEN2_MOE, write_model
 
 BOUND = 1e-3  # relative, in the root mean square
-DENSE_FORMATS = ("modelopt", "modelopt-config", "compressed-tensors", "fp8")
+DENSE_FORMATS = (
+    "modelopt",
+    "modelopt-config",
+    "modelopt-w4a8-nvfp4-fp8",
+    "modelopt-fp8-channel",
+    "modelopt-fp8-blocks",
+    "modelopt-mxfp4",
+    "compressed-tensors",
+    "compressed-mxfp4",
+    "fp8",
+    "fp8-dynamic",
+    "fp8-block",
+    "int4-g32-asymmetric",
+    "int4-channel",
+)
 IDS = prompt(48)
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from turnout.checkpoint import bf16, compressed_tensors, fp8, fp8_tensor, modelopt, mxfp4, nvfp4
+from turnout.checkpoint import (
+    bf16,
+    compressed_tensors,
+    fp8,
+    fp8_channel,
+    fp8_tensor,
+    int4,
+    modelopt,
+    mxfp4,
+    mxfp4_linear,
+    nvfp4,
+)
 from turnout.checkpoint.config import CONFIG, read_config
 from turnout.checkpoint.experts import ExpertShape, Wanted
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
@@ -21,9 +33,32 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
 
-SPELLINGS = {"modelopt": modelopt.SPELLING, "compressed-tensors": compressed_tensors.SPELLING}
+logger = logging.getLogger(__name__)
+
 # Tensors that turn a stored weight into the real one; a plain weight stands alone.
 COMPANIONS = (".weight_scale", ".weight_scale_inv", ".weight_packed")
+
+
+class Reader(Protocol):
+    """How one published format stores a linear layer, and the experts of a layer."""
+
+    def linear(self, files: TensorFiles, module: str, n: int, k: int) -> PackedTensor: ...
+
+    def experts(self, wanted: Wanted) -> ExpertWeights: ...
+
+
+# By `Quantization.method`. GPT-OSS's MXFP4 is of experts alone, and not here.
+READERS: dict[str, Callable[[Quantization], Reader]] = {
+    "modelopt": lambda q: nvfp4.Nvfp4(modelopt.SPELLING, q.quantized_activations),
+    "compressed-tensors": lambda q: nvfp4.Nvfp4(compressed_tensors.SPELLING, q.quantized_activations),
+    "fp8": lambda q: fp8.DEEPSEEK,
+    "fp8_block": lambda q: fp8.COMPRESSED,
+    "fp8_channel": lambda q: fp8_channel,
+    "fp8_tensor": lambda q: fp8_tensor,
+    "int4": lambda q: int4.Int4(q.group, q.symmetric),
+    "mxfp4_compressed": lambda q: mxfp4_linear.COMPRESSED,
+    "mxfp4_modelopt": lambda q: mxfp4_linear.MODELOPT,
+}
 
 
 def open_checkpoint(folder: Path, progress: ProgressFn | None = None) -> Checkpoint:
@@ -45,6 +80,7 @@ class Checkpoint:
         self.config = read_config(folder)
         self.quantization: Quantization = parse_quantization(self.config, folder / CONFIG)
         self._files = TensorFiles(folder, progress)
+        self._told = False  # that experts are decoded
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -116,7 +152,7 @@ class Checkpoint:
         if self._is_plain(module):
             self._files.expect(f"{module}.weight", shape, FLOATS, why=bf16.WHY)
             return self.tensor(f"{module}.weight", shape, dtype, first=first, count=count)
-        decoded = decode_by_rows(self._packed(module, shape), dtype)
+        decoded = decode_by_rows(self._reader.linear(self._files, module, *shape), dtype)
         return decoded if count in (None, len(decoded)) else decoded[first : first + count].clone()
 
     def experts(
@@ -129,17 +165,17 @@ class Checkpoint:
         count = shape.num_experts - first if count is None else count
         if first < 0 or count < 1 or first + count > shape.num_experts:
             raise ValueError(f"experts {first}..{first + count} of {shape.num_experts}")
-        format, quantized_activations = self.experts_format(prefix)
+        quantized = self.quantization.quantizes_experts(prefix)
         wanted = Wanted(
             files=self._files,
             config=self.config,
             prefix=prefix,
             shape=shape,
-            format=format,
+            stored=self.quantization.stored if quantized else Format.BF16,
             first=first,
             count=count,
         )
-        weights = self._experts(wanted, quantized_activations)
+        weights = self._experts(wanted) if quantized else bf16.experts(wanted)
         for other in wanted.others:
             self._files.set_aside(self._files.under(f"{prefix}.{other}."))
         return weights
@@ -148,28 +184,25 @@ class Checkpoint:
         """(format, whether activations were quantised too) of the experts."""
         return self.quantization.experts_format(prefix)
 
-    def _experts(self, wanted: Wanted, quantized_activations: bool) -> ExpertWeights:
-        plain_readers = {
-            Format.BF16: bf16.experts,
-            Format.MXFP4: mxfp4.experts,
-            Format.FP8: self._fp8.experts,
-        }
-        if wanted.format in plain_readers:
-            return plain_readers[wanted.format](wanted)
-        spelling = SPELLINGS[self.quantization.method]
-        return nvfp4.experts(wanted, spelling, quantized_activations=quantized_activations)
-
-    def _packed(self, module: str, shape: tuple[int, int]) -> PackedTensor:
-        if self.quantization.format == Format.FP8:
-            return self._fp8.linear(self._files, module, *shape)
-        return nvfp4.linear(self._files, module, *shape, SPELLINGS[self.quantization.method])
+    def _experts(self, wanted: Wanted) -> ExpertWeights:
+        if self.quantization.method == "mxfp4":
+            return mxfp4.experts(wanted)
+        if self.quantization.decodes_experts and not self._told:
+            self._told = True
+            logger.info(
+                "%s: no runner multiplies in experts stored like this (%s): they are decoded while they "
+                "load, and take the memory of unquantised ones",
+                self.folder,
+                self.quantization.method,
+            )
+        return self._reader.experts(wanted)
 
     @property
-    def _fp8(self) -> ModuleType:
-        return fp8_tensor if self.quantization.method == "fp8_tensor" else fp8
+    def _reader(self) -> Reader:
+        return READERS[self.quantization.method](self.quantization)
 
     def _is_plain(self, module: str) -> bool:
-        if not self.quantization.quantizes(module) or self.quantization.format == Format.MXFP4:
+        if not self.quantization.quantizes(module):
             return True
         name = f"{module}.weight"
         scaled = any(module + suffix in self._files for suffix in COMPANIONS)

@@ -15,7 +15,7 @@ Interleaved: rows gate 0, up 0, gate 1, up 1, ... as GPT-OSS has them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +57,7 @@ class Wanted:
     config: dict[str, Any]
     prefix: str
     shape: ExpertShape
-    format: Format  # as the configuration has it, for error messages
+    stored: str  # the format that the configuration has, for error messages
     first: int
     count: int
 
@@ -132,14 +132,13 @@ class PerExpert:
     def _stack(self, matrix: str, part: Part, shape: tuple[int, ...]) -> Tensor:
         """[n, rows of all projections, ...] from one tensor of `shape` per expert and projection."""
         files, why = self.wanted.files, _expected_by(self.wanted)
-        dtypes = part.dtypes
         out: Tensor | None = None
         for i, expert in enumerate(self.wanted.local):
             for j, module in enumerate(self._modules(matrix, expert)):
                 name = module + part.suffix
-                meta = files.expect(name, shape, dtypes, why=why)
+                meta = part.expect(files, name, shape, why)
                 if out is None:  # the first tensor settles which of the allowed dtypes all have
-                    dtypes = (meta.dtype,)
+                    part = replace(part, dtypes=(meta.dtype,))
                     columns = len(self._projections[matrix])
                     out = torch.empty((self.wanted.count, columns, *shape), dtype=meta.dtype)
                 files.read_into(name, out[i, j])
@@ -262,9 +261,10 @@ def copy_rows(source: Tensor, out: Tensor, *, interleaved: bool) -> None:
 
 def _expected_by(wanted: Wanted) -> str:
     s = wanted.shape
+    stored = "not quantised" if wanted.stored == Format.BF16 else f"stored as {wanted.stored}"
     return (
         f"config.json says {s.num_experts} experts of hidden size {s.hidden} and expert size "
-        f"{s.intermediate}, {'not quantised' if wanted.format == 'bf16' else 'stored as ' + wanted.format}"
+        f"{s.intermediate}, {stored}"
     )
 
 

@@ -53,7 +53,20 @@ WHY_INPUT = (
 )
 
 
-def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) -> PackedTensor:
+@dataclass(frozen=True)
+class Nvfp4:
+    spelling: Spelling
+    quantized_activations: bool  # input scales are read: W4A4
+
+    def linear(self, files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
+        return _linear(files, module, n, k, self.spelling)
+
+    def experts(self, wanted: Wanted) -> ExpertWeights:
+        """The experts wanted; input scales, where activations are quantised, of all experts of the layer."""
+        return _experts(wanted, self.spelling, quantized_activations=self.quantized_activations)
+
+
+def _linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) -> PackedTensor:
     require_columns(files, module, k, GROUP)
     _refuse_smoothing(files, [module])
     data, scale = (part.read(files, module, n, k, WHY) for part in spelling.parts)
@@ -64,8 +77,7 @@ def linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling) 
     )
 
 
-def experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) -> ExpertWeights:
-    """The experts wanted; input scales, where activations are quantised, of all experts of the layer."""
+def _experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) -> ExpertWeights:
     for matrix in ("w13", "w2"):
         require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
     stored = arrangement(wanted, spelling.parts[0])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
+from turnout.checkpoint.headers import TensorMeta
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
 
@@ -52,11 +53,18 @@ class Part:
     suffix: str  # after the module's name, such as ".weight_scale"
     dtypes: tuple[torch.dtype, ...]
     rows: int = 1
-    columns: int = 1
+    columns: int = 1  # 0: all of them
     sound: Sound | None = None
+    any_ones: bool = False  # writers differ in dimensions of size 1
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
-        return -(-n // self.rows), -(-k // self.columns)
+        return -(-n // self.rows), -(-k // self.columns) if self.columns else 1
+
+    def expect(self, files: TensorFiles, name: str, shape: tuple[int, ...], why: str) -> TensorMeta:
+        """As `files.expect`; where `any_ones`, dimensions of size 1 may be missing or more."""
+        found = files.meta(name, why=why).shape
+        alike = [n for n in found if n != 1] == [n for n in shape if n != 1]
+        return files.expect(name, found if self.any_ones and alike else shape, self.dtypes, why=why)
 
     def check(self, files: TensorFiles, name: str, value: Tensor) -> None:
         """Raises CheckpointError if the values read from `name` cannot be scales."""
@@ -71,9 +79,9 @@ class Part:
 
     def read(self, files: TensorFiles, module: str, n: int, k: int, why: str) -> Tensor:
         """This part of the matrix [n, k] called `module`."""
-        name = module + self.suffix
-        files.expect(name, self.shape(n, k), self.dtypes, why=why)
-        value = files.read(name)
+        name, shape = module + self.suffix, self.shape(n, k)
+        self.expect(files, name, shape, why)
+        value = files.read(name).view(shape)
         self.check(files, name, value)
         return value
 

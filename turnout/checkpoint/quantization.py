@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,39 @@ from turnout.formats.spec import FORMATS
 from turnout.vocabulary import Format
 
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
-MODELOPT_ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # -> activations are quantised as well
-MODELOPT_FP8 = "FP8"
-COMPRESSED_FORMAT, COMPRESSED_FP8 = "nvfp4-pack-quantized", "float-quantized"
-NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
-ONE_SCALE = {"num_bits": 8, "type": "float", "strategy": "tensor"}  # FP8, for a whole weight
+DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods that no runner multiplies in -> stored as
 FP8_BLOCK = [FORMATS[Format.FP8].block_rows, FORMATS[Format.FP8].group]
+INT4_GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """How a checkpoint was quantised, and which modules were left alone.
 
-    method: who wrote it, and so which reader understands it: "none", "modelopt", "compressed-tensors",
-    "mxfp4", "fp8", or of any writer "fp8_tensor": one scale per weight. quantized_activations: the
-    writer calibrated NVFP4 activations too (W4A4), and input scales are in the checkpoint.
+    method: which reader understands it, a name of `checkpoint.READERS`, or "none", or "mxfp4" (GPT-OSS).
+    format: what experts are kept in; bf16 where they are decoded while they load. quantized_activations: the
+    writer calibrated NVFP4 activations too (W4A4), and input scales are in the checkpoint. group, symmetric:
+    of INT4, the columns that share a scale (0: all of a row), and whether there are no zero points.
     """
 
     method: str = "none"
     format: Format = Format.BF16
     quantized_activations: bool = False
+    group: int = 0
+    symmetric: bool = True
     targets: ModulePatterns = EVERYTHING
     ignore: ModulePatterns = field(default_factory=ModulePatterns)
     experts_only: bool = False  # linear layers outside `experts` are never quantised
+
+    @property
+    def decodes_experts(self) -> bool:
+        """Whether experts become unquantised weights while they load."""
+        return self.method in DECODED
+
+    @property
+    def stored(self) -> str:
+        """The format in the files."""
+        return DECODED.get(self.method, self.format)
 
     def quantizes(self, module: str) -> bool:
         """Whether the linear layer called `module` is stored quantised."""
@@ -51,6 +61,14 @@ class Quantization:
     def experts_format(self, prefix: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the experts at `prefix`, such as `model.layers.0.mlp.experts`.
 
+        As `quantizes_experts`.
+        """
+        quantized = self.quantizes_experts(prefix)
+        return (self.format, self.quantized_activations) if quantized else (Format.BF16, False)
+
+    def quantizes_experts(self, prefix: str) -> bool:
+        """Whether the experts at `prefix` are stored quantised.
+
         Lists name modules of the first expert or the stacked ones; that every other expert agrees is
         checked when it is read. Raises UserError if some projections were left out and others not.
         """
@@ -64,8 +82,7 @@ class Quantization:
                 f"{prefix}: some projections are listed as not quantised and others are not. Experts of one "
                 f"layer must share a format: requantise with all of {prefix} in the list, or none of it"
             )
-        quantized = all(verdict == {True} for verdict in verdicts)
-        return (self.format, self.quantized_activations) if quantized else (Format.BF16, False)
+        return all(verdict == {True} for verdict in verdicts)
 
 
 def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.json") -> Quantization:
@@ -89,63 +106,127 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
     return _PARSERS[method](record, file)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Scheme:
+    """A reader, and what a configuration must say of the weights that it reads."""
+
+    method: str
+    format: Format
+    weights: Mapping[str, object]  # of a config group
+    quantized_activations: bool = False
+
+
+_NVFP4 = {"num_bits": 4, "type": "float", "group_size": FORMATS[Format.NVFP4].group}
+_MXFP4 = {"num_bits": 4, "type": "float", "group_size": FORMATS[Format.MXFP4].group}
+_FP8 = {"num_bits": 8, "type": "float"}
+MODELOPT = {
+    "NVFP4": _Scheme(method="modelopt", format=Format.NVFP4, weights=_NVFP4, quantized_activations=True),
+    "W4A16_NVFP4": _Scheme(method="modelopt", format=Format.NVFP4, weights=_NVFP4),
+    "W4A8_NVFP4_FP8": _Scheme(method="modelopt", format=Format.NVFP4, weights=_NVFP4),
+    "MXFP4": _Scheme(method="mxfp4_modelopt", format=Format.MXFP4, weights=_MXFP4),
+    "W4A8_MXFP4_FP8": _Scheme(method="mxfp4_modelopt", format=Format.MXFP4, weights=_MXFP4),
+    "FP8": _Scheme(method="fp8_tensor", format=Format.FP8, weights=_FP8),
+    "FP8_PER_CHANNEL_PER_TOKEN": _Scheme(method="fp8_channel", format=Format.BF16, weights=_FP8),
+    "FP8_PB_WO": _Scheme(method="fp8_block", format=Format.FP8, weights=_FP8),
+}
+# compressed-tensors: by format, and of float-quantized by strategy.
+COMPRESSED = {
+    "nvfp4-pack-quantized": _Scheme(method="compressed-tensors", format=Format.NVFP4, weights=_NVFP4),
+    "mxfp4-pack-quantized": _Scheme(method="mxfp4_compressed", format=Format.MXFP4, weights=_MXFP4),
+}
+COMPRESSED_FP8 = {
+    "tensor": _Scheme(method="fp8_tensor", format=Format.FP8, weights=_FP8),
+    "channel": _Scheme(method="fp8_channel", format=Format.BF16, weights=_FP8),
+    "block": _Scheme(method="fp8_block", format=Format.FP8, weights=_FP8 | {"block_structure": FP8_BLOCK}),
+}
+
+
 def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
-    """NVFP4 or FP8 as ModelOpt exports them, in `config.json` or in `hf_quant_config.json`."""
+    """As ModelOpt exports, in `config.json` or in `hf_quant_config.json`; all layers alike."""
     nested = record.get("quantization")
     if isinstance(nested, dict):
         record = record | nested
     if record.get("quant_algo") is None and record.get("kv_cache_quant_algo") is not None:
         return Quantization()  # the KV cache alone, which is this engine's own business
-    algorithm = str(record.get("quant_algo")).upper()
+    scheme = MODELOPT.get(str(record.get("quant_algo")).upper())
+    if scheme is None:
+        raise _unsupported(file, "quant_algo", record.get("quant_algo"), MODELOPT)
     excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
-    ignore = ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules")
-    if algorithm == MODELOPT_FP8:
-        return Quantization(method="fp8_tensor", format=Format.FP8, ignore=ignore)
-    if algorithm not in MODELOPT_ALGORITHMS:
-        known = [*MODELOPT_ALGORITHMS, MODELOPT_FP8]
-        raise _unsupported(file, "quant_algo", record.get("quant_algo"), known)
-    quantized_activations = MODELOPT_ALGORITHMS[algorithm]
-    size = FORMATS[Format.NVFP4].group
-    _require(file, "group_size", record.get("group_size", size), size)
-    groups = _groups(record, file)
-    for name, group in groups.items():
-        _require_scheme(file, f"{name}.weights", group.get("weights"), NVFP4)
+    quantized_activations = scheme.quantized_activations
+    if "group_size" in scheme.weights:
+        size = scheme.weights["group_size"]
+        _require(file, "group_size", record.get("group_size") or size, size)
+    for name, group in _groups(record, file).items():
+        _require_scheme(file, f"{name}.weights", group.get("weights"), scheme.weights)
         quantized_activations &= group.get("input_activations") is not None
     return Quantization(
-        method="modelopt", format=Format.NVFP4, quantized_activations=quantized_activations, ignore=ignore
+        method=scheme.method,
+        format=scheme.format,
+        quantized_activations=quantized_activations,
+        ignore=ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules"),
     )
 
 
 def _compressed_tensors(record: dict[str, Any], file: Path | str) -> Quantization:
-    """NVFP4 or FP8 as compressed-tensors (llm-compressor) packs them, all groups alike."""
+    """As compressed-tensors (llm-compressor) packs, all groups alike."""
     groups = _groups(record, file)
     if len(groups) != 1:
         raise _unsupported(file, "config_groups", f"{len(groups)} groups", ["exactly one group"])
     ((name, group),) = groups.items()
-    packed = group.get("format") or record.get("format")
-    if packed not in (COMPRESSED_FORMAT, COMPRESSED_FP8):
-        raise _unsupported(file, "format", packed, [COMPRESSED_FORMAT, COMPRESSED_FP8])
     transforms = record.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise _unsupported(file, "transform_config", "rotations of weights or activations", ["none"])
-    fp8 = packed == COMPRESSED_FP8
-    _require_scheme(file, f"{name}.weights", group.get("weights"), ONE_SCALE if fp8 else NVFP4)
-    activations = group.get("input_activations")
-    if activations is not None and not fp8:
-        _require_scheme(file, f"{name}.input_activations", activations, NVFP4)
-        _require(file, f"{name}.input_activations.dynamic", activations.get("dynamic"), "local")
+    found = _compressed_scheme(name, group, group.get("format") or record.get("format"), file)
     targets = _names(group, "targets", file)
     dialect = "compressed-tensors"
-    return Quantization(
-        method="fp8_tensor" if fp8 else "compressed-tensors",
-        format=Format.FP8 if fp8 else Format.NVFP4,
-        quantized_activations=activations is not None and not fp8,
+    return replace(
+        found,
         # "Linear" names a class, that of every module asked about here.
         targets=EVERYTHING
         if "Linear" in targets
         else ModulePatterns.parse(dialect, targets, f"{file}: targets"),
         ignore=ModulePatterns.parse(dialect, _names(record, "ignore", file), f"{file}: ignore"),
     )
+
+
+def _compressed_scheme(name: str, group: dict[str, Any], packed: Any, file: Path | str) -> Quantization:
+    weights, activations = group.get("weights"), group.get("input_activations")
+    if packed == "pack-quantized":
+        return _int4(name, weights, activations, file)
+    if packed == "float-quantized":
+        _require_scheme(file, f"{name}.weights", weights, _FP8)
+        strategy = weights.get("strategy", "tensor") if isinstance(weights, dict) else None
+        if strategy not in COMPRESSED_FP8:
+            raise _unsupported(file, f"{name}.weights.strategy", strategy, COMPRESSED_FP8)
+        scheme = COMPRESSED_FP8[strategy]
+    elif packed in COMPRESSED:
+        scheme = COMPRESSED[packed]
+    else:
+        raise _unsupported(file, "format", packed, [*COMPRESSED, "float-quantized", "pack-quantized"])
+    _require_scheme(file, f"{name}.weights", weights, scheme.weights)
+    quantized_activations = scheme.format == Format.NVFP4 and activations is not None
+    if quantized_activations:
+        inputs = _require_scheme(file, f"{name}.input_activations", activations, _NVFP4)
+        _require(file, f"{name}.input_activations.dynamic", inputs.get("dynamic"), "local")
+    return Quantization(
+        method=scheme.method, format=scheme.format, quantized_activations=quantized_activations
+    )
+
+
+def _int4(name: str, weights: Any, activations: Any, file: Path | str) -> Quantization:
+    """W4A16: one scale per group of columns or per row, with zero points or without."""
+    wanted: dict[str, object] = {"num_bits": 4, "type": "int"}
+    where = f"{name}.weights"
+    scheme = _require_scheme(file, where, weights, wanted, symmetric=False)
+    _require(file, f"{name}.input_activations", activations, None)
+    strategy, symmetric = scheme.get("strategy", "group"), scheme.get("symmetric", True) is True
+    if strategy == "channel":
+        return Quantization(method="int4", symmetric=symmetric)
+    _require(file, f"{where}.strategy", strategy, "group")
+    group = scheme.get("group_size")
+    if group not in INT4_GROUPS:
+        raise _unsupported(file, f"{where}.group_size", group, INT4_GROUPS)
+    return Quantization(method="int4", group=int(group), symmetric=symmetric)
 
 
 def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:
@@ -201,12 +282,17 @@ def _groups(record: Mapping[str, Any], file: Path | str) -> dict[str, dict[str, 
     return groups
 
 
-def _require_scheme(file: Path | str, name: str, scheme: Any, wanted: Mapping[str, object]) -> None:
+def _require_scheme(
+    file: Path | str, name: str, scheme: Any, wanted: Mapping[str, object], *, symmetric: bool = True
+) -> dict[str, Any]:
+    """The scheme, which must agree with `wanted` in every field that it has."""
     if not isinstance(scheme, dict):
         raise CheckpointError(f"{name} is not usable", file=file, expected="a JSON object", found=scheme)
     for key, value in wanted.items():
         _require(file, f"{name}.{key}", scheme.get(key, value), value)
-    _require(file, f"{name}.symmetric", scheme.get("symmetric", True), True)
+    if symmetric:
+        _require(file, f"{name}.symmetric", scheme.get("symmetric", True), True)
+    return scheme
 
 
 def _require(file: Path | str, name: str, value: object, needed: object) -> None:

@@ -1,0 +1,52 @@
+"""Experts of formats that nothing multiplies in, decoded while they load to the checkpoint's own dtype.
+
+Models and plans see unquantised experts, so that a plan counts the memory that they then take. Matrices are
+decoded one by one, so that loading needs no more memory than that of one of them in addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.checkpoint.experts import PerExpert, Wanted
+from turnout.checkpoint.files import FLOATS, TensorFiles
+from turnout.checkpoint.parts import decode_by_rows
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import PackedTensor
+from turnout.vocabulary import Format
+
+ReadLinear = Callable[[TensorFiles, str, int, int], PackedTensor]  # (files, module, N, K)
+
+
+def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What config.json says that unquantised weights are stored in; bfloat16 where it says nothing known."""
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}.get(name, torch.bfloat16)
+
+
+def experts(wanted: Wanted, read: ReadLinear) -> ExpertWeights:
+    """The experts wanted, stored one by one, each of their linear layers read by `read`."""
+    stored = PerExpert(wanted)
+    return ExpertWeights(
+        w13=PackedTensor(format=Format.BF16, data=_matrix(wanted, stored, "w13", read)),
+        w2=PackedTensor(format=Format.BF16, data=_matrix(wanted, stored, "w2", read)),
+        b13=stored.bias("w13"),
+        b2=stored.bias("w2"),
+        first_expert=wanted.first,
+        num_experts=wanted.shape.num_experts,
+    )
+
+
+def _matrix(wanted: Wanted, stored: PerExpert, matrix: str, read: ReadLinear) -> Tensor:
+    """[n, N, K], gate rows before up rows."""
+    n, k = wanted.shape.matrix(matrix)
+    out = torch.empty((wanted.count, n, k), dtype=own_dtype(wanted.config))
+    modules = stored.modules(matrix)
+    rows = wanted.count * n // len(modules)  # of one stored matrix
+    for module, part in zip(modules, out.flatten(0, 1).split(rows), strict=True):
+        part.copy_(decode_by_rows(read(wanted.files, module, rows, k), out.dtype))
+    return out
