@@ -46,6 +46,38 @@ MAY_IMPORT = {
 }
 # What imports against the order today. Each line goes when what it imports moves down; none is added.
 EXCEPTIONS: set[tuple[str, str]] = set()
+# The order inside a package, lowest first: a file or folder imports only what stands before it.
+ORDER = {
+    "attention": ["interface", "torch", "cpu", "triton"],
+    "engine": [
+        "threads",
+        "progress_bars",
+        "tokenizer",
+        "sampling_params",
+        "messages",
+        "speculative",
+        "memory_plan",
+        "parallel_config",
+        "engine_plan",
+        "parallel_layouts",
+        "cuda_graph_policy",
+        "scheduler",
+        "sampling",
+        "ranks",
+        "step",
+        "layer_inputs",
+        "selfcheck",
+        "warmup",
+        "core",
+        "builder",
+        "calibration",
+        "tune",
+        "verify",
+        "llm",
+        "worker",
+    ],
+    "server": ["supervise", "metrics", "memory", "api", "run", "launch"],
+}
 OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}
 
 
@@ -97,6 +129,27 @@ def violations(module: str, source: str, *, package: bool = False) -> list[str]:
     return found
 
 
+def out_of_order(module: str, source: str, *, package: bool = False) -> list[str]:
+    """What `source`, as the text of `module`, imports of its own package against ORDER."""
+    part = part_of(module)
+    order, mine = ORDER[part], _node(module)
+    if mine is None:
+        return []
+    if mine not in order:
+        return [f"{module}: a new file or folder of {part}/ needs a place in ORDER"]
+    allowed = order[: order.index(mine) + 1]
+    return [
+        f"{module}:{line} imports {target}: {node} does not stand before {mine} in ORDER"
+        for line, target in imports(ast.parse(source), module, package=package)
+        if part_of(target) == part and (node := _node(target)) is not None and node not in allowed
+    ]
+
+
+def _node(module: str) -> str | None:
+    """The file or folder directly inside a package that `module` is, or belongs to; None: the package."""
+    return next(iter(module.split(".")[2:]), None)
+
+
 def _siblings(module: str, target: str) -> bool:
     """Whether a file in one backend's folder imports from another's."""
     mine, theirs = (re.match(r"turnout\.moe\.backends\.(\w+)\.", name) for name in (module, target))
@@ -108,6 +161,38 @@ def test_imports_point_down(file):
     assert part_of(module_of(file)) in MAY_IMPORT, "a new part of the house needs a line in MAY_IMPORT"
     found = violations(module_of(file), file.read_text(), package=file.name == "__init__.py")
     assert found == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [f for f in FILES if part_of(module_of(f)) in ORDER],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_imports_inside_a_package_point_down(file):
+    assert out_of_order(module_of(file), file.read_text(), package=file.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("part", ORDER)
+def test_the_order_names_what_is_there(part):
+    there = {_node(m) for m in MODULES if m.startswith(f"turnout.{part}.")}
+    assert sorted(ORDER[part]) == sorted(there)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("turnout.engine.scheduler.request", "from turnout.engine.step import forward", 1),
+        ("turnout.engine.scheduler.request", "def f():\n    from turnout.engine import core", 1),
+        ("turnout.engine.scheduler.request", "if TYPE_CHECKING:\n    from ..step.forward import Forward", 1),
+        ("turnout.engine.scheduler.request", "from turnout.engine.scheduler.scheduler import Chunk", 0),
+        ("turnout.engine.step.forward", "from turnout.engine.scheduler.request import Request", 0),
+        ("turnout.engine.surprise", "", 1),
+        ("turnout.server.supervise.hosts", "from turnout.server.api.errors import ApiError", 1),
+        ("turnout.attention.interface", "import turnout.attention.torch", 1),
+    ],
+)
+def test_the_order_is_enforced(module, source, found):
+    assert len(out_of_order(module, source)) == found
 
 
 def test_every_exception_is_still_one():
@@ -227,7 +312,7 @@ TORCH_FREE = [
     "turnout.engine.messages",
     "turnout.engine.sampling.detokenizer",
     "turnout.engine.scheduler.block_pool",
-    "turnout.engine.sampling.params",
+    "turnout.engine.sampling_params",
     "turnout.engine.scheduler.scheduler",
     "turnout.engine.tokenizer",
     "turnout.engine.worker",

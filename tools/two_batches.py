@@ -30,7 +30,7 @@ from turnout import LLM
 from turnout.bench.results import cpu_name, gpu_driver, result, save
 from turnout.config import Config, Launched
 from turnout.engine.messages import AddRequest
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.step.forward import Forward
 from turnout.errors import PlanRefused
 from turnout.parallel.group_exchange import gather_values

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnout.engine.llm import LLM as LLM
-    from turnout.engine.sampling.params import SamplingParams as SamplingParams
+    from turnout.engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "turnout.engine.llm", "SamplingParams": "turnout.engine.sampling.params"}
+_LAZY = {"LLM": "turnout.engine.llm", "SamplingParams": "turnout.engine.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -188,7 +188,7 @@ def generate(
 ) -> None:
     """Generate offline. A prompt, standard input or a JSON-lines file in; text or JSON lines out."""
     from turnout.commands.generate import run
-    from turnout.engine.sampling.params import SamplingParams
+    from turnout.engine.sampling_params import SamplingParams
 
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ())

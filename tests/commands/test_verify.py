@@ -19,7 +19,7 @@ from turnout.checkpoint import open_checkpoint
 from turnout.commands.quantize import quantize
 from turnout.commands.verify import verify
 from turnout.config import Config
-from turnout.engine.core import EngineCore
+from turnout.engine.builder import build_engine
 from turnout.engine.engine_plan import resolve
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.verify import Report, examine
@@ -249,7 +249,7 @@ def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
     assert all(one.experts is not None for one in watched)
     check.run(model)
     assert all(one.experts is None for one in watched)
-    core = EngineCore(engine_plan, model=model)
+    core = build_engine(engine_plan, model=model)
     assert core.info()["verify"] == {"extent": "off"}
 
 

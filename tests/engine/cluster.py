@@ -21,7 +21,7 @@ import zmq
 from tests.engine.toy import merge
 from tests.ranks import Rank, RankPool
 from turnout.config import Config
-from turnout.engine.core import EngineCore
+from turnout.engine.builder import build_engine
 from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import (
     Abort,
@@ -38,8 +38,8 @@ from turnout.engine.messages import (
     event_decoder,
 )
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.sampling.params import SamplingParams
-from turnout.engine.step import near_ties
+from turnout.engine.sampling import near_ties
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.worker import run
 from turnout.parallel.exchange import SharedExchange
 
@@ -70,12 +70,12 @@ class Counting(StepSync):
 def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
     """One rank, from its weights to Shutdown, with the loop of the engine process; how many calls were close.
 
-    close: which gap makes a close call, see `near_ties.CLOSE`.
+    close: which gap makes a near-tie, see `near_ties.CLOSE`.
     """
     near_ties.CLOSE = close
     groups = rank.groups(dp_size=config.dp_size, ep_size=config.ep_size)
     step_sync = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
-    core = EngineCore(resolve(config, rank=rank.number), groups=groups, step_sync=step_sync)
+    core = build_engine(resolve(config, rank=rank.number), groups=groups, step_sync=step_sync)
     context = zmq.Context()
     commands, events = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
     commands.identity = _name(rank.number)
@@ -221,7 +221,7 @@ class SingleRank:
     """What one rank alone answers to greedy requests; each prompt is computed once."""
 
     def __init__(self, model: Path, longest: int):
-        self._core = EngineCore(resolve(Config(model=str(model), **SMALL)))
+        self._core = build_engine(resolve(Config(model=str(model), **SMALL)))
         self._longest = longest
         self._known: dict[tuple[int, ...], list[int]] = {}
 

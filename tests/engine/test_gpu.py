@@ -10,8 +10,8 @@ import torch
 
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
+from turnout.engine.sampling.near_ties import find_near_ties
 from turnout.engine.sampling.sampler import Sampler
-from turnout.engine.step.near_ties import find_near_ties
 
 pytestmark = pytest.mark.gpu
 

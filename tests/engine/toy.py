@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from turnout.config import Config
+from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan, MemoryTable
 from turnout.engine.messages import AddRequest, RequestOutput
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, PhasePlan
@@ -118,7 +119,7 @@ def make_core(
     model = model or ToyModel()
     values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
     config = Config(**(values | flags))  # type: ignore[arg-type]
-    return EngineCore(
+    return build_engine(
         engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context), model=model
     )
 

@@ -25,7 +25,7 @@ from turnout.engine.messages import (
     event_decoder,
 )
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.worker import run
 from turnout.errors import UserError
 from turnout.vocabulary import Phase

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from turnout.config import Config, Launched, launched
 from turnout.engine.ranks.launch import blameless, follow, launch
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.errors import UserError
 
 if TYPE_CHECKING:  # a rank must follow its launcher before torch is imported, which takes seconds

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turnout.config import Config
+from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
-from turnout.engine.step.cuda_graph_policy import why_no_graphs
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan

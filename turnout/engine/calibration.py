@@ -18,10 +18,11 @@ from torch import Tensor
 from turnout.checkpoint import open_checkpoint
 from turnout.checkpoint.quantize import Calibration, InputAmax
 from turnout.config import Config
+from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import AddRequest
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
@@ -60,7 +61,7 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
         progress=progress,
         make_runner=recorders.__getitem__,
     )
-    _read_all(EngineCore(engine_plan, model=loaded), prompts, progress)
+    _read_all(build_engine(engine_plan, model=loaded), prompts, progress)
     return {
         f"model.layers.{i}.mlp.experts.{expert}": amax
         for i, recorder in recorders.items()

@@ -17,8 +17,12 @@ from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
 from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_host
-from turnout.engine.ranks.parallel_config import attention_refusals, host_refusals, make_topology
-from turnout.engine.step import two_batch_overlap
+from turnout.engine.parallel_config import (
+    attention_refusals,
+    host_refusals,
+    make_topology,
+    two_batch_refusals,
+)
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
 from turnout.models import describe
@@ -151,7 +155,7 @@ def decide(
         *found,
         *_contradictions(config, description, hardware),
         *attention_refusals(description, topology),
-        *two_batch_overlap.refusals(config, topology),
+        *two_batch_refusals(config, topology),
     ]
     budget = _budget(config, topology, hardware, dtype)
     if measured is None:

@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 
 from turnout.config import Config, Launched, launched, load
+from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
 from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
 from turnout.engine.progress_bars import counting_bar, loading_bar
 from turnout.engine.ranks.rendezvous import check_launch, rendezvous
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.parallel.group_exchange import gather_values
@@ -157,7 +158,7 @@ class LLM:
             engine_plan, init_method=launched.init_method if launched else ""
         )
         with loading_bar(shown=self.rank == 0 and config.load_progress) as progress:
-            self._core = EngineCore(
+            self._core = build_engine(
                 engine_plan,
                 groups=self._groups,
                 step_sync=step_sync,

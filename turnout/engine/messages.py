@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, ModelFolder, decide
-from turnout.engine.ranks.parallel_config import make_topology
+from turnout.engine.parallel_config import make_topology
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.moe.budget import moves

@@ -22,7 +22,7 @@ from turnout.cache import cache_folder, lasting_folder
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, resolve
-from turnout.engine.selfcheck import ROWS, Watch, largest, prompts
+from turnout.engine.layer_inputs import ROWS, Watch, largest, prompts
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models import load_model

@@ -22,7 +22,8 @@ from torch import Tensor
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, resolve
-from turnout.engine.selfcheck import ROWS, Checked, Watch, failures, forward, largest, prompts
+from turnout.engine.layer_inputs import ROWS, Watch, forward, largest, prompts
+from turnout.engine.selfcheck import Checked, failures
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.models import load_model

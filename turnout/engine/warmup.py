@@ -11,7 +11,7 @@ from turnout.cache import cache_folder
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk

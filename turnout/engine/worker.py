@@ -169,7 +169,7 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
 
     Raises UserError.
     """
-    from turnout.engine.core import EngineCore
+    from turnout.engine.builder import build_engine
     from turnout.engine.engine_plan import resolve
     from turnout.engine.ranks.rendezvous import rendezvous
 
@@ -184,7 +184,7 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
     groups, step_sync = rendezvous(engine_plan, init_method=start.init_method)
     watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as progress:
-        core = EngineCore(
+        core = build_engine(
             engine_plan,
             groups=groups,
             step_sync=step_sync,

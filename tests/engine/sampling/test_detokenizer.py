@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from tests.tiny import write_tokenizer
 from turnout.engine.messages import RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import StopStrings, TextDelta, TextStream
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 
 END = 257

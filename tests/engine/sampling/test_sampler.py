@@ -10,7 +10,6 @@ from transformers.generation import logits_process as hf
 
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling import sampler
-from turnout.engine.sampling.params import SamplingParams
 from turnout.engine.sampling.sampler import (
     Sampler,
     _best,
@@ -20,6 +19,7 @@ from turnout.engine.sampling.sampler import (
     token_logprobs,
     uniform,
 )
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
 
 V = 40

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnout.engine.messages import AddRequest
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.block_pool import ROOT, KVBlockPool, chain
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Scheduler

@@ -20,11 +20,12 @@ from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
 from turnout.attention.torch import PagedAttention
 from turnout.config import Config
+from turnout.engine.cuda_graph_policy import graph_sizes
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes
-from turnout.engine.step.cuda_graphs import contexts, fields
+from turnout.engine.step.cuda_graphs import contexts, fields, graph_for
 from turnout.parallel.exchange import StepRecord
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Phase
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 300, 1000])
@@ -67,13 +68,16 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     ranks, steps, sizes = 4, 60, graph_sizes(Config(cuda_graph_max_bs=64))
     together, draw = Together(ranks), random.Random(dp_size)
     brought = [
-        [draw.choice([(None, 0), ("decode", draw.randint(1, 70)), ("decode", 1)]) for _ in range(dp_size)]
+        [
+            draw.choice([(None, 0), (Phase.DECODE, draw.randint(1, 70)), (Phase.DECODE, 1)])
+            for _ in range(dp_size)
+        ]
         for _ in range(steps)
     ]
     for step in brought[::4]:
-        step[0] = ("prefill", draw.randint(2, 99))
+        step[0] = (Phase.PREFILL, draw.randint(2, 99))
 
-    def choices(rank: int) -> list[tuple[int | None, str]]:
+    def choices(rank: int) -> list[tuple[int | None, Phase | None]]:
         topology = Topology(
             tp_size=ranks, dp_size=dp_size, ep_size=ranks, enable_dp_attention=dp_size > 1, rank=rank
         )

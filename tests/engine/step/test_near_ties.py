@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.engine.toy import ToyModel
-from turnout.engine.step.near_ties import BLOCK, CLOSE, find_near_ties, recomputed_logits
+from turnout.engine.sampling.near_ties import CLOSE, find_near_ties
+from turnout.engine.step.near_ties import BLOCK, recomputed_logits
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

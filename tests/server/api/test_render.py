@@ -10,7 +10,7 @@ import pytest
 from tests.tiny import write_tokenizer
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextStream
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.generation import Choice, Delta
 from turnout.server.api.protocol import ChatBody, CompletionBody, parse

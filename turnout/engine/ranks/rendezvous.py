@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from turnout.config import Config, Launched
+from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.memory_plan import whole_host
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.step.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.errors import UserError
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.plan import PHASES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnout.engine.messages import RequestOutput, TokenLogprobs
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 
 # A UTF-8 character has at most four bytes, so more tokens than that cannot all belong to one.

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from turnout.engine.messages import TokenLogprobs
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling.near_ties import find_near_ties
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
-from turnout.engine.step.near_ties import find_near_ties
 
 WIDTH = 1024  # tokens that top-k and top-p look at first
 _TINY = torch.finfo(torch.float32).tiny

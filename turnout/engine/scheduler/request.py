@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from turnout.engine.messages import AddRequest, TokenLogprobs
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.block_pool import ROOT, Digest, chain
 from turnout.engine.speculative.ngram import NgramIndex
 

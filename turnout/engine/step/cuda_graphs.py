@@ -25,6 +25,7 @@ from torch import Tensor
 
 from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import RowAttention
+from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.two_batch_overlap import split_tokens
 from turnout.models.interface import Model, ProgressFn, Step
@@ -142,6 +143,13 @@ class DecodeGraphs:
             real=ends_B > 0,
             other=second,
         )
+
+
+def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
+    """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
+    if synced.phase != Phase.DECODE:
+        return None
+    return next((size for size in sizes if size >= max(synced.tokens)), None)
 
 
 def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from turnout.attention.interface import Attention
 from turnout.attention.torch import PagedAttention, to_device
 from turnout.attention.triton import StepAttention, has_kernels
+from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
-from turnout.engine.step.cuda_graph_policy import graph_for, graph_sizes, why_no_graphs
-from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs
+from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for
 from turnout.engine.step.two_batch_overlap import split_chunks, split_tokens
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase

@@ -29,16 +29,6 @@ from turnout.engine.engine_plan import NEAR_TIE_BLOCK
 from turnout.models.interface import Model, Step
 
 BLOCK = NEAR_TIE_BLOCK  # tokens; never from configuration, for the result must not depend on it
-CLOSE = 1e-4  # of the spread between a row's largest and smallest logit
-
-
-def find_near_ties(logits_SV: Tensor, best_S: Tensor) -> Tensor:
-    """bool [S]: whether a logit other than the best one comes close to it. May overwrite the best ones."""
-    best_S1 = best_S[:, None]
-    top_S1 = logits_SV.gather(1, best_S1)
-    low_S = logits_SV.amin(-1)
-    second_S = logits_SV.scatter_(1, best_S1, float("-inf")).amax(-1)
-    return top_S1[:, 0] - second_S < CLOSE * (top_S1[:, 0] - low_S)
 
 
 class WholeAttention(Attention):

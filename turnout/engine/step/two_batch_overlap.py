@@ -10,44 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from turnout.config import Config
 from turnout.engine.scheduler.scheduler import Chunk
-from turnout.errors import Refusal
-from turnout.parallel.topology import Topology
 
 LEAST = 64  # tokens of the largest rank: below, weights read twice cost more than travelling does
-
-
-def refusals(config: Config, topology: Topology) -> list[Refusal]:
-    """Why steps cannot be split as asked."""
-    if not config.enable_two_batch_overlap:
-        return []
-    flag, without = "--enable-two-batch-overlap", "leave --enable-two-batch-overlap out"
-    obstacles = (
-        (
-            topology.dp_size == 1 or topology.attention_tp > 1,
-            f"{flag} with --tp-size {topology.tp_size} --dp-size {topology.dp_size}",
-            "only ranks that attend to requests of their own have nothing but their tokens to share",
-            f"use --enable-dp-attention --dp-size {topology.tp_size} with several ranks, or {without}",
-        ),
-        (
-            config.speculative_algorithm != "none",
-            f"{flag} with --speculative-algorithm {config.speculative_algorithm}",
-            "a request's drafts cannot be parted",
-            f"{without}, or use --speculative-algorithm none",
-        ),
-        (
-            config.deterministic,
-            f"{flag} with --deterministic",
-            "steps are already taken apart in another way",
-            "leave out either",
-        ),
-    )
-    return [
-        Refusal(who="engine", asked=asked, limit=limit, remedy=remedy)
-        for stands, asked, limit, remedy in obstacles
-        if stands
-    ]
 
 
 def split_tokens(tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

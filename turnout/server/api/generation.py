@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from turnout.engine.sampling.params import MAX_BIAS, SamplingParams
+from turnout.engine.sampling_params import MAX_BIAS, SamplingParams
 from turnout.errors import UserError
 from turnout.server.api.body import UNSUPPORTED, Body
 from turnout.server.api.chat import Message, TemplateFields

@@ -14,7 +14,7 @@ import msgspec
 from turnout import __version__
 from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
-from turnout.engine.sampling.params import SamplingParams
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.errors import invalid, unavailable
 from turnout.server.api.generation import Choice, Generation

@@ -97,3 +97,35 @@ def attention_refusals(description: ModelDescription, topology: Topology) -> lis
 def _heads_fit(description: ModelDescription, attention_tp: int) -> bool:
     heads, kv_heads = description.shape.num_heads, description.shape.num_kv_heads
     return heads % attention_tp == 0 and (kv_heads % attention_tp == 0 or attention_tp % kv_heads == 0)
+
+
+def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:
+    """Why steps cannot be split into two micro-batches as asked."""
+    if not config.enable_two_batch_overlap:
+        return []
+    flag, without = "--enable-two-batch-overlap", "leave --enable-two-batch-overlap out"
+    obstacles = (
+        (
+            topology.dp_size == 1 or topology.attention_tp > 1,
+            f"{flag} with --tp-size {topology.tp_size} --dp-size {topology.dp_size}",
+            "only ranks that attend to requests of their own have nothing but their tokens to share",
+            f"use --enable-dp-attention --dp-size {topology.tp_size} with several ranks, or {without}",
+        ),
+        (
+            config.speculative_algorithm != "none",
+            f"{flag} with --speculative-algorithm {config.speculative_algorithm}",
+            "a request's drafts cannot be parted",
+            f"{without}, or use --speculative-algorithm none",
+        ),
+        (
+            config.deterministic,
+            f"{flag} with --deterministic",
+            "steps are already taken apart in another way",
+            "leave out either",
+        ),
+    )
+    return [
+        Refusal(who="engine", asked=asked, limit=limit, remedy=remedy)
+        for stands, asked, limit, remedy in obstacles
+        if stands
+    ]

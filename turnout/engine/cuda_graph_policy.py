@@ -7,14 +7,11 @@ decoding, and the graph is the smallest that holds the batch of the largest, als
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan
-from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
-from turnout.vocabulary import Phase
 
 
 def why_no_graphs(engine_plan: EnginePlan) -> str:
@@ -42,10 +39,3 @@ def graph_sizes(config: Config) -> list[int]:
     most = min(config.cuda_graph_max_bs, config.max_running_requests)
     chosen = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
     return sorted({size for size in chosen if size <= most} | {most})
-
-
-def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
-    """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
-    if synced.phase != Phase.DECODE:
-        return None
-    return next((size for size in sizes if size >= max(synced.tokens)), None)

@@ -1,0 +1,141 @@
+"""Builds the engine of one rank: loads the weights that a plan names, checks them, and warms up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from turnout.attention.cpu import paged_attention
+from turnout.attention.torch import PagedAttention
+from turnout.checkpoint import open_checkpoint
+from turnout.engine.core import EngineCore
+from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.ranks.rendezvous import share_plan
+from turnout.engine.ranks.step_sync import StepSync
+from turnout.engine.sampling.sampler import Sampler
+from turnout.engine.scheduler.block_pool import KVBlockPool
+from turnout.engine.scheduler.scheduler import Scheduler
+from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.step import batch_invariant
+from turnout.engine.step.commit import StepCommit
+from turnout.engine.step.forward import Forward
+from turnout.engine.threads import default_threads
+from turnout.engine.warmup import Tuner, first_prompts
+from turnout.models import load_model
+from turnout.models.interface import Model, ModelShape, ProgressFn
+from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.health import Progress, Unwatched
+
+
+def build_engine(
+    engine_plan: EnginePlan,
+    *,
+    model: Model | None = None,
+    groups: Groups = ALONE,
+    step_sync: StepSync | None = None,
+    watch: Progress | None = None,
+    progress: ProgressFn | None = None,
+    verify: str = "off",
+) -> EngineCore:
+    """The engine of this rank; collective among the ranks of a model.
+
+    model: takes the place of the weights that `engine_plan` names. groups and step_sync: what `rendezvous`
+    gives; by default there is one rank. watch: told how far a step is. progress: of loading. verify: "quick"
+    or "full" checks what was loaded (selfcheck.py).
+
+    Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
+    """
+    engine_plan = share_plan(engine_plan, groups)
+    step_sync = step_sync or StepSync()
+    config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
+    num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
+    verified: dict[str, Any] = {"extent": "off"}
+    if model is None:
+        model, verified = _load(engine_plan, groups, device, verify, progress)
+    scheduler = _make_scheduler(engine_plan)
+    attention = _make_attention(engine_plan, model.shape, device)
+    forward = Forward(engine_plan, model, attention, progress)
+    if device.type == "cuda":
+        with torch.inference_mode():
+            first_prompts(engine_plan, forward, model, scheduler.pool, progress)
+    resolves_near_ties = engine_plan.compute_dtype == "float32" and not config.deterministic
+    sampler = Sampler(
+        model.shape.vocab_size,
+        config.max_running_requests,
+        device,
+        report_near_ties=resolves_near_ties,
+        one_by_one=config.deterministic,
+    )
+    commit = StepCommit(
+        model, forward, sampler, scheduler, step_sync, device, resolves_near_ties=resolves_near_ties
+    )
+    return EngineCore(
+        engine_plan,
+        model=model,
+        scheduler=scheduler,
+        attention=attention,
+        forward=forward,
+        commit=commit,
+        step_sync=step_sync,
+        watch=watch or Unwatched(),
+        loaded={"num_threads": num_threads, "verify": verified},
+    )
+
+
+def _load(
+    engine_plan: EnginePlan,
+    groups: Groups,
+    device: torch.device,
+    verify: str,
+    progress: ProgressFn | None,
+) -> tuple[Model, dict[str, Any]]:
+    """The model with its weights, and what checking them showed."""
+    check = None if verify == "off" else SelfCheck(engine_plan, verify, device)
+    tuner = Tuner(engine_plan, device, check.make_runner if check else None)
+    model = load_model(
+        open_checkpoint(engine_plan.folder),
+        engine_plan.plan,
+        groups=groups,
+        device=device,
+        dtype=getattr(torch, engine_plan.compute_dtype),
+        progress=progress,
+        make_runner=tuner.make_runner,
+    )
+    tuner.tune(groups, progress)
+    return model, check.run(model) if check else {"extent": "off"}
+
+
+def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
+    config = engine_plan.config
+    return Scheduler(
+        KVBlockPool(engine_plan.num_pages, reuse=not config.disable_prefix_cache),
+        page_size=engine_plan.page_size,
+        max_running=config.max_running_requests,
+        chunk_tokens=engine_plan.chunk_tokens,
+        prefill_tokens=config.max_prefill_tokens,
+        max_context=engine_plan.max_context,
+        tokens_per_request=engine_plan.budget.tokens_per_request,
+    )
+
+
+def _make_attention(engine_plan: EnginePlan, shape: ModelShape, device: torch.device) -> PagedAttention:
+    config = engine_plan.config
+    return paged_attention(
+        shape,
+        num_pages=engine_plan.num_pages,
+        page_size=engine_plan.page_size,
+        max_running=config.max_running_requests,
+        max_context=engine_plan.max_context,
+        device=device,
+        dtype=getattr(torch, engine_plan.compute_dtype),
+        fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
+    )
+
+
+def _use_threads(wanted: int, ranks: int, device: torch.device) -> int:
+    """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
+    threads = wanted or min(torch.get_num_threads(), default_threads(ranks, beside_gpu=device.type != "cpu"))
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,178 @@
+"""What a step leaves its requests: tokens sampled from its logits, and why a request ends.
+
+A request whose sequence is complete in this step samples one token, or, with drafts, one more than the drafts
+that hold. A greedy choice between two logits that rounding could turn (a near-tie, near_ties.py) is left open
+at first and decided afterwards by a computation of its own.
+
+Legend: N tokens of a step, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from turnout.engine.messages import RequestOutput
+from turnout.engine.ranks.step_sync import StepSync
+from turnout.engine.sampling.sampler import Sampled, Sampler
+from turnout.engine.scheduler.request import Request
+from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
+from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.step.forward import Forward
+from turnout.engine.step.near_ties import join_recomputation, recomputed_logits
+from turnout.models.interface import Model
+
+
+@dataclass(kw_only=True)
+class TokenCounters:
+    """Since the engine started, in tokens."""
+
+    prompt: int = 0
+    cached_prompt: int = 0  # found in the prefix cache
+    generated: int = 0
+    drafted: int = 0  # proposed by speculative decoding
+    accepted: int = 0  # those of them that became output
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearTie:
+    """A request whose last token of this step is open, and its output so far."""
+
+    request: Request
+    output: RequestOutput
+
+
+class StepCommit:
+    """Extends requests by what is sampled for them. An output with a `finish_reason` is a request's last:
+    the caller frees what the request holds."""
+
+    def __init__(
+        self,
+        model: Model,
+        forward: Forward,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        step_sync: StepSync,
+        device: torch.device,
+        *,
+        resolves_near_ties: bool,
+    ):
+        self.counters = TokenCounters()
+        self.resolves_near_ties = resolves_near_ties
+        self._model, self._forward, self._sampler = model, forward, sampler
+        self._scheduler, self._step_sync, self._device = scheduler, step_sync, device
+
+    def sample(
+        self, chunks: Sequence[Chunk], computed: Computed
+    ) -> tuple[list[RequestOutput], list[NearTie]]:
+        """Sample for every request whose last known token was computed. Returns the outputs of those that
+        have all their tokens of this step, and the requests that lack the last one."""
+        outputs: list[RequestOutput] = []
+        rows: list[int] = []
+        sampling: list[Chunk] = []
+        for chunk, first_row in with_rows(chunks):
+            if not chunk.samples:
+                continue
+            if chunk.request.sampling.max_tokens == 0:
+                output = self._first_output(chunk.request)
+                output.finish_reason = "length"
+                outputs.append(output)
+                continue
+            sampling.append(chunk)
+            rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
+        near_ties: list[NearTie] = []
+        if sampling:
+            sampled = self._draw(sampling, computed, rows)
+            row = 0
+            for chunk in sampling:
+                output, complete = self._accept(chunk, sampled, row)
+                if complete:
+                    self._conclude(chunk.request, output, drafted=bool(chunk.drafts))
+                    outputs.append(output)
+                else:
+                    near_ties.append(NearTie(request=chunk.request, output=output))
+                row += len(chunk.drafts) + 1
+        return outputs, near_ties
+
+    def resolve(self, near_ties: Sequence[NearTie]) -> list[RequestOutput]:
+        """Decide the near-ties of all ranks, one after the other, each with all ranks' experts. Collective,
+        also for a rank that has none."""
+        outputs: list[RequestOutput] = []
+        pending = deque(near_ties)
+        topology = self._step_sync.topology
+        while True:
+            length = len(pending[0].request.tokens) if pending else 0
+            rank, length = self._step_sync.next_near_tie(length)
+            if not length:
+                return outputs
+            place = rank, topology.dp_size
+            if rank != topology.dp_rank:
+                join_recomputation(self._model, length, self._device, place)
+                continue
+            open_tie = pending.popleft()
+            request, output = open_tie.request, open_tie.output
+            logits_1V = recomputed_logits(self._model, request.tokens, self._device, place)
+            sampled = self._sampler(logits_1V, [request])
+            self._step_sync.sampled(sampled.token_ids)
+            self._append(request, output, sampled, 0)
+            self._conclude(request, output, drafted=True)
+            outputs.append(output)
+
+    def _draw(self, sampling: Sequence[Chunk], computed: Computed, rows: Sequence[int]) -> Sampled:
+        """A token for each of `rows`: those of the chunks' last known tokens and of their drafts."""
+        logits_SV, best_2S = self._forward.logits(computed, rows)
+        drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
+        requests = [chunk.request for chunk in sampling for _ in (*chunk.drafts, None)]
+        sampled = self._sampler(logits_SV, requests, drafted, best_2S)
+        self._step_sync.sampled(sampled.token_ids)
+        return sampled
+
+    def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
+        """Give a request what was sampled from `row` on, one token more than its drafts foretold.
+
+        Returns (its output, False if the last token is open: a near-tie).
+        """
+        request = chunk.request
+        output = self._first_output(request) if request.num_output == 0 else RequestOutput(id=request.id)
+        self.counters.drafted += len(chunk.drafts)
+        for i, draft in enumerate((*chunk.drafts, None)):
+            if sampled.near_ties[row + i]:
+                return output, False
+            self._append(request, output, sampled, row + i)
+            if output.finish_reason or request.tokens[-1] != draft:
+                break
+            self.counters.accepted += 1
+        return output, True
+
+    def _append(self, request: Request, output: RequestOutput, sampled: Sampled, row: int) -> None:
+        """Give `request` the token of one row; a `finish_reason` says that it was the last."""
+        if not sampled.valid[row]:
+            output.error = "the model's logits are not finite for this request"
+            output.finish_reason = "error"
+            return
+        token, logprobs = sampled.token_ids[row], sampled.logprobs[row]
+        request.tokens.append(token)
+        self.counters.generated += 1
+        output.token_ids = [*output.token_ids, token]
+        if logprobs is not None:
+            output.logprobs = [*(output.logprobs or []), logprobs]
+        if token in request.stop_ids:
+            output.stop_token = token
+            output.finish_reason = "stop"
+        elif request.num_output >= request.sampling.max_tokens:
+            output.finish_reason = "length"
+
+    def _conclude(self, request: Request, output: RequestOutput, *, drafted: bool) -> None:
+        """`request` has its tokens of this step; drafted: KV pages may be there for more than it kept."""
+        if drafted and output.token_ids:
+            self._scheduler.extended(request)
+
+    def _first_output(self, request: Request) -> RequestOutput:
+        self.counters.prompt += request.num_prompt
+        self.counters.cached_prompt += request.cached_tokens
+        return RequestOutput(
+            id=request.id, prompt_logprobs=request.prompt_logprobs, cached_tokens=request.cached_tokens
+        )
