@@ -180,6 +180,12 @@ class EngineCore:
             if ids and (min(ids) < 0 or max(ids) >= vocab_size):
                 wrong = next(i for i in ids if not 0 <= i < vocab_size)
                 raise UserError(f"{name}: token id {wrong} is not in [0, {vocab_size})")
+        eos = () if sampling.ignore_eos else self._model.shape.eos_token_ids
+        if sampling.min_tokens and len({*eos, *sampling.stop_token_ids}) >= vocab_size:
+            raise UserError(
+                f"min_tokens={sampling.min_tokens}: stop_token_ids and the end-of-sequence ids cover all "
+                f"{vocab_size} token ids, so that no token may come before the minimum; drop one of the two"
+            )
         refusal = self._scheduler.refuse(len(prompt), sampling.max_tokens)
         if refusal is not None:
             raise UserError(refusal)

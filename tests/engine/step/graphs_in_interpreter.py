@@ -63,7 +63,7 @@ def answers(seed: int, *, graphs: bool) -> dict[str, bool]:
     core._forward._kernels = True
     if graphs:
         core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
-    core._commit.resolves_near_ties, core._sampler._report_near_ties = False, False
+    core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)
     while pending or core.has_work():

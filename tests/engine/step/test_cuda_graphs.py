@@ -94,8 +94,8 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     assert chosen == [chosen[0]] * ranks
     for step, (size, phase) in zip(brought, chosen[0], strict=True):
         phases, most = {phase for phase, _ in step}, max(tokens for _, tokens in step)
-        assert phase == next(p for p in ("prefill", "decode", None) if p in phases)
-        if phase != "decode" or most > 64:
+        assert phase == next(p for p in (Phase.PREFILL, Phase.DECODE, None) if p in phases)
+        if phase != Phase.DECODE or most > 64:
             assert size is None
         else:
             assert size == min(s for s in sizes if s >= most)
