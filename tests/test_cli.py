@@ -18,7 +18,7 @@ import turnout.bench.moe
 import turnout.commands.plan
 from tests.test_cli_flags import ROOT, SHARED, commands
 from turnout import LLM, SamplingParams, __version__
-from turnout.checkpoint.locate import ASSETS
+from turnout.checkpoint.locate import locate
 from turnout.cli import app, main
 from turnout.config import Config
 
@@ -141,7 +141,7 @@ def test_a_negative_flag_undoes_a_variable(planned, monkeypatch):
 @pytest.fixture
 def bare_config(tmp_path) -> Path:
     """A configuration of Qwen3-30B-A3B's kind, by itself and under a name of its own."""
-    return Path(shutil.copyfile(ASSETS / "demo-bf16" / "config.json", tmp_path / "qwen3.json"))
+    return Path(shutil.copyfile(locate("demo-bf16") / "config.json", tmp_path / "qwen3.json"))
 
 
 def test_a_plan_of_a_configuration_by_itself(run, bare_config):

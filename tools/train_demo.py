@@ -218,7 +218,7 @@ def main() -> None:
     verb.set_defaults(run=export)
     verb = verbs.add_parser("train")
     verb.add_argument("--out", type=Path, required=True)
-    verb.add_argument("--tokenizer", type=Path, default=Path("turnout/assets/demo-bf16"))
+    verb.add_argument("--tokenizer", type=Path, default=Path("tools/demo/bf16"))
     verb.add_argument("--resume", type=Path, help="folder with parameters to start from")
     verb.add_argument("--minutes", type=float, default=5.0)
     verb.add_argument("--quantized-share", type=float, default=0.4, help="last part of the time, quantised")

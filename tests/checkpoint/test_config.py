@@ -376,7 +376,7 @@ def test_a_file_is_no_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["demo", "demo-bf16"])
 def test_bundled_models(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["turnout.checkpoint.locate"], "ASSETS", tmp_path)
+    monkeypatch.setitem(sys.modules["turnout.checkpoint.locate"].BUNDLED, name, tmp_path / name)
     with pytest.raises(UserError, match="not part of this installation"):
         locate(name)
     (tmp_path / name).mkdir()

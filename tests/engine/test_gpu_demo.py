@@ -12,7 +12,7 @@ QUESTIONS = 100
 
 
 def answers(device: str, **flags) -> tuple[list[str], dict]:
-    problems = wordmath.generate("heldout", QUESTIONS, seed=7)
+    problems = wordmath.heldout(QUESTIONS, seed=7)
     asked = [[{"role": "user", "content": problem.question}] for problem in problems]
     with LLM("demo", device=device, **flags) as llm:
         completions = llm.chat(asked, SamplingParams(max_tokens=400, temperature=0), progress=False)
@@ -20,7 +20,7 @@ def answers(device: str, **flags) -> tuple[list[str], dict]:
 
 
 def accuracy(texts: list[str]) -> float:
-    problems = wordmath.generate("heldout", QUESTIONS, seed=7)
+    problems = wordmath.heldout(QUESTIONS, seed=7)
     right = sum(wordmath.extract_answer(t) == p.final for t, p in zip(texts, problems, strict=True))
     return right / QUESTIONS
 

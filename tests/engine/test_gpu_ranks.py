@@ -49,7 +49,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 
 
 def questions(count: int) -> list[list[dict[str, str]]]:
-    problems = wordmath.generate("heldout", count, seed=11)
+    problems = wordmath.heldout(count, seed=11)
     return [[{"role": "user", "content": problem.question}] for problem in problems]
 
 

@@ -8,16 +8,16 @@ import pytest
 
 from turnout.errors import UserError
 from turnout.evals import wordmath
-from turnout.evals.calibration import PROBLEMS, load_samples
+from turnout.evals.calibration import load_samples
 
 
 def test_without_a_file_it_is_the_train_split():
     samples = load_samples(None)
-    assert len(samples) == PROBLEMS
-    problem = wordmath.generate("train", 1, 0)[0]
+    assert len(samples) == 256
+    problem = wordmath.train()[0]
     user, assistant = samples[0]
     assert (user["content"], assistant["content"]) == (problem.question, problem.answer)
-    heldout = {p.question for p in wordmath.generate("heldout", 2000, 0)}
+    heldout = {p.question for p in wordmath.heldout(4000, seed=0)}
     assert not heldout & {sample[0]["content"] for sample in samples}
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from turnout.evals import wordmath
+from turnout.checkpoint.locate import ASSETS, locate
 
-ASSETS = Path(wordmath.__file__).parents[1] / "assets"
+BF16 = locate("demo-bf16")
 MB = 1e6
 
 
@@ -23,13 +23,13 @@ def folder_size(folder: Path) -> int:
 
 
 def test_sizes():
-    assert folder_size(ASSETS / "demo") < 12 * MB
-    assert folder_size(ASSETS / "demo") + folder_size(ASSETS / "demo-bf16") < 26 * MB
+    assert folder_size(ASSETS / "demo") < 7.4 * MB
+    assert sum(folder_size(folder) for folder in ASSETS.iterdir() if folder.is_dir()) < 7.5 * MB  # of a wheel
 
 
 def test_both_share_tokenizer_and_record():
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "training.json"):
-        assert (ASSETS / "demo" / name).read_bytes() == (ASSETS / "demo-bf16" / name).read_bytes(), name
+        assert (ASSETS / "demo" / name).read_bytes() == (BF16 / name).read_bytes(), name
 
 
 def test_record_says_what_it_can_do():
@@ -45,7 +45,7 @@ def test_record_says_what_it_can_do():
 def files():
     with (
         safe_open(ASSETS / "demo" / "model.safetensors", "pt") as nvfp4,
-        safe_open(ASSETS / "demo-bf16" / "model.safetensors", "pt") as bf16,
+        safe_open(BF16 / "model.safetensors", "pt") as bf16,
     ):
         yield nvfp4, bf16
 

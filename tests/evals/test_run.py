@@ -89,7 +89,8 @@ def test_repeats_draw_fresh_questions_and_give_mean_and_spread():
         pytest.approx(mean, abs=0.1),
         pytest.approx(spread, abs=0.1),
     )
-    assert len({body["messages"][0]["content"] for body, _ in server.bodies}) == 120
+    asked = {body["messages"][0]["content"] for body, _ in server.bodies}
+    assert len(asked) > 100  # 3 times 40 of 4000
 
 
 def test_a_real_server_answers(base_url, tmp_path):

@@ -63,12 +63,12 @@ def test_files_that_cannot_be_read(tmp_path):
         load_task("gsm8k", 0, seed=0)
 
 
-def test_generated_questions_are_held_out_and_follow_the_seed():
+def test_questions_are_held_out_and_follow_the_seed():
     questions = load_task("wordmath", 0, seed=3)
     assert len(questions) == DEFAULT_QUESTIONS
     assert questions[:5] == load_task("wordmath", 5, seed=3)
     assert questions[:5] != load_task("wordmath", 5, seed=4)
-    problems = wordmath.generate("heldout", 5, 3)
+    problems = wordmath.heldout(5, 3)
     assert [(q.text, q.expected) for q in questions[:5]] == [(p.question, p.final) for p in problems]
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from turnout.evals import wordmath
-
+from . import wordmath
 from .tokens import END, load_tokenizer, prompt
 
 IGNORE = -100

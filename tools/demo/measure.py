@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from turnout.evals import wordmath
+from turnout.evals.wordmath import extract_answer
 
-from . import fakequant
+from . import fakequant, wordmath
 from .model import DemoModel, Quantization
 from .tokens import END, load_tokenizer, prompt
 
@@ -29,7 +29,7 @@ def accuracy(model: DemoModel, tokenizer: Path, amax: Tensor, name: str, count: 
     wrong: dict[str, int] = {}
     samples = []
     for problem, text in zip(problems, texts, strict=True):
-        if wordmath.extract_answer(text) != problem.final:
+        if extract_answer(text) != problem.final:
             wrong[problem.template] = wrong.get(problem.template, 0) + 1
             samples.append([problem.question, text, problem.answer])
     failed = sum(wrong.values())

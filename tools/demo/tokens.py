@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from turnout.evals import wordmath
+from . import wordmath
 
 VOCAB = 1024
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -9,7 +9,8 @@ from turnout.checkpoint.config import CONFIG
 from turnout.errors import UserError
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BUNDLED = ("demo", "demo-bf16")
+# The bf16 weights that the demo was quantised from come with the source repository, not with a wheel.
+BUNDLED = {"demo": ASSETS / "demo", "demo-bf16": ASSETS.parents[1] / "tools" / "demo" / "bf16"}
 # owner/name or name, as the hub allows: letters, digits and single - _ . between them.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -55,7 +56,7 @@ def require_folder(path: Path) -> None:
 
 
 def _bundled(model: str) -> Path:
-    folder = ASSETS / model
+    folder = BUNDLED[model]
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"the bundled model {model!r} is not part of this installation (looked in {folder}). "

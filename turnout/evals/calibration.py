@@ -1,6 +1,6 @@
 """What `turnout quantize` runs a model on: the user's own text, or worked word problems.
 
-The problems come from the generator's train split, so that measuring on held-out questions stays fair.
+The problems are of the bundled model's train split, so that measuring on held-out questions stays fair.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from turnout.engine.calibration import Sample
 from turnout.errors import UserError
 from turnout.evals import wordmath
 
-PROBLEMS = 256
 FORMS = '{"text": ...}, {"messages": [...]}, {"prompt": ...} or {"question": ..., "answer": ...}'
 
 
 def load_samples(file: Path | None) -> list[Sample]:
-    """Samples of a .jsonl file, the lines of any other text file, or PROBLEMS conversations.
+    """Samples of a .jsonl file, the lines of any other text file, or the conversations of wordmath's train
+    split.
 
     Raises UserError naming the file and line that cannot be read.
     """
     if file is None:
-        return [conversation(p.question, p.answer) for p in wordmath.generate("train", PROBLEMS, seed=0)]
+        return [conversation(p.question, p.answer) for p in wordmath.train()]
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,6 +1,6 @@
 """Evaluation tasks: questions with a known final answer.
 
-`wordmath` draws fresh held-out questions from the bundled generator; a `.jsonl` file is read in
+`wordmath` draws from the held-out questions that the package ships; a `.jsonl` file is read in
 GSM8K's own format, one {"question": ..., "answer": "... #### N"} per line.
 """
 
@@ -25,9 +25,9 @@ class Question:
 
 
 def load_task(task: str, count: int, seed: int) -> list[Question]:
-    """`count` questions of `task` (0: all of a file, 200 of a generator). Raises UserError."""
+    """`count` questions of `task` (0: all of a file, 200 of wordmath). Raises UserError."""
     if task == "wordmath":
-        problems = wordmath.generate("heldout", count or DEFAULT_QUESTIONS, seed)
+        problems = wordmath.heldout(count or DEFAULT_QUESTIONS, seed)
         return [Question(text=p.question, expected=canonical(p.final)) for p in problems]
     if task.endswith(".jsonl"):
         questions = _read_jsonl(Path(task))

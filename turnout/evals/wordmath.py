@@ -1,68 +1,66 @@
-"""Grade-school word problems with worked answers: the task the bundled model was trained for.
+"""Grade-school word problems: the task that the bundled model was trained for.
 
-Problems are drawn from templates (turnout/evals/stories) and split by a hash of the template and the
-numbers in the question: a template with the same numbers is never in both splits, whatever the
-names and words around them. Only `random.Random.random` and CRC-32 are used, whose results are the
-same on every platform and Python version, so a seed names the same problems everywhere.
+The package ships 4000 questions that the model has never seen, with their answers, and worked problems of the
+split that it was trained on, which calibration reads. `tools/demo/wordmath.py` of the source repository makes
+both.
 """
 
 from __future__ import annotations
 
+import json
+import lzma
 import random
 import re
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
+from functools import cache
+from pathlib import Path
 
-from turnout.evals.stories import DRAWN
-from turnout.evals.stories.draw import Draw
+from turnout.errors import UserError
 
-Split = Literal["train", "heldout"]
-SPLITS: tuple[Split, ...] = ("train", "heldout")
-HELDOUT_SHARE = 8  # one in eight combinations of numbers
+ASSETS = Path(__file__).parents[1] / "assets"
+HELDOUT, TRAIN = ASSETS / "wordmath-heldout.jsonl.xz", ASSETS / "wordmath-train.jsonl.xz"
 
-_NUMBER = re.compile(r"\d+")
 _FINAL = re.compile(r"####\s*\$?(-?[\d.,]*\d)")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`answer` is worked reasoning whose last line is `#### {final}`."""
+    """`answer`: reasoning, if it is known, and as its last line `#### {final}`."""
 
     question: str
     answer: str
     final: str
-    template: str
 
 
-def generate(split: Split, count: int, seed: int) -> list[Problem]:
-    """The first `count` problems of `stream(split, seed)`."""
-    return list(islice(stream(split, seed), count))
+def heldout(count: int, seed: int) -> list[Problem]:
+    """`count` of the questions that the model has not seen, drawn without repetition.
+
+    A seed names the same ones everywhere, and fewer are the first of more. Raises UserError for more than
+    there are.
+    """
+    problems = _read(HELDOUT)
+    if count > len(problems):
+        raise UserError(
+            f"{count} questions of wordmath: there are {len(problems)}; ask for fewer, or give a .jsonl file"
+        )
+    order = list(range(len(problems)))
+    random.Random(seed).shuffle(order)
+    return [problems[i] for i in order[:count]]
 
 
-def stream(split: Split, seed: int) -> Iterator[Problem]:
-    """Endless problems of one split. Raises ValueError for an unknown split."""
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r}: must be one of {', '.join(SPLITS)}")
-    rng = random.Random(f"wordmath {split} {seed}")
-    while True:
-        template = DRAWN[int(rng.random() * len(DRAWN))]
-        story = template(Draw(rng))
-        if split_of(template.__name__, story.question) == split:
-            answer = "\n".join((*story.steps, f"#### {story.answer}"))
-            yield Problem(story.question, answer, str(story.answer), template.__name__)
-
-
-def split_of(template: str, question: str) -> Split:
-    """Which split a template with the numbers of `question` belongs to."""
-    numbers = ",".join(_NUMBER.findall(question))
-    held_out = zlib.crc32(f"{template}:{numbers}".encode()) % HELDOUT_SHARE == 0
-    return "heldout" if held_out else "train"
+def train() -> list[Problem]:
+    """Worked problems of the split that the model was trained on."""
+    return list(_read(TRAIN))
 
 
 def extract_answer(text: str) -> str | None:
     """The number after the last `####` as it is written, or None if there is none."""
     found = _FINAL.findall(text)
     return found[-1] if found else None
+
+
+@cache
+def _read(file: Path) -> tuple[Problem, ...]:
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    return tuple(Problem(r["question"], r["answer"], extract_answer(r["answer"]) or "") for r in records)

@@ -291,7 +291,7 @@ def test_the_plan_counts_what_drafts_bring(tmp_path: Path) -> None:
 
 
 def test_the_demo_answers_the_same_in_fewer_steps() -> None:
-    questions = [problem.question for problem in wordmath.generate("heldout", 20, seed=11)]
+    questions = [problem.question for problem in wordmath.heldout(20, seed=11)]
     asked = [[{"role": "user", "content": question}] for question in questions]
     texts, steps = [], []
     for flags in ({}, NGRAM):

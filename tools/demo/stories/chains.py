@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from turnout.evals.stories.arithmetic import Worked, divide, minus, plus, times
-from turnout.evals.stories.draw import Draw, Person, Story, plural
+from tools.demo.stories.arithmetic import Worked, divide, minus, plus, times
+from tools.demo.stories.draw import Draw, Person, Story, plural
 
 _PORTABLE = ("collected", "fruit", "baked", "goods", "flowers")
 _LARGEST = 2000

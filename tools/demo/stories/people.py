@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from turnout.evals.stories.arithmetic import divide, minus, percent, plus, times
-from turnout.evals.stories.draw import Draw, Story
+from tools.demo.stories.arithmetic import divide, minus, percent, plus, times
+from tools.demo.stories.draw import Draw, Story
 
 
 def ages(d: Draw) -> Story:

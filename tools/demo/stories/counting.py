@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from turnout.evals.stories.arithmetic import divide, minus, percent, plus, times
-from turnout.evals.stories.draw import Draw, Story, plural
+from tools.demo.stories.arithmetic import divide, minus, percent, plus, times
+from tools.demo.stories.draw import Draw, Story, plural
 
 
 def boxes_given_away(d: Draw) -> Story:
