@@ -6,13 +6,12 @@ was measured in parts, on another day or GPU of the same name, is put together b
 
     python -m tools.tune_tiles turnout/assets/tuning/DEVICE.json --merge OLD.json NEW.json ...
 
-which keeps of each layer the last table, and none of kernels that have changed since (tiles.REVISIONS).
+which keeps of each layer the last table, and none of kernels that have changed since (layer_shape.REVISIONS).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import subprocess
 import time
 from collections import deque
@@ -29,8 +28,8 @@ from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
 from turnout.kernels.common.compilation import compilers, submit
 from turnout.moe.backends.hopper import tuning_tables
 from turnout.moe.backends.hopper.autotune import TOKENS, tile_times, to_compile
+from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.runner import TritonRunner
-from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tuning_tables import Table, TileFile
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
@@ -90,14 +89,7 @@ def measure(layer: Layer, most: int) -> Table:
     gains = ", ".join(f"{entry.tokens}: {entry.rule_us / entry.us:.2f}" for entry in entries)
     waited, took = compiled - started, time.monotonic() - compiled
     print(f"{layer.name}: {len(layer.compiling)} kernels, {waited:.1f} + {took:.1f} s; {gains}", flush=True)
-    shape = layer.runners[0].shape
-    return Table(
-        shape=shape,
-        revision=REVISIONS[shape.kernel],
-        date=datetime.date.today().isoformat(),
-        commit=_commit(),
-        entries=tuple(entries),
-    )
+    return Table.now(layer.runners[0].shape, entries, _commit())
 
 
 def begun(output: Path, device: str) -> list[Table]:

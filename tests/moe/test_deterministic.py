@@ -17,7 +17,8 @@ from tests.moe.made_up import dispatcher, make, runner
 from turnout.errors import PlanRefused
 from turnout.formats.fp8 import encode_activation
 from turnout.kernels.common import rowwise
-from turnout.moe.backends.hopper.tile_config import SPECIAL, Tiles, plain_rule
+from turnout.moe.backends.hopper.kernels import Packed, Plain, specialised
+from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.layer import MoELayer
@@ -135,9 +136,10 @@ def test_every_tiling_of_specialised_warps_gives_the_same_bits_on_a_gpu(format: 
     for tokens in (30, 290, 1100):
         x_TH = torch.randn(tokens, 640, generator=draw).bfloat16().to(CUDA)
         found = []
-        plain = plain_rule(layer._runner.shape, tokens)
-        special = SPECIAL["bf16" if format == "bf16" else "packed"]
-        for tiles in (plain, *(Tiles(tiling, tiling) for tiling in special)):
+        shape = layer._runner.shape
+        plain = (Plain if format == "bf16" else Packed).rule(shape, tokens)
+        special = specialised.CHOICES[shape.weights]
+        for tiles in (plain, *(LayerTiles(config, config) for config in special)):
             layer._runner.use_tiles(((tokens, tiles),))
             found.append(layer(x_TH))
         assert all(torch.equal(found[0], other) for other in found[1:])

@@ -12,7 +12,7 @@ import torch
 
 from tests.moe.build import make_experts, make_plan, make_spec
 from turnout.moe.arena import Arena, shared
-from turnout.moe.backends.hopper.tile_config import LayerShape
+from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.workspace import regions, workspace_bytes
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import ARENA_ALIGN, arena_bytes

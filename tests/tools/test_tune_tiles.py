@@ -8,7 +8,7 @@ import msgspec
 
 from tools.tune_tiles import begun, layer_shape, left_of
 from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.tile_config import REVISIONS, rule
+from turnout.moe.backends.hopper.kernels import rule
 from turnout.moe.backends.hopper.tuning_tables import Entry, Table, TileFile
 
 NAMES = ["qwen3-30b", "gptoss-20b"]
@@ -16,9 +16,8 @@ NAMES = ["qwen3-30b", "gptoss-20b"]
 
 def table(name: str, format: str) -> Table:
     shape = layer_shape(name, format)
-    first, second, by_expert, *_ = rule(shape, 16)
-    entry = Entry(tokens=16, first=first, second=second, sorted=by_expert, us=1.0, rule_us=1.0)
-    return Table(shape=shape, revision=REVISIONS[shape.kernel], date="2026-01-01", entries=(entry,))
+    first, second = rule(shape, 16)
+    return Table.now(shape, [Entry(tokens=16, first=first, second=second, us=1.0, rule_us=1.0)])
 
 
 def test_goes_on(tmp_path: Path):

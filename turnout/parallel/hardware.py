@@ -11,10 +11,14 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from turnout.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 GB = 10**9
 # Where a control group, of version 2 or 1, says how much memory its processes may use.
@@ -29,7 +33,7 @@ class Hardware:
 
     `present` tells this machine's own device, whose installed packages count, from a named one; `devices`
     is how many of them it has, 0 where ranks may share them or nobody knows. `peer_access`: whether all of
-    them read and write each other's memory.
+    them read and write each other's memory. `multiprocessors`: of a GPU; 0 where it is not known.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Hardware:
     present: bool = False
     devices: int = 0
     peer_access: bool = True
+    multiprocessors: int = 0
 
     @property
     def has_fp4_units(self) -> bool:
@@ -49,9 +54,9 @@ class Hardware:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Hardware(name="a100", device="cuda", architecture=80, memory_bytes=80 * GB),
-        Hardware(name="h100", device="cuda", architecture=90, memory_bytes=80 * GB),
-        Hardware(name="h200", device="cuda", architecture=90, memory_bytes=141 * GB),
+        Hardware(name="a100", device="cuda", architecture=80, memory_bytes=80 * GB, multiprocessors=108),
+        Hardware(name="h100", device="cuda", architecture=90, memory_bytes=80 * GB, multiprocessors=132),
+        Hardware(name="h200", device="cuda", architecture=90, memory_bytes=141 * GB, multiprocessors=132),
         Hardware(name="b200", device="cuda", architecture=100, memory_bytes=192 * GB),
         Hardware(name="gb200", device="cuda", architecture=100, memory_bytes=186 * GB),
         Hardware(name="b300", device="cuda", architecture=103, memory_bytes=288 * GB),
@@ -107,12 +112,20 @@ def detect(device: str = "auto") -> Hardware:
         present=True,
         devices=torch.cuda.device_count(),
         peer_access=_peer_access(torch.cuda.device_count()),
+        multiprocessors=properties.multi_processor_count,
     )
 
 
 def copies_beyond_cache(weight_bytes: int) -> int:
     """Sets of weights of so many bytes that a GPU's L2 cache does not hold together."""
     return min(6, L2_BYTES // weight_bytes + 2)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU, as kernels that are launched on it need it."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _peer_access(devices: int) -> bool:

@@ -11,7 +11,8 @@ from turnout.config import Config
 from turnout.engine.engine_plan import resolve
 from turnout.engine.ranks.rendezvous import share_plan
 from turnout.errors import UserError
-from turnout.moe.backends.hopper.tile_config import Tiles, Tiling
+from turnout.moe.backends.hopper.kernels import Plain
+from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.moe.planning.runner_by_batch_size import ALL, Buckets, Times
 from turnout.parallel.hardware import GB, Hardware
 
@@ -21,14 +22,14 @@ def synced(rank: Rank, configs: list[Config], memories: list[int]) -> tuple[int,
     memory = memories[rank.number]
     host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=memory, present=True)
     engine_plan = resolve(configs[rank.number], host, rank=rank.number)
-    tiling = Tiling(128, 8 << rank.number, 2, 5, 4, 1)
-    tiles = ((1, Tiles(tiling, tiling)),)
+    config = Plain(128, 8 << rank.number, 128, 5, 4)
+    tiles = ((1, LayerTiles(config, config)),)
     engine_plan = replace(engine_plan, plan=replace(engine_plan.plan, tiles=tiles))
     try:
         common = share_plan(engine_plan, rank.groups(dp_size=2, ep_size=2))
     except UserError as error:
         return str(error)
-    assert common.plan.tiles[0][1].tokens == 8  # the first rank's
+    assert common.plan.tiles[0][1].block_m == 8  # the first rank's
     return common.num_pages, common.max_context, common.memory.kv
 
 

@@ -15,8 +15,9 @@ from tests.kernels import interpreted
 from tests.kernels.compiled import compiled
 from turnout.kernels.hopper.gemm_fp8 import expert_gemm_fp8
 from turnout.kernels.hopper.gemm_fp8_specialised import expert_gemm_fp8_specialised, stages_of
-from turnout.moe.backends.hopper import tile_fp8
-from turnout.moe.backends.hopper.tile_config import MIN_TOKENS, RULES, SORTED, Tiling, quantizes
+from turnout.moe.backends.hopper.kernels import Fp8, fp8
+from turnout.moe.backends.hopper.kernels.fp8_sorted import ONLY
+from turnout.moe.backends.hopper.tile_config import MIN_TOKENS
 
 TILE, ROWS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
 
@@ -26,7 +27,7 @@ def weights_type(rows: int) -> str:
 
 
 TYPES = {
-    "w_desc": weights_type(SORTED.first.rows),
+    "w_desc": weights_type(ONLY.block_n),
     "out_desc": f"tensordesc<bf16[64, 128],{ROWS!r}>",
 }
 TOKENS_TYPE = f"tensordesc<fp8e4nv[64, 128],{TILE!r}>"
@@ -40,27 +41,27 @@ def products(done) -> set[int]:
 # Pairs that are not sorted are tiles of their own.
 SMALL = [
     (tiles, direct)
-    for tiles in (*(t for _, t in RULES["fp8"]), *(Tiling(*cut, 1) for cut in tile_fp8.WIDER.values()))
-    for direct in ((False, True) if tiles.tokens == MIN_TOKENS else (False,))
+    for tiles in (*(config for _, config in fp8.RULES), *fp8.WIDER.values())
+    for direct in ((False, True) if tiles.block_m == MIN_TOKENS else (False,))
 ]
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("tiles", "direct"), SMALL, ids=str)
-def test_small_tiles(tiles: Tiling, direct: bool, first: bool):
+def test_small_tiles(tiles: Fp8, direct: bool, first: bool):
     groups = 7  # no whole number of steps
-    inside = quantizes(tiles, 128 * groups, first=first, direct=direct)
-    assert inside == (direct or (not first and tiles.tokens == MIN_TOKENS))
+    inside = tiles.quantizes(128 * groups, first=first, unsorted=direct)
+    assert inside == (direct or (not first and tiles.block_m == MIN_TOKENS))
     constants = {
         "GROUPS": groups, "INSIDE": inside, "ACTIVATION": "silu" if first else "none", "GATHER": first,
-        "SCATTER": not first, "DIRECT": direct, "PAIRED": first, "BIAS": False, "BLOCK_N": tiles.rows,
-        "TOKENS": tiles.tokens, "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages,
-        "TILES_GROUP": tiles.group, "PDL": True, "num_warps": tiles.warps,
+        "SCATTER": not first, "DIRECT": direct, "PAIRED": first, "BIAS": False, "BLOCK_N": tiles.block_n,
+        "TOKENS": tiles.block_m, "K_BLOCKS": tiles.block_k // 128, "STAGES": tiles.num_stages,
+        "TILES_GROUP": tiles.group_m, "PDL": True, "num_warps": tiles.num_warps,
     }  # fmt: skip
-    types = {"x_ptr": "*bf16" if inside else "*fp8e4nv", "w_desc": weights_type(tiles.rows)}
-    done = compiled(expert_gemm_fp8, constants, warps=tiles.warps, **types)
+    types = {"x_ptr": "*bf16" if inside else "*fp8e4nv", "w_desc": weights_type(tiles.block_n)}
+    done = compiled(expert_gemm_fp8, constants, warps=tiles.num_warps, **types)
     ptx = done.asm["ptx"]
-    assert products(done) == {tiles.tokens}
+    assert products(done) == {tiles.block_m}
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx if inside else "cvt.rn.satfinite.e4m3x2.f32" not in ptx
     # GEMM2's programs ask for weights before they wait for GEMM1's results.
     weights, wait = ptx.index("cp.async.bulk.tensor.2d.shared"), ptx.index("griddepcontrol.wait")
@@ -69,13 +70,12 @@ def test_small_tiles(tiles: Tiling, direct: bool, first: bool):
 
 @pytest.mark.parametrize(("first", "activation"), [(True, "silu"), (True, "relu2"), (False, "none")])
 def test_specialised_warps(first: bool, activation: str):
-    tiling = SORTED.first if first else SORTED.second
     constants = {
-        "FIRST": first, "ACTIVATION": activation, "BIAS": True, "GROUP": tiling.group, "PDL": True,
-        "STAGES": stages_of(tiling.stages, first=first),
+        "FIRST": first, "ACTIVATION": activation, "BIAS": True, "GROUP": ONLY.group_m, "PDL": True,
+        "STAGES": stages_of(ONLY.num_stages, first=first),
     }  # fmt: skip
     types = {"x_desc": TOKENS_TYPE, "out_ptr": "*fp8e4nv" if first else "*bf16"}
-    done = compiled(expert_gemm_fp8_specialised, constants, warps=tiling.warps, **TYPES | types)
+    done = compiled(expert_gemm_fp8_specialised, constants, warps=ONLY.num_warps, **TYPES | types)
     ptx = done.asm["ptx"]
     assert products(done) == {128}
     assert "cp.async.bulk.tensor.2d.shared" in ptx

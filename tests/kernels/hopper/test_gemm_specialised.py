@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from tests.kernels.compiled import MULTIPLES, compiled, machine_code
 from turnout.kernels.hopper.gemm_specialised import expert_gemm_specialised
-from turnout.moe.backends.hopper.tile_config import SPECIAL, Tiling
+from turnout.moe.backends.hopper.kernels.specialised import CHOICES, Specialised
 
 TILE = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -22,30 +22,30 @@ TILE = gl.NVMMASharedLayout(128, 16, 2)
 @pytest.mark.parametrize(
     ("format", "first", "tiles", "widths", "ragged"),
     [
-        ("mxfp4", True, SPECIAL["packed"][1], 1, True),
-        ("nvfp4", False, SPECIAL["packed"][0], 2, False),
-        ("bf16", True, SPECIAL["bf16"][0], 1, False),
+        ("mxfp4", True, CHOICES["packed"][1], 1, True),
+        ("nvfp4", False, CHOICES["packed"][0], 2, False),
+        ("bf16", True, CHOICES["bf16"][0], 1, False),
     ],
 )
 def test_compiles_as_designed(
-    format: str, first: bool, tiles: Tiling, widths: int, ragged: bool, tmp_path: Path
+    format: str, first: bool, tiles: Specialised, widths: int, ragged: bool, tmp_path: Path
 ):
     """With few widths of tiles, for the sake of time; the others are the same code again."""
-    packed, extra = format != "bf16", tiles.tokens - 128
+    packed, extra = format != "bf16", tiles.block_m - 128
     constants = {
         "FORMAT": format, "ACTIVATION": "swiglu" if first else "none", "GATHER": first, "SCATTER": not first,
-        "BIAS": True, "ROWS": tiles.rows, "TOKENS": 128, "EXTRA": extra, "WIDTHS": widths,
-        "K_BLOCKS": tiles.k_blocks, "STAGES": tiles.stages, "GROUP": tiles.group, "RAGGED": ragged,
+        "BIAS": True, "ROWS": tiles.block_n, "TOKENS": 128, "EXTRA": extra, "WIDTHS": widths,
+        "K_BLOCKS": tiles.block_k // 64, "STAGES": tiles.num_stages, "GROUP": tiles.group_m, "RAGGED": ragged,
         "PDL": True,
     }  # fmt: skip
     done = compiled(
         expert_gemm_specialised, constants, warps=4, multiples=(*MULTIPLES, "out_columns"),
         x_from="*bf16" if first else f"tensordesc<bf16[128, 64],{TILE!r}>", extra_from="*bf16",
-        w_from="*i32" if packed else f"tensordesc<bf16[{tiles.rows}, 64],{TILE!r}>",
+        w_from="*i32" if packed else f"tensordesc<bf16[{tiles.block_n}, 64],{TILE!r}>",
     )  # fmt: skip
     text = done.asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", text)
-    one = 2 * 4 * (tiles.k_blocks + ragged) * tiles.rows // 128
+    one = 2 * 4 * (tiles.block_k // 64 + ragged) * tiles.block_n // 128
     parts = {128: one} if widths == 1 else {128: one, 64: one}
     if extra:
         parts = {128: 2 * one, extra: one}  # of tiles of 128 tokens, and of wider ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -18,8 +19,9 @@ from turnout.moe.backends.hopper.autotune import (
     tile_times,
     to_compile,
 )
-from turnout.moe.backends.hopper.search import candidates
-from turnout.moe.backends.hopper.tile_config import LayerShape, Tiles, Tiling, choose, refuse, rule
+from turnout.moe.backends.hopper.kernels import candidates, choose, refuse, rule
+from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.tile_config import LayerTiles, TileConfig
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.parallel.hardware import copies_beyond_cache
@@ -32,15 +34,17 @@ SHAPE = LayerShape(
 class Device:
     """Stands for a GPU on which each tiling takes `slow`, but for some."""
 
-    def __init__(self, first: dict[Tiling, float], second: dict[Tiling, float], slow: float = 100.0) -> None:
+    def __init__(
+        self, first: dict[TileConfig, float], second: dict[TileConfig, float], slow: float = 100.0
+    ) -> None:
         self._first, self._second, self._slow = first, second, slow
-        self.timed: list[Tiles] = []
+        self.timed: list[LayerTiles] = []
 
-    def time(self, tokens: int, tiles: Tiles) -> float:
+    def time(self, tokens: int, tiles: LayerTiles) -> float:
         self.timed.append(tiles)
         return self._first.get(tiles.first, self._slow) + self._second.get(tiles.second, self._slow)
 
-    def in_turn(self, tokens: int, choices: list[Tiles]) -> dict[Tiles, float]:
+    def in_turn(self, tokens: int, choices: list[LayerTiles]) -> dict[LayerTiles, float]:
         return {tiles: self.time(tokens, tiles) for tiles in choices}
 
 
@@ -50,7 +54,7 @@ def test_the_fastest_of_both_gemms_are_found_one_after_the_other(tokens: int):
     first, second = choices.first[-1], choices.second[1]
     device = Device({first: 10.0}, {second: 20.0})
     entry = _tune(device, SHAPE, tokens)
-    assert entry.tiles == Tiles(first, second)
+    assert entry.tiles == LayerTiles(first, second)
     assert (entry.us, entry.rule_us) == (30.0, device.time(tokens, rule(SHAPE, tokens)))
     assert len(set(device.timed)) < 40
 
@@ -63,7 +67,7 @@ def test_kernels_that_cannot_be_made_are_passed_over():
 
 def test_the_rule_stays_unless_it_is_beaten_by_more_than_noise():
     said = rule(SHAPE, 64)
-    other = Tiles(said.first._replace(stages=6), said.second)
+    other = LayerTiles(msgspec.structs.replace(said.first, num_stages=6), said.second)
     for us, wanted in ((99.0, said), (95.0, other)):
         device = Device({said.first: 100.0, other.first: us}, {said.second: 0.0})
         entry = _settle(device, SHAPE, 64, (other,))

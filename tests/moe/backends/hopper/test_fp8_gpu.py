@@ -9,7 +9,7 @@ import torch
 
 from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
 from turnout.moe.accuracy import BOUNDS, relative_error
-from turnout.moe.backends.hopper.tile_config import SORTED, quantizes
+from turnout.moe.backends.hopper.kernels import Fp8Sorted
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
@@ -43,7 +43,7 @@ def test_rows_sorted_by_expert(activation: str, held: tuple[int, int], tokens: i
     batch = TokensBatch(
         hidden=Hidden(data=x_TH.cuda()), topk_ids=ids_TK.int().cuda(), topk_weights=weights_TK.cuda()
     )
-    assert (runner._tiles(tokens) == SORTED) == (tokens > 24)
+    assert isinstance(runner._tiles(tokens).first, Fp8Sorted) == (tokens > 24)
     out_TH = runner(batch)
     assert torch.equal(out_TH, runner(batch))
     wanted_TH = experts_reference(
@@ -70,9 +70,9 @@ def test_few_tokens(hidden: int, tokens: int):
     experts = expert_slice(make_experts(spec), 2, 4)
     runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
-    assert runner.shape.direct(tokens) == (tokens == 1)
-    tiling = runner._tiles(tokens).first
-    assert quantizes(tiling, hidden, first=True, direct=tokens == 1) == (tokens == 1 and hidden < 8192)
+    assert runner.shape.unsorted(tokens) == (tokens == 1)
+    config = runner._tiles(tokens).first
+    assert config.quantizes(hidden, first=True, unsorted=tokens == 1) == (tokens == 1 and hidden < 8192)
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, hidden, generator=draw).bfloat16()
     x_TH[1::4] = 0

@@ -7,8 +7,8 @@ import torch
 
 from tests.moe.build import expert_slice, make_experts, make_plan, make_spec
 from turnout.moe.accuracy import BOUNDS, relative_error
-from turnout.moe.backends.hopper.tile_config import Tiles, Tiling, refuse
-from turnout.moe.backends.hopper.tile_pairs import MOST_PAIRS, PAIR
+from turnout.moe.backends.hopper.kernels import Pairs, refuse
+from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
@@ -16,8 +16,8 @@ from turnout.moe.reference import experts_reference
 pytestmark = pytest.mark.gpu
 TOP_K = 6
 OTHERS = {  # than the rule's: strips side by side and two in a warp, pairs in rounds, slices without columns
-    "packed": Tiles(Tiling(64, PAIR, 4, 1, 8, 1, 2), Tiling(32, PAIR, 4, 3, 8, 2, 4)),
-    "bf16": Tiles(Tiling(32, PAIR, 2, 4, 4, 1, 4), Tiling(32, PAIR, 2, 2, 16, 2, 8)),
+    "packed": LayerTiles(Pairs(64, 1, 256, 1, 8, 1, 2), Pairs(32, 1, 256, 3, 8, 2, 4)),
+    "bf16": LayerTiles(Pairs(32, 1, 128, 4, 4, 1, 4), Pairs(32, 1, 128, 2, 16, 2, 8)),
 }
 
 
@@ -35,11 +35,11 @@ def test_few_pairs(format: str, activation: str, held: tuple[int, int], other: b
     experts = expert_slice(make_experts(spec), first, count)
     runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
-    tiles = OTHERS[runner.shape.kernel] if other else runner._tiles(1)
-    assert tiles.pairs
+    tiles = OTHERS[runner.shape.weights] if other else runner._tiles(1)
+    assert isinstance(tiles.first, Pairs)
     assert not refuse(runner.shape, tiles)
     runner.use_tiles(((1, tiles),))
-    tokens = MOST_PAIRS // TOP_K
+    tokens = Pairs.most_pairs // TOP_K
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, 736, generator=draw).bfloat16()
     weights_TK, ids_TK = torch.rand(tokens, 16, generator=draw).topk(TOP_K)

@@ -1,4 +1,5 @@
-"""Tables of tilings on disk: found by layer and device; left aside, with a reason, when they do not count."""
+"""Tables of tile configurations on disk: found by layer and device; left aside, with a reason, when they do
+not count."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.moe.build import make_spec
 from turnout.bench.moe import SHAPES
 from turnout.errors import UserError
 from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape, Tiling, rule
+from turnout.moe.backends.hopper.kernels import Packed, rule
+from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tuning_tables import Entry, Table, TileFile
 from turnout.moe.budget import Budget
 from turnout.moe.plan import Wishes, plan
@@ -22,7 +24,21 @@ H200 = Hardware(
     name="NVIDIA H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=True, devices=1
 )
 SHAPE = LayerShape.of(make_spec(format="mxfp4"), num_local_experts=8, expert_tp=1)
-FIRST, SECOND = Tiling(128, 16, 1, 4, 4, 1), Tiling(64, 16, 1, 4, 4, 1)
+FIRST, SECOND = Packed(128, 16, 64, 4, 4), Packed(64, 16, 64, 4, 4)
+WRITTEN = '"block_n": 128, "block_m": 16, "block_k": 64, "num_stages": 4, "num_warps": 4'  # FIRST on disk
+
+# As releases wrote it whose files had no version.
+OLD = """{
+"device": "NVIDIA H200",
+"versions": {"triton": "3.6.0"},
+"tables": [
+{"shape": {"format": "mxfp4", "hidden": 128, "inner": 96, "w13_rows": 192, "num_experts": 8,
+"local_experts": 8, "top_k": 2}, "revision": 10, "date": "2026-11-22", "commit": "24ef932", "entries": [
+  {"tokens": 1, "first": [64, 1, 4, 1, 8, 1, 2], "second": [16, 1, 4, 3, 8, 4, 2], "sorted": false,
+  "us": 20.58, "rule_us": 20.58}]}
+]
+}
+"""
 
 
 def table(entries: tuple[Entry, ...], **fields) -> Table:
@@ -51,9 +67,9 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
     file = kept(tmp_path)
     table = tuning_tables.find(SHAPE, H200, tmp_path)
     assert [tokens for tokens, _ in table] == [1, 64]
-    assert {tiles for _, tiles in table} == {(FIRST, SECOND, False)}
+    assert {tiles for _, tiles in table} == {(FIRST, SECOND)}
     assert list(file.parent.iterdir()) == [file]
-    assert len(file.read_text().splitlines()) == 9  # an entry a line
+    assert len(file.read_text().splitlines()) == 10  # an entry a line
     for other in (
         LayerShape.of(make_spec(format="nvfp4"), num_local_experts=8, expert_tp=1),
         LayerShape.of(make_spec(format="mxfp4"), num_local_experts=4, expert_tp=1),
@@ -69,20 +85,29 @@ def test_a_layers_own_table_is_found_and_no_other_layers(tmp_path: Path):
     [
         (lambda text: text[: len(text) // 2], "cannot be read"),
         (lambda text: text.replace('"entries"', '"lines"'), "cannot be read"),
-        (lambda text: text.replace("[128, 16, 1, 4, 4, 1, 0]", '["wide"]'), "cannot be read"),
-        (lambda text: text.replace('"top_k": 2', '"top_k": 4'), "it holds no tilings of this layer"),
-        (lambda text: text.replace("NVIDIA H200", "NVIDIA H20"), "no tilings of this layer on NVIDIA H200"),
+        (lambda text: text.replace('"block_n": 128', '"block_n": "wide"'), "cannot be read"),
+        (lambda text: text.replace('"kernel": "packed"', '"kernel": "unheard of"'), "cannot be read"),
+        (lambda text: text.replace('"version": 2', '"version": 3'), "its form is version 3, not 2"),
+        (lambda text: OLD, "its form is version 1, not 2"),
+        (
+            lambda text: text.replace('"top_k": 2', '"top_k": 4'),
+            "it holds no tile configurations of this layer",
+        ),
+        (
+            lambda text: text.replace("NVIDIA H200", "NVIDIA H20"),
+            "configurations of this layer on NVIDIA H200",
+        ),
         (lambda text: text.replace('"revision": ', '"revision": 9'), "kernels of revision 9"),
         (lambda text: text.replace(tuning_tables.versions()["triton"], "2.0"), "measured with triton 2.0"),
         (lambda text: text.replace('"tokens": 64', '"tokens": 1'), "its batches do not ascend"),
         (lambda text: text.replace('"us": 10.0', '"us": -1.0'), "the times at 1 tokens are none"),
         (
-            lambda text: text.replace("[128, 16, 1, 4, 4, 1, 0]", "[128, 16, 1, 4, 2, 1, 0]"),
-            "no kernel runs what it has for 1 tokens: 128 rows with 2 warps",
+            lambda text: text.replace(WRITTEN, WRITTEN[:-1] + "2"),
+            "no kernel runs what it has for 1 tokens: block_n 128 with num_warps 2",
         ),
         (
-            lambda text: text.replace("[64, 16, 1, 4, 4, 1, 0]", "[64, 32, 1, 4, 4, 1, 0]"),
-            "differ in their tokens",
+            lambda text: text.replace('"block_n": 64, "block_m": 16', '"block_n": 64, "block_m": 32'),
+            "differ in block_m",
         ),
     ],
 )

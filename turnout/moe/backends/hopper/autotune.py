@@ -1,10 +1,10 @@
-"""Which tilings are fastest for a layer, by measurement: what `turnout tune` keeps and the package ships.
+"""Which tile configurations are fastest for a layer, by measurement: the tables of tuning_tables.py.
 
-For each batch size the candidates of search.py are timed as whole layers, in CUDA graphs over several
+For each batch size the candidates of kernels/ are timed as whole layers, in CUDA graphs over several
 copies of the weights, so that no copy stays in the L2 cache. The GEMMs are tuned one after the other: the
 first with the second as the rule has it, then the second with the best first. Last, the best and the rule's
 take turns, and the rule's stays unless it is beaten by more than the noise. Batch sizes in between get the
-better of their neighbours' tilings, or the rule's.
+better of their neighbours' choices, or the rule's.
 
 Legend: T tokens.
 """
@@ -15,13 +15,14 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from turnout.moe.backends.hopper.search import as_tiles, candidates
-from turnout.moe.backends.hopper.tile_config import LayerShape, Tiles, TileTable, holds, rule
+from turnout.moe.backends.hopper.kernels import AnyConfig, candidates, holds, rule
+from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
 from turnout.moe.backends.hopper.tuning_tables import Entry
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 
@@ -41,7 +42,7 @@ log = logging.getLogger("turnout.moe")
 
 
 class Tiled(Protocol):
-    """A runner whose tilings can be chosen."""
+    """A runner whose tile configurations can be chosen."""
 
     @property
     def shape(self) -> LayerShape: ...
@@ -67,7 +68,7 @@ def to_compile(runner: Tiled, batches: Batches, most: int) -> list[Record]:
                 pairs = [(first, choices.second[0]) for first in choices.first]
                 pairs += [(choices.first[0], second) for second in choices.second]
                 for first, second in pairs:
-                    runner.use_tiles(((tokens, as_tiles(first, second)),))
+                    runner.use_tiles(((tokens, LayerTiles(first, second)),))
                     runner(batches(tokens)[0])
     return list(records)
 
@@ -93,34 +94,33 @@ def tile_times(runners: Sequence[Tiled], batches: Batches, most: int, progress: 
 
 
 def _tune(timer: _Timer, shape: LayerShape, tokens: int) -> Entry:
-    said = rule(shape, tokens)
-    best, best_us = said, timer.time(tokens, said)
+    ruled = rule(shape, tokens)
+    best, best_us = ruled, timer.time(tokens, ruled)
     for choices in candidates(shape, tokens):
-        second = said.second if said.tokens == choices.second[0].tokens else choices.second[0]
-        by_first = {first: timer.time(tokens, as_tiles(first, second)) for first in choices.first}
+        second = ruled.second if ruled.block_m == choices.second[0].block_m else choices.second[0]
+        by_first = {first: timer.time(tokens, LayerTiles(first, second)) for first in choices.first}
         first = min(by_first, key=by_first.__getitem__)
         by_second = {second: by_first[first]} | {
-            other: timer.time(tokens, as_tiles(first, other)) for other in choices.second if other != second
+            other: timer.time(tokens, LayerTiles(first, other)) for other in choices.second if other != second
         }
         second = min(by_second, key=by_second.__getitem__)
         if by_second[second] < best_us:
-            best, best_us = as_tiles(first, second), by_second[second]
+            best, best_us = LayerTiles(first, second), by_second[second]
     return _settle(timer, shape, tokens, (best,))
 
 
-def _settle(timer: _Timer, shape: LayerShape, tokens: int, found: Iterable[Tiles]) -> Entry:
-    said = rule(shape, tokens)
-    times = timer.in_turn(tokens, list(dict.fromkeys((said, *found))))
+def _settle(timer: _Timer, shape: LayerShape, tokens: int, found: Iterable[LayerTiles]) -> Entry:
+    ruled = rule(shape, tokens)
+    times = timer.in_turn(tokens, list(dict.fromkeys((ruled, *found))))
     best = min(times, key=times.__getitem__)
-    if times[best] > WORTH * times[said]:
-        best = said
+    if times[best] > WORTH * times[ruled]:
+        best = ruled
     return Entry(
         tokens=tokens,
-        first=best.first,
-        second=best.second,
-        sorted=best.sorted,
+        first=cast(AnyConfig, best.first),
+        second=cast(AnyConfig, best.second),
         us=round(times[best], 2),
-        rule_us=round(times[said], 2),
+        rule_us=round(times[ruled], 2),
     )
 
 
@@ -142,7 +142,7 @@ class _Timer:
         for runner in self._runners:
             runner.use_tiles(table)
 
-    def time(self, tokens: int, tiles: Tiles) -> float:
+    def time(self, tokens: int, tiles: LayerTiles) -> float:
         """us of a call; infinite if no kernel can be made of `tiles`."""
         from turnout.kernels.common.compilation import FAILURES
 
@@ -153,13 +153,13 @@ class _Timer:
             return math.inf
         return min(replay() for _ in range(REPLAYS))
 
-    def in_turn(self, tokens: int, choices: Sequence[Tiles]) -> dict[Tiles, float]:
+    def in_turn(self, tokens: int, choices: Sequence[LayerTiles]) -> dict[LayerTiles, float]:
         """Medians of turns that each had alike."""
         replays = {tiles: self._graph(tokens, tiles) for tiles in choices}
         turns = [{tiles: replay() for tiles, replay in replays.items()} for _ in range(TURNS)]
         return {tiles: statistics.median(turn[tiles] for turn in turns) for tiles in choices}
 
-    def _graph(self, tokens: int, tiles: Tiles) -> Callable[[], float]:
+    def _graph(self, tokens: int, tiles: LayerTiles) -> Callable[[], float]:
         self.use(((tokens, tiles),))
         batches, runners = self._batches(tokens), self._runners
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -5,14 +5,13 @@ No torch here, but in `measure`.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from turnout.moe.backends.hopper import tuning_tables
-from turnout.moe.backends.hopper.tile_config import REVISIONS
+from turnout.moe.backends.hopper.layer_shape import REVISIONS
 from turnout.moe.backends.hopper.workspace import layer_shape
 from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.capabilities.tuning import Progress, TuningTable
@@ -57,15 +56,9 @@ class HopperTuning:
             for done, _ in enumerate(as_completed(jobs)):
                 progress("compiling kernels", done + 1, len(jobs))
         entries = tile_times(runners, batches, most, lambda done, of: progress("timing tilings", done, of))
-        shape = runners[0].shape
-        table = tuning_tables.Table(
-            shape=shape,
-            revision=REVISIONS[shape.kernel],
-            date=datetime.date.today().isoformat(),
-            entries=tuple(entries),
-        )
+        table = tuning_tables.Table.now(runners[0].shape, entries)
         content = tuning_tables.TileFile(
             device=hardware.name, versions=tuning_tables.versions(), tables=(table,)
         )
-        tuning_tables.write(tuning_tables.path(folder, shape, hardware), content)
+        tuning_tables.write(tuning_tables.path(folder, table.shape, hardware), content)
         return tuple((entry.tokens, entry.tiles) for entry in entries)

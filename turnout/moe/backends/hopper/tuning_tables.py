@@ -1,10 +1,10 @@
-"""Tables of tilings that were measured: those shipped with the package, and this machine's own.
+"""Tables of tile configurations that were measured: those shipped with the package, and this machine's own.
 
 One file holds tables of one device. `turnout tune` writes a layer's to the cache; assets/tuning/ has those
 of common layers (tools/tune_tiles.py made them), so that a first start measures nothing. The cache comes
 first. A table counts while the device, the layer's sizes, the versions and its kernels' revision are those it
-was measured with and every tiling in it is one that runs; else it is left aside with a warning, and the next
-source or the rule decides (tile_config.py).
+was measured with and every configuration in it is one that runs; else it is left aside with a warning, and
+the next source or the rule decides (kernels/).
 
 No torch here: planning reads tables.
 """
@@ -12,6 +12,7 @@ No torch here: planning reads tables.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import logging
@@ -25,11 +26,14 @@ from typing import Any
 import msgspec
 
 from turnout.errors import UserError
-from turnout.moe.backends.hopper.tile_config import REVISIONS, LayerShape, Tiles, TileTable, Tiling, refuse
+from turnout.moe.backends.hopper.kernels import AnyConfig, refuse
+from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
+from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
 from turnout.moe.capabilities.packages import versions_of
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "tuning"
+VERSION = 2  # of the form of these files; 1 had numbers by place, which kernels gave different meanings
 PACKAGES = ("triton",)  # whose versions kernels depend on
 AGAIN = "run `turnout tune` again"
 
@@ -37,18 +41,17 @@ log = logging.getLogger("turnout.moe")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was best for batches of `tokens`, and what the rule's tiling took in the same run."""
+    """What was best for batches of `tokens`, and what the rule's choice took in the same run."""
 
     tokens: int
-    first: Tiling
-    second: Tiling
-    sorted: bool = False
+    first: AnyConfig  # of GEMM1
+    second: AnyConfig
     us: float
     rule_us: float
 
     @property
-    def tiles(self) -> Tiles:
-        return Tiles(self.first, self.second, self.sorted)
+    def tiles(self) -> LayerTiles:
+        return LayerTiles(self.first, self.second)
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,10 +63,28 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     commit: str = ""
     entries: tuple[Entry, ...]
 
+    @classmethod
+    def now(cls, shape: LayerShape, entries: Sequence[Entry], commit: str = "") -> Table:
+        """What was measured today, with these kernels."""
+        return cls(
+            shape=shape,
+            revision=REVISIONS[shape.weights],
+            date=datetime.date.today().isoformat(),
+            commit=commit,
+            entries=tuple(entries),
+        )
 
-class TileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """What all files of tables begin with."""
+
+    version: int = 1
+
+
+class TileFile(Versioned, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tables of one device, and what they were measured with."""
 
+    version: int = VERSION
     device: str
     versions: dict[str, str]
     tables: tuple[Table, ...]
@@ -129,14 +150,21 @@ def merged(files: Sequence[TileFile]) -> TileFile:
     tables: dict[LayerShape, Table] = {}
     for content in files:
         if content.versions == versions():
-            fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.kernel])
+            fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.weights])
             tables |= {table.shape: table for table in fresh}
     return TileFile(device=devices.pop(), versions=versions(), tables=tuple(tables.values()))
 
 
 def _read(file: Path, shape: LayerShape, hardware: Hardware) -> TileTable:
     try:
-        content = msgspec.json.decode(file.read_bytes(), type=TileFile)
+        written = file.read_bytes()
+        version = msgspec.json.decode(written, type=Versioned).version
+        if version != VERSION:
+            log.warning(
+                "%s: left aside, for its form is version %d, not %d; %s", file, version, VERSION, AGAIN
+            )
+            return ()
+        content = msgspec.json.decode(written, type=TileFile)
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.MsgspecError) as error:
@@ -157,8 +185,8 @@ def _read(file: Path, shape: LayerShape, hardware: Hardware) -> TileTable:
 def _mistake(content: TileFile, table: Table | None, hardware: Hardware) -> str:
     """Why a table does not count; "" if it does."""
     if table is None or content.device != hardware.name:
-        return f"it holds no tilings of this layer on {hardware.name}"
-    revision = REVISIONS[table.shape.kernel]
+        return f"it holds no tile configurations of this layer on {hardware.name}"
+    revision = REVISIONS[table.shape.weights]
     if table.revision != revision:
         return f"it was measured with kernels of revision {table.revision}, and these are of {revision}"
     for package, installed in versions().items():

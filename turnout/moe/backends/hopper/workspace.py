@@ -8,7 +8,9 @@ a slab.
 
 from __future__ import annotations
 
-from turnout.moe.backends.hopper.tile_config import MIN_TOKENS, W4A8, LayerShape
+from turnout.moe.backends.hopper.kernels.fp8_sorted import Fp8Sorted
+from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
+from turnout.moe.backends.hopper.tile_config import MIN_TOKENS
 from turnout.moe.budget import arena_bytes
 from turnout.moe.capabilities.rank_share import Share
 
@@ -42,7 +44,7 @@ def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
         found |= {"quantized": pairs * columns, "quantized_scales": 4 * pairs, "place": 4 * pairs}
     if fp8:
         found |= _quantized("quantized", max(rows * H, pairs * I))
-        found |= {"place": 4 * pairs} if shape.sortable else {}
+        found |= {"place": 4 * pairs} if Fp8Sorted.takes(shape) else {}
     return found
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from turnout.bench.moe import SHAPES
-from turnout.moe.backends.hopper.search import as_tiles, candidates
-from turnout.moe.backends.hopper.tile_config import SORTED, LayerShape, Tiles, Tiling, refuse, rule
+from turnout.moe.backends.hopper.kernels import Packed, Plain, candidates, refuse, rule
+from turnout.moe.backends.hopper.kernels.fp8_sorted import ONLY
+from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.tile_config import LayerTiles, TileConfig
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 MOST = 40  # timings for one batch size
@@ -21,9 +23,9 @@ def shape_named(name: str, format: str) -> LayerShape:
     return LayerShape.of(shape.spec(format), num_local_experts=shape.experts // shape.ep, expert_tp=1)
 
 
-def measured() -> dict[tuple[str, int, str], dict[Tiling, float]]:
+def measured() -> dict[tuple[str, int, str], dict[TileConfig, float]]:
     """Times of GEMM1 by shape, tokens and format, from sweeps of when the kernels were written."""
-    found: dict[tuple[str, int, str], dict[Tiling, float]] = defaultdict(dict)
+    found: dict[tuple[str, int, str], dict[TileConfig, float]] = defaultdict(dict)
 
     def rows(name: str) -> list[dict]:
         return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
@@ -32,8 +34,10 @@ def measured() -> dict[tuple[str, int, str], dict[Tiling, float]]:
     bf16 = [row for row in first if row["format"] == "bf16"]  # other kernels were written later
     for row in bf16 + [row for row in rows("expert-gemm-packed-nvidia-h200-2026-11-22") if "tiling" in row]:
         times = found[row["shape"], row["tokens"], row["format"]]
-        tiling = Tiling(*map(int, row["tiling"].split(",")))
-        times[tiling] = min(row["gemm1_us"], times.get(tiling, row["gemm1_us"]))
+        rows, tokens, k_blocks, *others = map(int, row["tiling"].split(","))
+        kernel = Plain if row["format"] == "bf16" else Packed
+        config = kernel(rows, tokens, 64 * k_blocks, *others)
+        times[config] = min(row["gemm1_us"], times.get(config, row["gemm1_us"]))
     return found
 
 
@@ -41,9 +45,9 @@ def test_what_is_kept_holds_what_was_measured_best_or_its_equal():
     compared = 0
     for (name, tokens, format), times in measured().items():
         shape = shape_named(name, format)
-        times = {tiling: us for tiling, us in times.items() if not refuse(shape, Tiles(tiling, tiling))}
-        kept = {tiling for choices in candidates(shape, tokens) for tiling in choices.first}
-        assert min(us for tiling, us in times.items() if tiling in kept) <= 1.03 * min(times.values())
+        times = {one: us for one, us in times.items() if not refuse(shape, LayerTiles(one, one))}
+        kept = {config for choices in candidates(shape, tokens) for config in choices.first}
+        assert min(us for config, us in times.items() if config in kept) <= 1.03 * min(times.values())
         compared += len(times) > 3
     assert compared >= 10
 
@@ -55,7 +59,7 @@ def test_few_are_left_all_run_and_the_rule_is_among_them(name: str, format: str)
     for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384):
         found = candidates(shape, tokens)
         assert sum(len(choices.first) + len(choices.second) for choices in found) <= MOST
-        pairs = [as_tiles(one, two) for choices in found for one in choices.first for two in choices.second]
+        pairs = [LayerTiles(one, two) for choices in found for one in choices.first for two in choices.second]
         assert not any(refuse(shape, tiles) for tiles in pairs)
         assert rule(shape, tokens) in pairs
-        assert (SORTED in pairs) <= shape.sortable
+        assert (LayerTiles(ONLY, ONLY) in pairs) <= (format == "fp8" and shape.hidden % 256 == 0)

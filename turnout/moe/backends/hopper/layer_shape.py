@@ -1,0 +1,81 @@
+"""The sizes of one rank's share of a layer, and what even routes make of a batch there.
+
+No torch here: plans hold these values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnout.moe.spec import MoESpec
+
+W4A8 = "w4a8"  # MXFP4 weights by FP8 activations
+# By `LayerShape.weights`: raise it when tables must be measured again with the kernels that take those.
+REVISIONS = {"packed": 10, "bf16": 6, "fp8": 3, W4A8: 4}
+# The most pairs of a batch that are not sorted, each being a tile of its own; 4-bit weights take less time to
+# read twice. And the least part of them that goes to experts which no other pair chose.
+UNSORTED_PAIRS, UNSORTED_PAIRS_PACKED = 16, 40
+DISTINCT = 0.87
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One rank's share of a layer, as far as tile configurations depend on it."""
+
+    format: str  # of the weights, or W4A8
+    hidden: int  # columns of GEMM1, rows of GEMM2
+    inner: int  # columns of GEMM2
+    w13_rows: int
+    num_experts: int  # of all ranks
+    local_experts: int
+    top_k: int
+
+    @classmethod
+    def of(
+        cls, spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
+    ) -> LayerShape:
+        """One rank's share of `spec`. activations: the format that the GEMMs multiply with."""
+        return cls(
+            format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size // expert_tp,
+            w13_rows=spec.w13_rows // expert_tp,
+            num_experts=spec.num_experts,
+            local_experts=num_local_experts,
+            top_k=spec.top_k,
+        )
+
+    @property
+    def weights(self) -> str:
+        """The form in which kernels take the weights: "packed" (4 bits), "bf16", "fp8" or W4A8."""
+        return "packed" if self.format in ("mxfp4", "nvfp4") else self.format
+
+    def rows(self, *, first: bool) -> int:
+        """Weight rows N of GEMM1 (`first`) or GEMM2."""
+        return self.w13_rows if first else self.hidden
+
+    def columns(self, *, first: bool) -> int:
+        """Columns K of GEMM1 (`first`) or GEMM2."""
+        return self.hidden if first else self.inner
+
+    def unsorted(self, tokens: int, distinct: float = DISTINCT) -> bool:
+        """Whether pairs are few, and at least the part `distinct` of them goes to experts of its own, as
+        expected of even routes: sorting them would cost more than it saves."""
+        most = UNSORTED_PAIRS_PACKED if self.weights == "packed" else UNSORTED_PAIRS
+        pairs, untouched = tokens * self.top_k, (1 - self.top_k / self.num_experts) ** tokens
+        return pairs <= most and self.num_experts * (1 - untouched) >= distinct * pairs
+
+    def per_expert(self, tokens: int) -> float:
+        """Mean tokens of an expert that got any."""
+        return 1 if self.unsorted(tokens) else tokens * self.top_k / self.num_experts
+
+    def touched(self, tokens: int) -> float:
+        """Experts of this rank that get any token, as expected of even routes; where unsorted, pairs."""
+        if self.unsorted(tokens):
+            return tokens * self.top_k * self.local_experts / self.num_experts
+        return self.local_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+
+    def most_tiles(self, tokens: int, block_m: int) -> int:
+        """The most tiles of `block_m` tokens that a batch can fall into, whatever its routes."""
+        pairs = tokens * self.top_k
+        return pairs if self.unsorted(tokens) else min(self.local_experts, pairs) + pairs // block_m
