@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,6 +11,34 @@ from turnout.errors import UserError
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+
+
+class Range(NamedTuple):
+    """The values from `low` to `high`, of which the lowest may be left out."""
+
+    low: float
+    high: float
+    low_allowed: bool = True
+
+    def holds(self, value: float | None) -> bool:
+        """None stands for "not asked for"."""
+        return value is None or (self.low <= value <= self.high and (self.low_allowed or value != self.low))
+
+    def __str__(self) -> str:
+        return f"{'[' if self.low_allowed else '('}{self.low:g}, {self.high:g}]"
+
+
+RANGES = {
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, low_allowed=False),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0.01, 10),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,27 +75,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         rules = [
             ("max_tokens", self.max_tokens >= 0, "must be at least 0"),
             ("min_tokens", 0 <= self.min_tokens <= max(self.max_tokens, 0), "must lie in [0, max_tokens]"),
-            ("temperature", 0 <= self.temperature <= 100, "must lie in [0, 100]"),
-            ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
+            *(
+                (name, range.holds(getattr(self, name)), f"must lie in {range}")
+                for name, range in RANGES.items()
+            ),
             ("top_k", self.top_k >= -1, "must be -1 or 0 (all) or positive"),
-            ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must lie in [-2, 2]"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must lie in [-2, 2]"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 10, "must lie in [0.01, 10]"),
-            ("logprobs", _count_ok(self.logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
-            ("prompt_logprobs", _count_ok(self.prompt_logprobs), f"must lie in [0, {MAX_LOGPROBS}]"),
             ("stop", all(self.stop), "must not contain an empty string"),
             (
                 "logit_bias",
                 all(-MAX_BIAS <= b <= MAX_BIAS for b in self.logit_bias.values()),
                 f"values must lie in [-{MAX_BIAS}, {MAX_BIAS}]",
             ),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a 64-bit integer"),
+            ("seed", self.seed is None or MIN_SEED <= self.seed <= MAX_SEED, "must fit a 64-bit integer"),
         ]
         for name, ok, rule in rules:
             if not ok or (isinstance(v := getattr(self, name), float) and not math.isfinite(v)):
                 raise UserError(f"{name}={getattr(self, name)!r}: {rule}")
-
-
-def _count_ok(count: int | None) -> bool:
-    return count is None or 0 <= count <= MAX_LOGPROBS

@@ -57,13 +57,13 @@ def test_what_is_not_json(http: httpx.Client, path: str, body: bytes, message: s
         ({"prompt": [384]}, "token id 384 does not lie in [0, 384)"),
         ({"prompt": [-1]}, "token id -1"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1 unless echo is true"),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens=-1"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
         ({"prompt": "a", "n": 129}, "n: Input should be less than or equal to 128"),
         ({"prompt": "a", "temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"prompt": "a", "top_p": 2}, "top_p=2"),
         ({"prompt": "a", "nonsense": 1}, "nonsense: unknown field"),
         ({"prompt": "a", "stop": ""}, "must not contain an empty string"),
-        ({"prompt": "a", "logprobs": 1000}, "logprobs=1000"),
+        ({"prompt": "a", "logprobs": 1000}, "logprobs: Input should be less than or equal to 20"),
     ],
 )
 def test_completions(http: httpx.Client, body: dict[str, Any], message: str):

@@ -31,7 +31,7 @@ def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
     root = guarded.removesuffix("/v1")
     for path in ("/health", "/ready", "/metrics"):
         assert httpx.get(root + path).status_code == 200
-    for path in ("/v1/models", "/version", "/server_info"):
+    for path in ("/v1/models", "/version", "/server_info", "/openapi.json"):
         assert httpx.get(root + path).status_code == 401
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         for given in (None, KEY, "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer{KEY}", f"Bearer {KEY}é"):

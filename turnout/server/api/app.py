@@ -15,6 +15,7 @@ from turnout import __version__
 from turnout.server.api.connection import EventStream, while_connected
 from turnout.server.api.errors import ApiError, json_response
 from turnout.server.api.generation import Generation
+from turnout.server.api.openapi import describe
 from turnout.server.api.preparation import check_model
 from turnout.server.api.protocol import (
     ChatBody,
@@ -83,6 +84,10 @@ def _info_routes(service: Service) -> APIRouter:
     @router.api_route("/version", methods=GET)
     async def version() -> Response:
         return json_response({"version": __version__})
+
+    @router.api_route("/openapi.json", methods=GET)
+    async def openapi() -> Response:
+        return json_response(describe(with_key=service.config.api_key is not None))
 
     @router.api_route("/v1/models", methods=GET)
     async def models() -> Response:

@@ -10,6 +10,7 @@ three kinds of fields besides those that a body declares:
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -126,10 +127,24 @@ _SGLANG: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED = _OPENAI | _VLLM | _SGLANG  # field -> values that ask for nothing; null does so always
 
 
+def describe_others(schema: dict[str, Any]) -> None:
+    """Add to a body's JSON schema what it takes besides its own fields; those of one kind together."""
+    own = schema["properties"]
+    kinds: dict[str, list[str]] = {json.dumps({}): [name for name in IGNORED if name not in own]}
+    for name, neutral in UNSUPPORTED.items():
+        if name not in own:
+            kinds.setdefault(json.dumps({"enum": [None, *neutral]}), []).append(name)
+    schema["patternProperties"] = {
+        f"^({'|'.join(names)})$": json.loads(kind) for kind, names in kinds.items()
+    }
+
+
 class Body(BaseModel):
     """Base of all request bodies."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=describe_others
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -143,4 +158,10 @@ class Body(BaseModel):
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    return name in IGNORED or (name in UNSUPPORTED and (value is None or value in UNSUPPORTED[name]))
+    if name in IGNORED or (name in UNSUPPORTED and value is None):
+        return True
+    # 0 equals False in Python, but not in JSON.
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in UNSUPPORTED.get(name, ())
+    )

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from turnout.server.api.body import Body
+from turnout.server.api.body import Body, describe_others
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 NOT_VARIABLES = ("chat_template", "tokenize", "add_special_tokens")  # of other engines' template functions
@@ -36,9 +45,41 @@ def _part_text(index: int, part: Any) -> str:
     return part["text"]
 
 
+CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+                "additionalProperties": False,
+            },
+        },
+        {"type": "null"},
+    ],
+}
+
+
+ONLY_ASSISTANTS_SAY_NOTHING = {
+    "if": {"properties": {"role": {"const": "assistant"}}},
+    "else": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+}
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    describe_others(schema)
+    schema |= ONLY_ASSISTANTS_SAY_NOTHING
+
+
 class Message(Body):
+    model_config = ConfigDict(json_schema_extra=_describe_message)
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_text), Field(validate_default=True)] = None
+    content: Annotated[
+        str | None, BeforeValidator(_text), Field(validate_default=True), WithJsonSchema(CONTENT)
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for the same

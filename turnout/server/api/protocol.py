@@ -12,10 +12,18 @@ import json
 import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from turnout.engine.sampling_params import MAX_BIAS, SamplingParams
+from turnout.engine.sampling_params import (
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MIN_SEED,
+    RANGES,
+    Range,
+    SamplingParams,
+)
 from turnout.errors import UserError
 from turnout.server.api.body import UNSUPPORTED, Body
 from turnout.server.api.chat import Message, TemplateFields
@@ -41,7 +49,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
         raise ValueError("must be a string or a list of strings")
     if len(stops) > MAX_STOP_STRINGS:
@@ -69,11 +77,44 @@ def _bias(value: Any) -> dict[int, float]:
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each, so that no two keys mean the same token
 
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+_STOP = {"type": "string", "minLength": 1}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
+_BIAS = {
+    "anyOf": [
+        {
+            "type": "object",
+            "patternProperties": {
+                f"^({_TOKEN_ID.pattern})$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+            },
+            "additionalProperties": False,
+        },
+        {"type": "null"},
+    ]
+}
+
+
+def _within(range: Range) -> WithJsonSchema:
+    """The description of a number in `range`, or null; the check itself is `SamplingParams.check`."""
+    lowest = "minimum" if range.low_allowed else "exclusiveMinimum"
+    bounds = {"type": "number", lowest: range.low, "maximum": range.high}
+    return WithJsonSchema({"anyOf": [bounds, {"type": "null"}]})
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis; we send none
 
 
+TokenId = Annotated[int, Field(ge=0)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
 
 
@@ -84,15 +125,15 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(lt=2**31)] | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float | None, _within(RANGES["temperature"])] = None
+    top_p: Annotated[float | None, _within(RANGES["top_p"])] = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float | None, _within(RANGES["min_p"])] = None
+    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops), WithJsonSchema(_STOPS)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for the same
@@ -101,10 +142,10 @@ class GenerationBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for the same
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(_BIAS)] = {}
+    presence_penalty: Annotated[float | None, _within(RANGES["presence_penalty"])] = None
+    frequency_penalty: Annotated[float | None, _within(RANGES["frequency_penalty"])] = None
+    repetition_penalty: Annotated[float | None, _within(RANGES["repetition_penalty"])] = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:
@@ -171,10 +212,15 @@ _PASSED_ON = (
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), Field(max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts),
+        Field(max_length=MAX_PROMPTS),
+        WithJsonSchema(_PROMPTS),
+    ]
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def reported(self) -> dict[str, Any]:
         return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
@@ -182,9 +228,9 @@ class CompletionBody(GenerationBody):
 
 class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _one_limit_and_logprobs(self) -> ChatBody:
@@ -223,7 +269,7 @@ class TokenizeBody(TemplateFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool | None = None
 
 

@@ -1,0 +1,78 @@
+"""What schemathesis is told besides the description: what costs time, and rules across fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from schemathesis.generation import GenerationMode
+
+VOCABULARY = 384  # of the tiny model
+# A description says what each field may be; these refusals are about several, the tokenizer, or the model.
+ACROSS_FIELDS = (
+    "must not be empty",  # a text that this tokenizer makes no tokens of
+    f"does not lie in [0, {VOCABULARY})",
+    "the context holds",
+    "n times the number of prompts",
+    "must lie in [0, max_tokens]",
+    "must be at least 1 unless echo is true",
+    "max_tokens: must be at least 1",
+    "differ; give one",
+    "exclude each other",
+    "give either prompt or messages",
+    "are for messages, not for a prompt",
+    "stream_options is only allowed when stream is true",
+    "top_logprobs is only allowed when logprobs is true",
+    "0 leaves no prompt",
+    "is no variable to choose",
+    "is not a variable of chat templates",
+    "chat template",  # which may refuse whatever is in chat_template_kwargs
+)
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Ask for few tokens, of the model that is served and from its vocabulary."""
+    if not isinstance(case.body, dict):
+        return
+    body = case.body = as_integers(case.body)
+    if "prompt" in body or "messages" in body:
+        if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = 2
+        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", 2)):
+            if type(body.get(name)) is int and most < body[name] <= 512:
+                body[name] = most
+    if isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+    if is_positive(case):
+        for name in body.keys() & {"prompt", "tokens", "stop_token_ids"}:
+            body[name] = within_vocabulary(body[name])
+
+
+def is_positive(case: Any) -> bool:
+    """Whether the case is meant to be allowed by the description."""
+    generation = case.meta.generation if case.meta else None
+    return generation is not None and generation.mode is GenerationMode.POSITIVE
+
+
+def within_vocabulary(value: Any) -> Any:
+    if isinstance(value, list):
+        return [within_vocabulary(item) for item in value]
+    return value % VOCABULARY if isinstance(value, int) else value
+
+
+def as_integers(value: Any) -> Any:
+    """2.0 as 2: JSON has one kind of number, the server wants integers written as such."""
+    if isinstance(value, dict):
+        return {name: as_integers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [as_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@schemathesis.check
+def what_the_description_allows_is_served(context: Any, response: Any, case: Any) -> None:
+    if not is_positive(case) or response.status_code != 400:
+        return
+    message = response.json()["error"]["message"]
+    assert any(rule in message for rule in ACROSS_FIELDS), f"refused, though described as allowed: {message}"

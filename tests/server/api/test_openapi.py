@@ -1,0 +1,68 @@
+"""The description of the interface is true: valid, complete, and schemathesis finds nothing against it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+
+from turnout.config import ServerConfig
+from turnout.server.api.app import create_app
+from turnout.server.api.openapi import PROBES, describe
+from turnout.server.api.service import Service
+from turnout.server.supervise.engine import EngineSupervisor
+
+SECONDS = 20  # for schemathesis, which repeats with other data while there is time
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+def test_the_description_is_valid_openapi(with_key: bool):
+    schemathesis.openapi.from_dict(describe(with_key=with_key)).validate()
+
+
+def test_every_route_is_described():
+    config = ServerConfig()
+    app = create_app(Service(config, EngineSupervisor(config)))
+    routes = {path: item.keys() - {"head"} for path, item in app.openapi()["paths"].items()}  # FastAPI's view
+    assert routes == {path: item.keys() for path, item in describe(with_key=False)["paths"].items()}
+
+
+def test_a_key_is_described_where_it_is_wanted():
+    document = describe(with_key=True)
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            assert ("security" in operation) is ("401" in operation["responses"]) is (path not in PROBES)
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert "securitySchemes" not in describe(with_key=False)["components"]
+
+
+def test_the_server_publishes_it(http: httpx.Client):
+    assert http.get("/openapi.json").json() == json.loads(json.dumps(describe(with_key=False)))
+
+
+def test_schemathesis_finds_nothing(root: str, tmp_path: Path):
+    """Bodies that the description allows are served, others refused; answers and events have its shapes."""
+    report = tmp_path / "report.json"
+    command = [
+        *(sys.executable, "-c", "from schemathesis.cli import schemathesis as run; run()"),
+        *("run", f"{root}/openapi.json", "--seed", "1", "--max-time", str(SECONDS), "--no-color"),
+        *("--phases", "coverage,fuzzing", "--max-examples", "20", "--continue-on-failure"),
+        # Which refusals of allowed bodies are right is said in the hooks.
+        *("--exclude-checks", "positive_data_acceptance", "--output-sanitize", "false"),
+        *("--report", "json", "--report-json-path", str(report)),
+    ]
+    settings = {"SCHEMATHESIS_HOOKS": "tests.server.api.schemathesis_hooks", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    operations = json.loads(report.read_text())["operations"]
+    assert operations["total"] == len(describe(with_key=False)["paths"]) - 1  # not the description itself
+    assert operations["errored"] == operations["skipped"] == 0

@@ -1,0 +1,171 @@
+"""The description of the interface at /openapi.json, made from the bodies that are parsed and the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from turnout import __version__
+from turnout.server.api import responses
+from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+REFERENCE = "#/components/schemas/{model}"
+PROBES = ("/health", "/ready", "/metrics")  # open to all, also if there is a key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One route. `events`: what each server-sent event holds if the body asks for a stream."""
+
+    path: str
+    does: str
+    answer: Any = None
+    body: Any = None
+    events: Any = None
+    media_type: str = "application/json"
+    refusals: tuple[int, ...] = ()
+
+    @property
+    def method(self) -> str:
+        return "get" if self.body is None else "post"
+
+
+GENERATES = (400, 404, 408, 413, 500, 503)
+OPERATIONS = (
+    Operation(path="/health", does="Whether the process lives.", answer=responses.Status),
+    Operation(
+        path="/ready",
+        does="Whether a request sent now would be served.",
+        answer=responses.Status,
+        refusals=(503,),
+    ),
+    Operation(path="/metrics", does="Counters and latencies for Prometheus.", media_type="text/plain"),
+    Operation(path="/version", does="The version of the server.", answer=responses.Version),
+    Operation(path="/openapi.json", does="This description.", answer=dict[str, Any]),
+    Operation(path="/server_info", does="Configuration, plan and ranks.", answer=responses.ServerInfo),
+    Operation(path="/v1/models", does="The one model that is served.", answer=responses.ModelList),
+    Operation(path="/v1/models/{model}", does="A model by its id.", answer=responses.Model, refusals=(404,)),
+    Operation(
+        path="/v1/completions",
+        does="Continue prompts.",
+        body=CompletionBody,
+        answer=responses.Completion,
+        events=responses.CompletionChunk,
+        refusals=GENERATES,
+    ),
+    Operation(
+        path="/v1/chat/completions",
+        does="Answer a conversation.",
+        body=ChatBody,
+        answer=responses.ChatCompletion,
+        events=responses.ChatCompletionChunk,
+        refusals=GENERATES,
+    ),
+    Operation(
+        path="/tokenize",
+        does="Token ids of a text or a conversation.",
+        body=TokenizeBody,
+        answer=responses.Tokens,
+        refusals=GENERATES,
+    ),
+    Operation(
+        path="/detokenize",
+        does="The text of token ids.",
+        body=DetokenizeBody,
+        answer=responses.Text,
+        refusals=GENERATES,
+    ),
+)
+STREAMS = (
+    "One object, or events if `stream` is true. The last event is `[DONE]`, unless an error comes after the "
+    "first: it is an event of its own then, and the last."
+)
+REASONS = {
+    400: "The request is wrong; the message names the field.",
+    401: "The API key is missing or wrong.",
+    404: "Another model is served.",
+    408: "The body came too slowly.",
+    413: "The body is larger than --max-request-bytes.",
+    500: "The engine failed while it computed this request.",
+    503: "Not now: loading, restarting, shutting down, or too many requests.",
+}
+
+
+def describe(*, with_key: bool) -> dict[str, Any]:
+    """The OpenAPI document. `with_key`: all routes but probes want the API key."""
+    shapes = {
+        shape: "validation" if shape is operation.body else "serialization"
+        for operation in OPERATIONS
+        for shape in (operation.body, operation.answer, operation.events)
+        if shape is not None
+    } | {responses.Error: "serialization"}
+    inputs = [(shape, mode, TypeAdapter(shape)) for shape, mode in shapes.items()]
+    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE)  # type: ignore[arg-type]
+    schemas = {shape: found[shape, mode] for shape, mode in shapes.items()}  # type: ignore[index]
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        guarded = with_key and operation.path not in PROBES
+        paths[operation.path] = {operation.method: _operation(operation, schemas, guarded=guarded)}
+    components = {"schemas": definitions["$defs"]}
+    if with_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.2.0",  # the first that describes the events of a stream (itemSchema)
+        "info": {"title": "Turnout", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(operation: Operation, schemas: dict[Any, Any], *, guarded: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": operation.does,
+        "operationId": operation.path.strip("/").translate(str.maketrans("/{}.", "____")),
+        "responses": {
+            "200": {
+                "description": "Done." if operation.events is None else STREAMS,
+                "content": _answers(operation, schemas),
+            }
+        },
+    }
+    if "{model}" in operation.path:
+        schema = {"type": "string", "minLength": 1}
+        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
+    if operation.body is not None:
+        content = {"application/json": {"schema": schemas[operation.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    for status in sorted((*operation.refusals, *((401,) if guarded else ()))):
+        described["responses"][str(status)] = {
+            "description": REASONS[status],
+            "content": {"application/json": {"schema": schemas[responses.Error]}},
+        }
+    if guarded:
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _answers(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
+    answer = {"type": "string"} if operation.answer is None else schemas[operation.answer]
+    content: dict[str, Any] = {operation.media_type: {"schema": answer}}
+    if operation.events is not None:
+        event = {"anyOf": [schemas[operation.events], schemas[responses.Error]]}
+        content["text/event-stream"] = {"itemSchema": _event_holding(event)}
+    return content
+
+
+def _event_holding(shape: dict[str, Any]) -> dict[str, Any]:
+    """A server-sent event whose data is JSON of `shape`, or the mark of the end."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": shape}
+    return {
+        "type": "object",
+        "properties": {
+            "data": {
+                "if": {"const": "[DONE]"},
+                "then": True,
+                "else": data,
+            }
+        },
+        "required": ["data"],
+    }
