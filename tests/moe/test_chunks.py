@@ -19,7 +19,7 @@ from tests.moe.exchange import Case, Finding, run
 from tests.ranks import Pools
 from turnout.moe.capabilities.capability import DispatcherCapability
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.chunks import cut
+from turnout.moe.in_flight import in_chunks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -29,7 +29,7 @@ def test_as_few_chunks_as_fit_and_as_many_on_every_rank():
     found = []
     for rank, own in enumerate(tokens):
         x_TH = torch.arange(own)[:, None]
-        chunks = cut(x_TH, x_TH + 100, x_TH + 200, tokens, rank, 8)
+        chunks = in_chunks(x_TH, x_TH + 100, x_TH + 200, tokens, rank, 8)
         for part in range(3):
             assert torch.equal(torch.cat([chunk[part] for chunk in chunks]), x_TH + 100 * part)
         assert [len(chunk[0]) for chunk in chunks] == [chunk[3][rank] for chunk in chunks]
@@ -40,7 +40,7 @@ def test_as_few_chunks_as_fit_and_as_many_on_every_rank():
 @pytest.mark.parametrize(("tokens", "most"), [([0, 0], 4), ([4, 1], 4), ([9, 50], 0)])
 def test_what_fits_stays_whole(tokens: Sequence[int], most: int):
     x_TH = torch.zeros(tokens[1], 3)
-    ((same_TH, _, _, same),) = cut(x_TH, x_TH, x_TH, tokens, 1, most)
+    ((same_TH, _, _, same),) = in_chunks(x_TH, x_TH, x_TH, tokens, 1, most)
     assert same_TH is x_TH
     assert same == tokens
 

@@ -114,13 +114,13 @@ def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:
         (
             config.speculative_algorithm != "none",
             f"{flag} with --speculative-algorithm {config.speculative_algorithm}",
-            "a request's drafts cannot be parted",
+            "a request's drafts cannot be split",
             f"{without}, or use --speculative-algorithm none",
         ),
         (
             config.deterministic,
             f"{flag} with --deterministic",
-            "steps are already taken apart in another way",
+            "--deterministic already splits steps in another way",
             "leave out either",
         ),
     )

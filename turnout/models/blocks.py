@@ -25,6 +25,7 @@ from turnout.kernels.common.rowwise import Linear, product
 from turnout.models import interface
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
+from turnout.moe.in_flight import Finished
 from turnout.parallel.groups import ALONE, Group
 
 
@@ -221,9 +222,13 @@ class GatedMLP:
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
-        """step: what an MoE layer, which is called alike, is told."""
+        """[N, H] to [N, H]. step: for the arguments of an MoE layer, which is called in the same way."""
         gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
         return self._group.all_reduce(self._linear(F.silu(gate_NI) * up_NI, self._down))
+
+    def begin(self, x_NH: Tensor, *step: object) -> Finished:
+        """A call, where an MoE layer begins to exchange tokens."""
+        return Finished(self(x_NH))
 
 
 class GatedSharedExpert:

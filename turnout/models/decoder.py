@@ -2,7 +2,7 @@
 
     x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  logits = head(norm(x))
 
-What is added to x travels beside it to the next norm, which on CUDA adds it too.
+What is added to x is handed, next to x, to the next norm, which on CUDA adds it too.
 
 An MLP is an MoE layer (with a gated shared expert where the model has one) or a dense gated MLP; the
 expert computation is the planned `MoELayer`'s.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,27 +41,34 @@ from turnout.models.interface import ProgressFn, Step
 from turnout.models.shares import Heads, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
+from turnout.moe.in_flight import InFlight
 from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
-from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups, shares
-from turnout.vocabulary import SharedExpert
+from turnout.vocabulary import Phase, SharedExpert
 
-# The residual stream of a micro-batch [N, H], and what is yet to be added to it, once that has come back.
+# The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Done:
-    """What does not travel, in the place of a batch that does."""
+class MLP(Protocol):
+    """What follows attention: an MoE layer, or a dense MLP, which needs only x.
 
-    out_NH: Tensor
+    phase, tokens and real are the step's (`interface.Step`).
+    """
 
-    def compute(self) -> None: ...
+    def __call__(
+        self, x_NH: Tensor, phase: Phase, tokens: Sequence[int] | None, real_N: Tensor | None, /
+    ) -> Tensor:
+        """[N, H] to [N, H]."""
+        ...
 
-    def result(self) -> Tensor:
-        return self.out_NH
+    def begin(
+        self, x_NH: Tensor, phase: Phase, tokens: Sequence[int] | None, real_N: Tensor | None, /
+    ) -> InFlight:
+        """A call in stages, which lets those of two micro-batches overlap."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,35 +78,32 @@ class DecoderLayer:
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: Callable[..., Tensor]  # (x_NH, phase, tokens, real) -> [N, H]
+    mlp: MLP
 
     def __call__(
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
     ) -> tuple[Tensor, Tensor]:
-        """(x, what is yet to be added to it) to the same after this layer."""
+        """The residual stream and what is to be added to it, [N, H] each, to the same after this layer."""
         x_NH, normed_NH = self.attend(x_NH, delta_NH, rotary, step)
         return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
 
     def attend(
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
     ) -> tuple[Tensor, Tensor]:
-        """(x, what its MLP is given)."""
+        """The residual stream [N, H] after attention, and its norm [N, H], the input of the MLP."""
         x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
         return self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
 
-    def in_turns(
+    def overlapped(
         self, flows: Sequence[Flow], rotaries: Sequence[tuple[Tensor, Tensor]], steps: Sequence[Step]
     ) -> list[Flow]:
-        """As a call for each of several micro-batches; while one's tokens travel, the others compute."""
+        """A call for each of several micro-batches: one computes while another exchanges its tokens."""
         residuals: list[Tensor] = []
-        batches: list[Underway | Done] = []
+        batches: list[InFlight] = []
         for (x_NH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
             x_NH, normed_NH = self.attend(x_NH, delta(), rotary, step)
             residuals.append(x_NH)
-            if isinstance(self.mlp, MoELayer):
-                batches.append(self.mlp.begin(normed_NH, step.phase, step.tokens, step.real, apart=True))
-            else:
-                batches.append(Done(self.mlp(normed_NH)))
+            batches.append(self.mlp.begin(normed_NH, step.phase, step.tokens, step.real))
         for batch in batches:
             batch.compute()
         return [(x_NH, batch.result) for x_NH, batch in zip(residuals, batches, strict=True)]
@@ -124,7 +129,8 @@ class Decoder:
         self._make_runner = make_runner
         self._embed, self._head = self._read_vocabulary()
         self._rotary = RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)
-        self._layers = []
+        self._layers: list[DecoderLayer] = []
+        self._moe_layers: list[MoELayer] = []
         for i in range(shape.num_layers):
             progress("loading layers", i, shape.num_layers)
             self._layers.append(self._layer(i))
@@ -135,18 +141,18 @@ class Decoder:
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
         if step.other is not None:
-            return self._forward_in_turns(step, step.other)
+            return self._forward_overlapped(step, step.other)
         x_NH, delta_NH = self._embed(step.input_ids), None
         rotary = self._rotary(step.positions)
         for layer in self._layers:
             x_NH, delta_NH = layer(x_NH, delta_NH, rotary, step)
         return self._norm.of_sum(x_NH, delta_NH)[1]
 
-    def _forward_in_turns(self, *steps: Step) -> Tensor:
+    def _forward_overlapped(self, *steps: Step) -> Tensor:
         flows: list[Flow] = [(self._embed(step.input_ids), lambda: None) for step in steps]
         rotaries = [self._rotary(step.positions) for step in steps]
         for layer in self._layers:
-            flows = layer.in_turns(flows, rotaries, steps)
+            flows = layer.overlapped(flows, rotaries, steps)
         return torch.cat([self._norm.of_sum(x_NH, delta())[1] for x_NH, delta in flows])
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
@@ -155,22 +161,26 @@ class Decoder:
 
     def expert_counts(self) -> list[list[int]]:
         """See `interface.Model.expert_counts`; waits for the device."""
-        return [layer.mlp.expert_counts.tolist() for layer in self._layers if isinstance(layer.mlp, MoELayer)]
+        return [layer.expert_counts.tolist() for layer in self._moe_layers]
 
     def reset_counts(self) -> None:
         """See `interface.Model.reset_counts`."""
-        for layer in self._layers:
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.reset_counts()
+        for layer in self._moe_layers:
+            layer.reset_counts()
 
     def _layer(self, i: int) -> DecoderLayer:
         prefix = f"model.layers.{i}"
-        is_moe = i in self._spec.moe_layers
+        mlp: MLP
+        if i in self._spec.moe_layers:
+            mlp = moe = self._read_moe(i, f"{prefix}.mlp")
+            self._moe_layers.append(moe)
+        else:
+            mlp = self._read_dense(f"{prefix}.mlp")
         return DecoderLayer(
             attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
             attention=self._read_attention(i, f"{prefix}.self_attn"),
             mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
-            mlp=self._read_moe(i, f"{prefix}.mlp") if is_moe else self._read_dense(f"{prefix}.mlp"),
+            mlp=mlp,
         )
 
     def _read_vocabulary(self) -> tuple[Embedding, Head]:
@@ -243,7 +253,7 @@ class Decoder:
         return shard(experts, topology.expert_tp_rank, topology.expert_tp)
 
     def _read_shared(self, prefix: str) -> GatedSharedExpert:
-        """What it gives is never summed here: a share of it is part of the sum that the MoE layer makes."""
+        """Its output is not summed here: a shard of it is part of the sum that the MoE layer makes."""
         H, ranks = self.shape.hidden_size, self._groups.world
         inner = split(self._spec.shared_intermediate_size, ranks)
         if self._plan.shared_expert == SharedExpert.WHOLE:

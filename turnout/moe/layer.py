@@ -19,14 +19,12 @@ from torch.nn import functional as F
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.chunks import cut
+from turnout.moe.in_flight import Chunk, Fork, InFlight, StagedBatch, at_once, fork_on, in_chunks
 from turnout.moe.interface import Dispatcher, DispatchSetup, Experts
-from turnout.moe.overlap import Fork, at_once, fork
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
-from turnout.moe.underway import Underway
 from turnout.parallel.groups import ALONE, Groups
 from turnout.vocabulary import Phase, Reduce, SharedExpert
 
@@ -62,7 +60,8 @@ class MoELayer:
         self._shared_expert, self._groups = shared_expert, groups
         self._linear = rowwise.linear if plan.deterministic else F.linear
         device = router_weight.device
-        self._route = Router(
+        self._fork_shared: Fork = fork_on(device, "shared") if plan.shared_expert_beside else at_once
+        self._router = Router(
             spec.routing,
             num_experts=spec.num_experts,
             top_k=spec.top_k,
@@ -94,11 +93,18 @@ class MoELayer:
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor:
-        """tokens: how many each data-parallel rank brings; needed where there are several. real: bool [T],
-        which rows are tokens, the others being padding; None: all."""
-        batch = self.begin(x_TH, phase, tokens, real_T)
-        batch.compute()
-        return batch.result()
+        """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
+        where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
+        """
+        shared = self._start_shared(x_TH)
+        ids_TK, weights_TK = self._route(x_TH, real_T)
+        dispatcher, experts = self._dispatchers[phase], self._runner
+        combined = []
+        for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
+            batch, state = dispatcher.dispatch(*chunk)
+            out = experts(batch)
+            combined.append(dispatcher.combine(out, state))
+        return self._finish(combined, shared, phase)
 
     def begin(
         self,
@@ -106,29 +112,16 @@ class MoELayer:
         phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
-        *,
-        apart: bool = False,
-    ) -> Underway:
-        """Route a batch and start its dispatch; apart: on another stream, so that more can be computed."""
-        plan, shared = self._plan, None
-        if self._shared_expert is not None:  # needs nothing of what follows
-            start = self._fork("shared", plan.shared_expert_beside)
-            shared = start(partial(self._shared_expert, x_TH))
-        logits = self._logits(x_TH.to(self._router_weight.dtype))
-        ids_TK, weights_TK = self._route(logits, real_T, self.expert_counts)
-        dispatcher, travel = self._dispatchers[phase], self._fork("travel", apart)
-        dp_rank, most = self._groups.topology.dp_rank, plan.phase(phase).chunk
-        first, *later = cut(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),), dp_rank, most)
-        return Underway(
-            runner=self._runner,
-            dispatcher=dispatcher,
-            travel=travel,
-            arrived=travel(lambda: dispatcher.dispatch(*first)),
-            later=later,
-            shared=shared,
-            shared_in_sum=plan.shared_expert == SharedExpert.SHARDED,
-            summed_by=self._groups.world if plan.phase(phase).reduce == Reduce.LAYER else None,
-            kept=[x_TH, ids_TK, weights_TK],
+    ) -> InFlight:
+        """A call in stages, for two-batch overlap: routes, and starts the dispatch on another stream."""
+        shared = self._start_shared(x_TH)
+        ids_TK, weights_TK = self._route(x_TH, real_T)
+        return StagedBatch(
+            self._runner,
+            self._dispatchers[phase],
+            self._chunks(x_TH, ids_TK, weights_TK, phase, tokens),
+            lambda combined: self._finish(combined, shared, phase),
+            x_TH.device,
         )
 
     def update(self, experts: ExpertWeights) -> None:
@@ -140,14 +133,33 @@ class MoELayer:
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
 
-    def _logits(self, x_TH: Tensor) -> Tensor:
-        """[T, E]; or parts [P, T, E] for a router that adds them up."""
-        multiply = partial(rowwise.product, self._linear) if self._route.adds_parts else self._linear
-        return multiply(x_TH, self._router_weight, self._router_bias)
+    def _start_shared(self, x_TH: Tensor) -> Callable[[], Tensor] | None:
+        """Start the shared expert, which needs nothing of routing; what is returned gives its [T, H]."""
+        if self._shared_expert is None:
+            return None
+        return self._fork_shared(partial(self._shared_expert, x_TH))
 
-    def _fork(self, name: str, apart: bool) -> Fork:
-        device = self._router_weight.device
-        return partial(fork, device, name) if apart and device.type == "cuda" else at_once
+    def _route(self, x_TH: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """int32 [T, k] global expert ids, -1 for padding, and float32 [T, k] weights."""
+        # A product per row, or parts [P, T, E] for a router that adds them up.
+        multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
+        logits_TE = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
+        return self._router(logits_TE, real_T, self.expert_counts)
+
+    def _chunks(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, tokens: Sequence[int] | None
+    ) -> list[Chunk]:
+        dp_rank, most = self._groups.topology.dp_rank, self._plan.phase(phase).chunk
+        return in_chunks(x_TH, ids_TK, weights_TK, tokens or (len(x_TH),), dp_rank, most)
+
+    def _finish(self, combined: list[Tensor], shared: Callable[[], Tensor] | None, phase: Phase) -> Tensor:
+        """[T, H]: all chunks, the shared expert's output, and the sum over ranks that combine left to do."""
+        out_TH = torch.cat(combined) if len(combined) > 1 else combined[0]
+        if shared is not None and self._plan.shared_expert == SharedExpert.SHARDED:
+            out_TH, shared = out_TH + shared(), None
+        if self._plan.phase(phase).reduce == Reduce.LAYER:
+            out_TH = self._groups.world.all_reduce(out_TH)
+        return out_TH if shared is None else out_TH + shared()
 
     def _checked(self, experts: ExpertWeights) -> ExpertWeights:
         plan = self._plan

@@ -67,7 +67,7 @@ class PhasePlan:
     reduce: Reduce
     max_tokens: int  # the largest batch the runner sees on this rank
     combine_format: Format = Format.BF16  # of results on their way back; BF16: the compute dtype
-    chunk: int = 0  # tokens of each data-parallel rank that pass at a time (chunks.py); 0: all of a step
+    chunk: int = 0  # tokens of each data-parallel rank at a time (in_flight.py); 0: all of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ class MoEPlan:
     dispatch_bytes: int
     deterministic: bool = False  # a token's bits depend on nothing else in the batch
     shared_expert: SharedExpert = SharedExpert.WHOLE
-    shared_expert_beside: bool = False  # computed on a stream of its own, while tokens travel (overlap.py)
-    two_batches: bool = False  # large steps run as two micro-batches that take turns (underway.py)
+    shared_expert_beside: bool = False  # on a stream of its own, during dispatch and combine
+    two_batches: bool = False  # large steps run as two micro-batches (in_flight.py)
     buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
     tiles: TuningTable = ()  # how a runner with tuned kernels cuts them; empty: by its rule
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run

@@ -69,19 +69,19 @@ def answers(llm: LLM) -> list[tuple[str, list[int]]]:
 def on_rank(rank: Rank, config: Config) -> tuple[list[tuple[str, list[int]]], list[tuple[int, ...]]]:
     """Answers, and the tokens of each pair of micro-batches."""
     seen: list[tuple[int, ...]] = []
-    taken, two_batch_overlap.LEAST = DecoderLayer.in_turns, 2
+    taken, two_batch_overlap.LEAST = DecoderLayer.overlapped, 2
 
     def noting(layer, flows, rotaries, steps):
         seen.append(tuple(len(step.input_ids) for step in steps))
         return taken(layer, flows, rotaries, steps)
 
-    DecoderLayer.in_turns = noting  # ranks are kept for other tests
+    DecoderLayer.overlapped = noting  # ranks are kept for other tests
     try:
         with started(rank, config) as llm:
             assert llm.info()["plan"]["two_batches"]
             return answers(llm), seen
     finally:
-        DecoderLayer.in_turns, two_batch_overlap.LEAST = taken, 64
+        DecoderLayer.overlapped, two_batch_overlap.LEAST = taken, 64
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "collective"])
@@ -103,7 +103,7 @@ def test_ranks_that_take_turns_answer_as_one_rank(ranks: Pools, tmp_path: Path, 
         ({"tp_size": 2, "enable_two_batch_overlap": True}, "have nothing but their tokens"),
         (TWO | {"tp_size": 4, "ep_size": 4}, "have nothing but their tokens"),
         (TWO | {"speculative_algorithm": "ngram"}, "drafts cannot be parted"),
-        (TWO | {"deterministic": True}, "taken apart in another way"),
+        (TWO | {"deterministic": True}, "splits steps in another way"),
         (TWO | {"moe_a2a_backend": "flashinfer"}, "its buffers hold one batch at a time"),
     ],
 )

@@ -27,7 +27,7 @@ from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import RowAttention
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
-from turnout.engine.step.two_batch_overlap import split_tokens
+from turnout.engine.step.two_batch_overlap import split
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
@@ -120,26 +120,26 @@ class DecodeGraphs:
         size = rows_FB.shape[1]
         _, positions_B, slots_B, _, rows_B = rows_FB
         table_BP = contexts(self._attention, positions_B, slots_B, rows_B)
-        both = split_tokens([size]) if self._two_batches else None
-        if both is None:
-            step = self._step(rows_FB, table_BP)
-        else:
-            (count,), _ = both
-            second = self._step(rows_FB[:, count:], table_BP[count:])
-            step = self._step(rows_FB[:, :count], table_BP[:count], second)
+        whole, tokens = (rows_FB, table_BP), (size,) * self._dp_size
+        step = (
+            split(tokens, 0, whole, cut=_cut, make=self._step)
+            if self._two_batches
+            else self._step(whole, tokens, None)
+        )
         hidden_BH = self._model.forward(step)
         logits_BV = self._logits_BV[:size].copy_(self._model.logits(hidden_BH))
         values_B, ids_B = logits_BV.max(dim=-1)
         return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
 
-    def _step(self, rows_FB: Tensor, table_BP: Tensor, second: Step | None = None) -> Step:
-        ids_B, positions_B, slots_B, ends_B, _ = rows_FB
+    def _step(self, part: tuple[Tensor, Tensor], tokens: tuple[int, ...], second: Step | None) -> Step:
+        """part: int64 [FIELDS, B] and [B, P]. tokens: of each data-parallel rank."""
+        (ids_B, positions_B, slots_B, ends_B, _), table_BP = part
         return Step(
             input_ids=ids_B,
             positions=positions_B,
             attention=RowAttention(self._attention, slots_B, table_BP, ends_B),
             phase=Phase.DECODE,
-            tokens=(len(ids_B),) * self._dp_size,
+            tokens=tokens,
             real=ends_B > 0,
             other=second,
         )
@@ -150,6 +150,11 @@ def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
     if synced.phase != Phase.DECODE:
         return None
     return next((size for size in sizes if size >= max(synced.tokens)), None)
+
+
+def _cut(whole: tuple[Tensor, Tensor], count: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    rows_FB, table_BP = whole
+    return (rows_FB[:, :count], table_BP[:count]), (rows_FB[:, count:], table_BP[count:])
 
 
 def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:

@@ -1,12 +1,13 @@
 """The forward of one step on this rank.
 
-As a CUDA graph where there is one, else eagerly; in one micro-batch or two; or, under --deterministic, taken
-apart by alone.py.
+As a CUDA graph where there is one, else eagerly; in one micro-batch or two; or, under --deterministic, as
+batch_invariant.py splits it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for
-from turnout.engine.step.two_batch_overlap import split_chunks, split_tokens
+from turnout.engine.step.two_batch_overlap import split, split_chunks
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
+
+Chunks = tuple[Sequence[Chunk], Sequence[Chunk]]  # those that decode, and the others
 
 
 class Forward:
@@ -61,16 +64,13 @@ class Forward:
         if self._deterministic:
             return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, synced))
         num_decoding = sum(chunk.decodes for chunk in chunks)
-        decoding, others = chunks[:num_decoding], chunks[num_decoding:]
-        both = split_tokens(synced.tokens) if self._two_batches else None
-        if both is None:
-            step = self._step(decoding, others, synced.step_phase, synced.tokens)
-        else:
-            count = both[0][self._dp_rank]
-            now, then = split_chunks(decoding, count)
-            others_now, others_then = split_chunks(others, count - len(now))
-            second = self._step(then, others_then, synced.step_phase, both[1])
-            step = self._step(now, others_now, synced.step_phase, both[0], second)
+        whole = chunks[:num_decoding], chunks[num_decoding:]
+        make = partial(self._step, synced.step_phase)
+        step = (
+            split(synced.tokens, self._dp_rank, whole, cut=_cut, make=make)
+            if self._two_batches
+            else make(whole, synced.tokens, None)
+        )
         return Computed(hidden_NH=self._model.forward(step))
 
     def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -82,15 +82,9 @@ class Forward:
             return computed.logits_NV, computed.best_2N
         return computed.logits_NV[rows], computed.best_2N[:, rows]
 
-    def _step(
-        self,
-        decoding: Sequence[Chunk],
-        others: Sequence[Chunk],
-        phase: Phase,
-        tokens: tuple[int, ...],
-        second: Step | None = None,
-    ) -> Step:
+    def _step(self, phase: Phase, part: Chunks, tokens: tuple[int, ...], second: Step | None) -> Step:
         """A micro-batch of these chunks; tokens: of each data-parallel rank."""
+        decoding, others = part
         ids: list[int] = []
         places: list[int] = []
         for chunk in (*decoding, *others):
@@ -111,6 +105,14 @@ class Forward:
             tokens=tokens,
             other=second,
         )
+
+
+def _cut(whole: Chunks, count: int) -> tuple[Chunks, Chunks]:
+    """After `count` tokens, of which the decoding chunks come first."""
+    decoding, others = whole
+    now, then = split_chunks(decoding, count)
+    others_now, others_then = split_chunks(others, count - len(now))
+    return (now, others_now), (then, others_then)
 
 
 def _integers(values: Sequence[int]) -> Tensor:
