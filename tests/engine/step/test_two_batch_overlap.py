@@ -102,7 +102,7 @@ def test_ranks_that_take_turns_answer_as_one_rank(ranks: Pools, tmp_path: Path, 
     [
         ({"tp_size": 2, "enable_two_batch_overlap": True}, "have nothing but their tokens"),
         (TWO | {"tp_size": 4, "ep_size": 4}, "have nothing but their tokens"),
-        (TWO | {"speculative_algorithm": "ngram"}, "drafts cannot be parted"),
+        (TWO | {"speculative_algorithm": "ngram"}, "drafts cannot be split"),
         (TWO | {"deterministic": True}, "splits steps in another way"),
         (TWO | {"moe_a2a_backend": "flashinfer"}, "its buffers hold one batch at a time"),
     ],
