@@ -36,7 +36,7 @@ from turnout.server.memory import map_large_blocks, release_freed_memory
 BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 REQUEST = struct.Struct("<BQ")  # index into BODIES, bytes that follow
 REPLY = struct.Struct("<?Q")  # whether it is this process's last, bytes of a pickled `Reply` that follow
-NICENESS = 10  # streams come first
+NICENESS = 5  # streams come first
 MAX_GROWTH = 64 * 2**20  # bytes of resident memory that the process may keep after a body
 
 Refusal = tuple[int, str, str | None, str | None]  # status, message, param and code of an ApiError
