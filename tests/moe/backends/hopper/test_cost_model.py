@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 from turnout.bench.moe import SHAPES
+from turnout.moe.backends.hopper.cost_model import _tiles
 from turnout.moe.backends.hopper.kernels import Packed, Plain, candidates, refuse, rule
 from turnout.moe.backends.hopper.kernels.fp8_sorted import ONLY
 from turnout.moe.backends.hopper.layer_shape import LayerShape
@@ -50,6 +52,27 @@ def test_what_is_kept_holds_what_was_measured_best_or_its_equal():
         assert min(us for config, us in times.items() if config in kept) <= 1.03 * min(times.values())
         compared += len(times) > 3
     assert compared >= 10
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 12, 40])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (8, 2), (4, 1), (6, 6)])
+def test_tiles_are_expected_as_routes_drawn_at_random_fill_them(experts: int, top_k: int, tokens: int):
+    """Where pairs are sorted; elsewhere each is a tile, as the rule has it."""
+    shape = LayerShape(
+        format="mxfp4", hidden=512, inner=512, w13_rows=1024, num_experts=experts, local_experts=experts // 2,
+        top_k=top_k,
+    )  # fmt: skip
+    touched, tiles = _tiles(shape, tokens, 8)
+    if shape.unsorted(tokens):
+        assert touched == tiles == tokens * top_k / 2
+        return
+    draw = random.Random(tokens)
+    drawn = []
+    for _ in range(2000):
+        counts = Counter(e for _ in range(tokens) for e in draw.sample(range(experts), top_k))
+        drawn.append([-(-n // 8) for e, n in counts.items() if e < experts // 2])
+    assert touched == pytest.approx(sum(map(len, drawn)) / 2000, rel=0.05)
+    assert tiles == pytest.approx(sum(map(sum, drawn)) / 2000, rel=0.05)
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "nvfp4"])

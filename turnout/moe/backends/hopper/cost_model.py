@@ -107,12 +107,12 @@ def _best(
 
 def _tiles(shape: LayerShape, tokens: int, width: int) -> tuple[float, float]:
     """Experts of this rank that get a token, and tiles that these fall into, as expected of even routes."""
-    if tokens * shape.top_k <= 16:
-        pairs = tokens * shape.top_k * shape.local_experts / shape.num_experts
-        return pairs, pairs
-    chance = shape.top_k / shape.num_experts
+    touched, chance = shape.touched(tokens), shape.top_k / shape.num_experts
+    if shape.unsorted(tokens):
+        return touched, touched
+    if chance == 1:
+        return touched, touched * -(-tokens // width)
     mean, spread = tokens * chance, math.sqrt(tokens * chance * (1 - chance))
-    touched = shape.local_experts * (1 - (1 - chance) ** tokens)
     if mean > 100:
         return touched, shape.local_experts * max(1.0, mean / width + 0.5)
     most, tiles, probability = int(mean + 6 * spread) + 2, 0.0, (1 - chance) ** tokens
