@@ -19,10 +19,10 @@ from turnout.checkpoint.experts import Arrangement, Wanted, arrangement
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import E4M3, POSITIVE, Part
 from turnout.formats.experts import ExpertWeights
+from turnout.formats.fp8 import BLOCK
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
 
-BLOCK = 128
 DATA = Part(".weight", (E4M3,))
 WHY = "config.json says that this module is stored as FP8 in blocks"
 

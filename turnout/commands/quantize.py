@@ -23,11 +23,12 @@ from turnout.engine.calibration import Sample, calibrate
 from turnout.errors import UserError
 from turnout.evals.calibration import load_samples
 from turnout.models.interface import ProgressFn
+from turnout.vocabulary import Format
 
 
 def run(model: str, out: Path, format: str, *, calibrate: bool, calibration: Path | None) -> None:
     """Quantise, and say where. calibration: text to find activation scales with; None: word problems."""
-    wanted = calibrate and format == "nvfp4"
+    wanted = calibrate and format == Format.NVFP4
     if calibration and not wanted:
         raise UserError("--calibration is for --format nvfp4 with --calibrate")
     quantize(model, out, format, samples=load_samples(calibration) if wanted else None)

@@ -9,13 +9,14 @@ H hidden, I a rank's shard of the intermediate size, N rows of W1, E local exper
 
 from __future__ import annotations
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.budget import aligned
 from turnout.moe.capabilities.rank_share import Share
-from turnout.vocabulary import Layout
+from turnout.vocabulary import Format, Layout
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
 SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
-GROUP = 16
+GROUP = FORMATS[Format.NVFP4].group
 
 
 def slots(pairs: int, experts: int) -> int:

@@ -8,12 +8,13 @@ size, both padded where the format asks for it; E local experts.
 
 from __future__ import annotations
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.budget import aligned
 from turnout.moe.capabilities.rank_share import Share
 from turnout.vocabulary import Format
 
 PADDED = {"mxfp4": 128}  # to multiples of what H and I are brought
-FP8_GROUP = 128
+FP8_GROUP = FORMATS[Format.FP8].group
 # Arguments and descriptors of the grouped GEMMs, and the tiles they are cut into.
 GEMM_BYTES = 32 * 2**20
 

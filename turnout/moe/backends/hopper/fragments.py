@@ -36,11 +36,13 @@ import torch
 from torch import Tensor
 
 from turnout.formats.packed import PackedTensor
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format
 
 BLOCK = 64
 SLACK = 16  # blocks
 FOLD_CODES = 1 << 22  # that are folded at once: this takes tens of bytes a weight
-GROUP = {"mxfp4": 32, "nvfp4": 16}
+GROUP: dict[str, int] = {format: FORMATS[format].group for format in (Format.MXFP4, Format.NVFP4)}
 _TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
 
 
@@ -135,7 +137,7 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
     packed_NB, scale_NG = weights.data, weights.scale
     assert scale_NG is not None, f"{weights.format} weights carry scales"
     code_NK = torch.stack((packed_NB & 15, packed_NB >> 4), dim=-1).flatten(1)
-    if weights.format == "nvfp4":
+    if weights.format == Format.NVFP4:
         assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
         byte_NG = _normalised(scale_NG.view(torch.uint8))
         alpha = weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
@@ -216,7 +218,7 @@ def _unfold_scales(folded: Tensor, format: str) -> Tensor:
     per = size // BLOCK
     axes = folded.view(E, n, k, 4, 8, per // 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
     byte = axes.reshape(E, n * BLOCK, k * per).to(torch.int32)
-    bits = byte << 7 if format == "mxfp4" else (byte << 4) + (235 << 7)
+    bits = byte << 7 if format == Format.MXFP4 else (byte << 4) + (235 << 7)
     scale = bits.to(torch.int16).view(torch.bfloat16).float()
     return scale.masked_fill(byte == 0, 0.0)
 

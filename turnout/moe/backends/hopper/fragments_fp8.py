@@ -33,9 +33,12 @@ from torch import Tensor
 
 from turnout.formats import e2m1
 from turnout.formats.packed import PackedTensor
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.fragments import padded, unpair_rows
+from turnout.vocabulary import Format
 
-ROWS, COLUMNS, GROUP = 64, 128, 32
+ROWS, COLUMNS = 64, 128
+GROUP = FORMATS[Format.MXFP4].group
 BINADES = 11  # the largest scale byte
 _TOP = BINADES - 5  # what the largest scale byte multiplies an e2m1 value by, as a power of two
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from turnout.formats.packed import PackedTensor
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.fragments import fill, pair_rows, to_fragments
 from turnout.moe.backends.hopper.fragments_fp8 import fill_fp8, to_fragments_fp8
+from turnout.vocabulary import Format
 
-FP8_GROUP = 128  # columns that share a scale
+FP8_GROUP = FORMATS[Format.FP8].group  # columns that share a scale
 
 
 class Matrix:
@@ -40,14 +42,14 @@ class Matrix:
             self.alpha = self._fragments_fp8.alpha
             self.blocks = self.codes.shape[2], self.codes.shape[1]
             self.padded_rows = 64 * self.blocks[0]
-        elif weights.format in ("mxfp4", "nvfp4"):
+        elif weights.format in (Format.MXFP4, Format.NVFP4):
             self._fragments = to_fragments(weights, paired=paired, device=device)
             self.codes, self.scales = self._fragments.codes, self._fragments.scales
             self.alpha = self._fragments.alpha
             self.blocks = self.codes.shape[1], self.codes.shape[2]
             self.padded_rows = 64 * self.blocks[0]
         else:
-            dtype = torch.float8_e4m3fn if weights.format == "fp8" else torch.bfloat16
+            dtype = torch.float8_e4m3fn if weights.format == Format.FP8 else torch.bfloat16
             if paired:
                 self.codes = torch.empty(weights.shape, dtype=dtype, device=device)
                 self._load_rows(weights)
@@ -55,10 +57,10 @@ class Matrix:
                 self.codes = weights.data.to(device, dtype).contiguous()
             self.alpha = torch.zeros(1, device=device)
             self.scales = self.alpha
-            if weights.format == "fp8":
+            if weights.format == Format.FP8:
                 assert weights.scale is not None, "fp8 weights carry scales"
                 self.scales = weights.scale.to(device, torch.float32).contiguous()
-            columns = FP8_GROUP if weights.format == "fp8" else 64
+            columns = FP8_GROUP if weights.format == Format.FP8 else 64
             self.blocks = -(-self.rows // 64), -(-self.inner // columns)
             self.padded_rows = self.rows
         self.bias = None if bias is None else self._bias(bias.to(device, torch.float32))
@@ -67,11 +69,11 @@ class Matrix:
         """Take other values of the same shapes and format into the same storage."""
         if self._w4a8:
             fill_fp8(self._fragments_fp8, weights, paired=self.paired)
-        elif self.format in ("mxfp4", "nvfp4"):
+        elif self.format in (Format.MXFP4, Format.NVFP4):
             fill(self._fragments, weights, paired=self.paired)
         else:
             self._load_rows(weights)
-        if weights.format == "fp8" and weights.scale is not None:
+        if weights.format == Format.FP8 and weights.scale is not None:
             self.scales.copy_(weights.scale)
         if self.bias is not None and bias is not None:
             self.bias.copy_(self._bias(bias.to(self.bias.device, torch.float32)))

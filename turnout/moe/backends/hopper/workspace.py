@@ -8,13 +8,15 @@ a slab.
 
 from __future__ import annotations
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.kernels.fp8_sorted import Fp8Sorted
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
 from turnout.moe.backends.hopper.tile_config import MIN_TOKENS
 from turnout.moe.budget import arena_bytes
 from turnout.moe.capabilities.rank_share import Share
+from turnout.vocabulary import Format, Layout
 
-FP8_GROUP = 128  # columns that share a float32 scale
+FP8_GROUP = FORMATS[Format.FP8].group  # columns that share a float32 scale
 
 
 def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
@@ -27,10 +29,10 @@ def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
     GEMM2's output, and h GEMM1's output in e4m3. W4A8: quantized, sorted rows, with columns up to a whole
     group, and a scale each; place.
     """
-    fp8, w4a8, H, I = shape.format == "fp8", shape.format == W4A8, shape.hidden, shape.inner
+    fp8, w4a8, H, I = shape.format == Format.FP8, shape.format == W4A8, shape.hidden, shape.inner
     columns = FP8_GROUP * -(-max(H, I) // FP8_GROUP)
     found = {"counts": 9 * 4 * (1 << shape.local_experts.bit_length())}
-    if layout == "experts":
+    if layout == Layout.BATCHED_EXPERTS:
         held = shape.local_experts * rows
         found["tiles"] = 16 * (1 + shape.local_experts * -(-rows // MIN_TOKENS))
         found["h"] = 2 * held * I
@@ -61,7 +63,7 @@ def layer_shape(share: Share) -> LayerShape:
 def workspace_bytes(share: Share) -> int:
     """The arena for batches in one layout, and the output that a call hands out."""
     shape = layer_shape(share)
-    rows_out = share.rows * (share.num_local_experts if share.layout == "experts" else 1)
+    rows_out = share.rows * (share.num_local_experts if share.layout == Layout.BATCHED_EXPERTS else 1)
     output = share.itemsize * rows_out * share.spec.hidden_size
     return arena_bytes(regions(shape, share.layout, share.rows)) + output
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.kernels.tiled import Tiled
 from turnout.moe.backends.hopper.launch import Batch, Gemm, boxes_of, count_pairs
 from turnout.moe.backends.hopper.layer_shape import LayerShape
@@ -22,11 +23,12 @@ from turnout.moe.backends.hopper.tile_config import (
     Rules,
     TileConfig,
 )
+from turnout.vocabulary import Format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 128  # columns that share a scale
+GROUP = FORMATS[Format.FP8].group  # columns that share a scale
 WIDER_PROGRAMS = 2 * MULTIPROCESSORS
 
 

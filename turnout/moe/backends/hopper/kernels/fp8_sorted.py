@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.launch import Batch, Gemm, power_of_two
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig
+from turnout.vocabulary import Format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 128  # columns that share a scale
+GROUP = FORMATS[Format.FP8].group  # columns that share a scale
 ABOVE = 18  # mean tokens of an expert, from which on this kernel is best
 WORTH_TIMING = 8  # the same, from which on it may be
 

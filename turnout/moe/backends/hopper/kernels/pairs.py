@@ -11,6 +11,7 @@ import math
 from turnout.moe.backends.hopper.launch import Batch, Gemm
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig, chunks
+from turnout.vocabulary import Format
 
 PAIR = 1  # tokens of a tile
 # Pairs are sorted where a smaller part of them goes to experts of their own: 4 tokens of GPT-OSS-20B, of
@@ -95,7 +96,7 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
         w, ids, split, steps = g.w, g.table, self.split_k, self.block_k // 64
         (T, k), (n_blocks, k_blocks) = ids.shape, w.blocks
         n_tiles = -(-w.padded_rows // self.block_n)
-        whole = whole_chunks(w.inner, split, self.block_k) if w.format == "bf16" else 0
+        whole = whole_chunks(w.inner, split, self.block_k) if w.format == Format.BF16 else 0
         found = 32 if (T * k if g.first else k) <= 32 else 64
         sizes = w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), k, *g.held
         count = chunks(w.inner, split, self.block_k)
@@ -133,7 +134,7 @@ def _first(shape: LayerShape, tokens: int) -> Pairs:
     strips = shape.touched(tokens) * shape.w13_rows / 16
     if chunks(K, 4, 256) > MOST_CHUNKS:
         return Pairs(16, PAIR, 256, 1, 8, split_k=8)
-    if shape.weights == "bf16":
+    if shape.weights == Format.BF16:
         block_k = 128 if chunks(K, 4, 128) <= MOST_CHUNKS else 256
         return Pairs(16, PAIR, block_k, 512 // block_k, 4, split_k=4)
     many = strips >= MANY_STRIPS and strips * K >= MANY_LONG
@@ -146,7 +147,7 @@ def _first(shape: LayerShape, tokens: int) -> Pairs:
 
 def _second(shape: LayerShape, tokens: int) -> Pairs:
     held = shape.top_k * shape.local_experts / shape.num_experts  # mean pairs of a token that are this rank's
-    bf16, strips, K = shape.weights == "bf16", tokens * shape.hidden / 16, shape.inner
+    bf16, strips, K = shape.weights == Format.BF16, tokens * shape.hidden / 16, shape.inner
     block_k, ahead = BLOCK_K[shape.weights], 2 if bf16 else 1
     if held > shape.top_k / 2:
         group = _group_of_all(shape.top_k)
@@ -178,7 +179,7 @@ def _first_choices(shape: LayerShape) -> list[Pairs]:
         (16, 256, 3, 2, 2, False),
         (32, 256, 1, 4, 4, False),
     ]
-    if shape.weights == "bf16":
+    if shape.weights == Format.BF16:
         found = [
             (16, 256, 2, 4, 4, False),
             (16, 128, 4, 4, 4, False),
@@ -190,7 +191,7 @@ def _first_choices(shape: LayerShape) -> list[Pairs]:
 
 def _second_choices(shape: LayerShape) -> list[Pairs]:
     """The same for GEMM2: block_n, num_stages, num_warps, group_m, split_k."""
-    bf16, top_k = shape.weights == "bf16", shape.top_k
+    bf16, top_k = shape.weights == Format.BF16, shape.top_k
     if top_k * shape.local_experts / shape.num_experts > top_k / 2:
         group = _group_of_all(top_k)
         split = 8 // group

@@ -6,6 +6,7 @@ from __future__ import annotations
 from turnout.moe.backends.hopper.launch import Gemm, boxes_of
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig
+from turnout.vocabulary import Format
 
 WARPS = 12
 EPILOGUE_BYTES = 6 * 1024  # of shared memory, for results and barriers
@@ -48,12 +49,12 @@ class Specialised(TileConfig, frozen=True, tag="specialised"):
         w, steps = g.w, self.block_k // 64
         gather, codes = g.pairs and g.first, w.codes
         n_blocks, k_blocks = w.blocks
-        if w.format == "bf16":
+        if w.format == Format.BF16:
             codes = boxes_of(codes.view(-1, w.inner), [self.block_n, 64], bits=16)
         tokens = 1 << self.block_m.bit_length() - 1
         extra = self.block_m - tokens
         # Narrow tiles of bf16 wait for their weights, however few their products.
-        widths = 4 if w.format == "bf16" else min(8, tokens // 16)
+        widths = 4 if w.format == Format.BF16 else min(8, tokens // 16)
         rows = [g.x if gather or not m else boxes_of(g.x, [m, 64], bits=16) for m in (tokens, extra)]
         expert_gemm_specialised[(g.processors,)](
             *rows, codes, w.scales, w.alpha, w.any_bias, g.out, g.order, g.table,

@@ -13,7 +13,7 @@ from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileCon
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 128  # columns of a step; rows are quantised up to a whole one
+COLUMNS = 128  # columns of a step; rows are quantised up to a whole one
 SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles are made for; room says little
 RESULT_BYTES = 5 * 1024  # of shared memory, for results on their way to memory
 
@@ -42,7 +42,7 @@ class W4A8(TileConfig, frozen=True, tag="w4a8"):
         n, m = self.block_n, self.block_m
         if n not in (128, 256) or m not in (16, 32, 64, 128, 256) or n * m > 256 * 128:
             return f"block_n {n}, block_m {m} of W4A8"
-        if (self.block_k, self.num_warps) != (GROUP, 4) or self.num_stages < 3:
+        if (self.block_k, self.num_warps) != (COLUMNS, 4) or self.num_stages < 3:
             return f"block_k {self.block_k}, num_warps {self.num_warps}, num_stages {self.num_stages} of W4A8"
         return ""
 
@@ -58,7 +58,7 @@ class W4A8(TileConfig, frozen=True, tag="w4a8"):
         w, (codes, scales) = g.w, _quantized(g)
         n_blocks, groups = w.blocks
         expert_gemm_w4a8[(g.processors,)](
-            boxes_of(codes, [self.block_m, GROUP], bits=8), scales,
+            boxes_of(codes, [self.block_m, COLUMNS], bits=8), scales,
             boxes_of(w.codes.view(-1, 32), [self.block_n // 2, 32], bits=32),
             w.scales, w.alpha, w.any_bias, g.out, g.order, g.table, g.any_weights,
             n_blocks, g.columns, groups, g.out.stride(0), *g.numbers,
@@ -70,10 +70,10 @@ class W4A8(TileConfig, frozen=True, tag="w4a8"):
 
 def _quantized(g: Gemm) -> tuple[Tensor, Tensor]:
     """Launch the quantisation of a GEMM's rows: e4m3 [R, K'], in the order of experts or slabs, and float32
-    [R]. K' is K up to a multiple of GROUP."""
+    [R]. K' is K up to a multiple of COLUMNS."""
     from turnout.kernels.hopper.quantize_rows import quantize_rows, quantize_tokens
 
-    R, (rows, K), columns = len(g.out), g.x.shape, g.w.blocks[1] * GROUP
+    R, (rows, K), columns = len(g.out), g.x.shape, g.w.blocks[1] * COLUMNS
     codes_RK, scales_R = g.space.quantized[0][: R * columns].view(R, columns), g.space.quantized[1]
     padded = power_of_two(columns)
     at_once = max(1, 4096 // padded)

@@ -1,0 +1,91 @@
+"""Facts about formats have one owner, and values that are one of a few words are compared as members."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from turnout.formats.spec import FORMATS
+from turnout.vocabulary import Format, Layout, Phase
+
+ROOT = Path(__file__).parents[1]
+OWNERS = {"turnout/vocabulary.py", "turnout/formats/spec.py"}
+# Compilers want literals in kernels: what they spell is compared with the table below.
+FILES = [
+    file
+    for file in sorted((ROOT / "turnout").rglob("*.py"))
+    if str(file.relative_to(ROOT)) not in OWNERS and not file.is_relative_to(ROOT / "turnout/kernels")
+]
+WORDS = {*Format, *Phase, *Layout}
+OTHERS = ("TILE_", "MOST_", "_MOST", "INT4_")
+GROUP_NAME = re.compile(r"(^|_)(GROUP|GROUPS|GROUP_SIZE)$")
+
+
+def literals(node: ast.AST) -> list[int]:
+    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and type(n.value) is int]
+
+
+def group_constants(tree: ast.Module) -> list[str]:
+    """Constants of a module that are called a group and given a number.
+
+    OTHERS are not groups of a format in the table: tiles, bounds of a search, and INT4, which checkpoints
+    may have in several.
+    """
+    found = []
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not (node.value and literals(node.value)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        found += [n for n in names if GROUP_NAME.search(n) and not n.startswith(OTHERS)]
+    return found
+
+
+def spelled_compares(tree: ast.Module) -> list[str]:
+    """Comparisons of an attribute or name with a format, phase or layout that is spelled out."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            continue
+        for side in (node.left, *node.comparators):
+            if isinstance(side, ast.Constant) and side.value in WORDS:
+                found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_groups_come_from_the_table_and_words_are_members(file: Path):
+    tree = ast.parse(file.read_text())
+    assert group_constants(tree) == []
+    # How a checkpoint was made ("mxfp4") is its writer's word, not a format of ours.
+    assert [c for c in spelled_compares(tree) if ".method ==" not in c] == []
+
+
+@pytest.mark.parametrize("source", ["GROUP: int = 16", 'GROUPS = {"fp8": 128}', "ROWS, FP8_GROUP = 64, 128"])
+def test_a_second_owner_of_a_group_is_found(source: str):
+    assert len(group_constants(ast.parse(source))) == 1
+
+
+@pytest.mark.parametrize("source", ['x.format == "fp8"', '"decode" != phase', 'a.layout == "tokens"'])
+def test_a_spelled_out_word_is_found(source: str):
+    assert len(spelled_compares(ast.parse(source))) == 1
+
+
+def test_groups_that_kernels_spell_are_those_of_the_table():
+    def assigned(file: str, name: str) -> ast.expr:
+        tree = ast.parse((ROOT / "turnout/kernels" / file).read_text())
+        found = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
+        return found[0].value
+
+    groups = ast.literal_eval(assigned("nvlink/links.py", "GROUPS"))
+    assert groups == {f: FORMATS[Format(f)].group for f in ("fp8", "nvfp4")}
+    assert literals(assigned("nvlink/combine_fp8.py", "GROUP")) == [FORMATS[Format.FP8].group]
+
+
+def test_members_print_and_serialise_as_plain_words():
+    member = Format.NVFP4
+    assert (f"{member}", repr(member), json.dumps({"f": member})) == ("nvfp4", "'nvfp4'", '{"f": "nvfp4"}')
+    assert type(str(member)) is str
+    assert {Phase.DECODE: 1}["decode"] == 1
