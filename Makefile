@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-comp
 # Python compiles what it imports, once, and keeps it: pip need not compile everything, but Python must be let.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-more test-gpu lint bench clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,7 +29,10 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m turnout.evals.demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+
+test-more: $(VENV)/.test  ## what takes minutes: installing as the images do, building the wheel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch
 	$(PYTHON) -m pytest -m 'gpu or multigpu'
