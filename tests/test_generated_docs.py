@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.pictures import pictures
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.registry import ARCHITECTURES
 
@@ -68,3 +69,8 @@ def test_results_are_shown_as_they_were_measured(generator, tmp_path):
     assert generator.main([], root=tmp_path) == 0
     assert "| nvfp4 | 4 | 2.00 (float32) | 5.00 (b, float32) | 2.50 |" in page.read_text()
     assert "commit `abc`" in page.read_text()
+
+
+def test_pictures_are_those_of_the_results():
+    for path, content in pictures(ROOT).items():
+        assert path.read_text() == content, f"run: python -m tools.pictures ({path.name})"

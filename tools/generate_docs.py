@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tools.headline import headline
 from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
@@ -97,7 +98,7 @@ def wanted(root: Path) -> dict[Path, str]:
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
     blocks = {
-        root / "README.md": {"support": support()},
+        root / "README.md": {"support": support(), "headline": headline(root / "benchmarks" / "results")},
         root / "docs" / "operations.md": {"bounds": bounds()},
         root / "docs" / "performance.md": tables(
             root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning"

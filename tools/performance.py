@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engine_tables import in_turns, prompts, serving_on_gpu, steps
+from tools.headline import newest, next_to_vllm
 from tools.tables import table
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -37,6 +38,8 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         if files:
             content = json.loads(files[-1].read_text())
             found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
+    if both := newest(folder, "serving-beside-vllm-nvidia-h200*.json"):
+        found["serving-next-to-vllm"] = next_to_vllm(both)
     ours, public = (sorted(folder.glob(f"{name}-nvidia-h200*.json")) for name in ("moe", "moe-public"))
     if ours and public:
         contents = (json.loads(files[-1].read_text()) for files in (ours, public))
