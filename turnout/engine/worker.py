@@ -11,10 +11,8 @@ import gc
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -43,6 +41,7 @@ from turnout.engine.messages import (
     encoder,
 )
 from turnout.engine.progress_bars import loading_bar
+from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Pulse
@@ -93,7 +92,7 @@ def main() -> int:
         signal.signal(name, signal.SIG_IGN)
     place_temporary_files()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    threading.Thread(target=_leave_with_server, args=(start.folder,), daemon=True).start()
+    leave_with_launcher(sys.stdin.fileno(), start.folder)
     context = zmq.Context()
     commands = _connect(context, zmq.DEALER, start.commands, start.identity)
     events = _connect(context, zmq.PUSH, start.events)
@@ -222,14 +221,6 @@ def summary(engine_plan: EnginePlan) -> list[str]:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-def _leave_with_server(folder: str) -> None:
-    """Wait for the end of standard input, then end this process at once, whatever it is doing."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 def _connect(context: zmq.Context, kind: int, address: str, identity: str = "") -> zmq.Socket:

@@ -2,7 +2,7 @@
 
 Rank 0 has the terminal. What the others write is kept, and shown if one of them fails, which ends all. They
 block Ctrl-C, which a terminal sends to the whole group: it ends this process, and they follow, however it
-ended, by a pipe that nobody writes to.
+ended (local_launcher.py).
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import queue
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from turnout.cache import private_folder
 from turnout.config import LAUNCHER_VARIABLE, Config, Launched
 from turnout.engine.engine_plan import resolve
+from turnout.engine.ranks.local_launcher import LocalLauncher, leave_with_launcher, network_environment
 from turnout.errors import UserError
 
-POLL_SECONDS = 0.05
 GRACE = 1.0  # seconds for a rank's failure to be told from those that follow from it
 LAST_LINES = 20
+
+Exits = queue.SimpleQueue[tuple[int, int]]  # ranks that ended, and their exit codes
 
 
 def launch(config: Config, arguments: Sequence[str]) -> int:
@@ -42,18 +41,19 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
             f"--nnodes {config.nnodes}: on several hosts, start offline commands with torchrun, once per host"
         )
     resolve(config)
-    folder = private_folder("the files of the ranks")
+    launcher = LocalLauncher("the files of the ranks")
+    exits: Exits = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(launcher.remove_folder)
         stack.enter_context(_ended_by_sigterm())
-        ranks = stack.enter_context(_started(config.tp_size, arguments, folder))
-        return _wait(ranks, folder)
+        stack.enter_context(_started(launcher, config.tp_size, arguments, exits))
+        return _wait(exits, config.tp_size, launcher.folder)
 
 
 def follow(launched: Launched | None) -> None:
     """Let this rank end when the `launch` that started it does; torchrun needs no such help."""
     if launched is not None and launched.lifeline >= 0:
-        threading.Thread(target=_leave_with_launcher, args=(launched,), daemon=True).start()
+        leave_with_launcher(launched.lifeline, launched.folder)
 
 
 @contextlib.contextmanager
@@ -68,30 +68,28 @@ def blameless(launched: Launched | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(size: int, arguments: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The ranks' processes, none of which is left in the end."""
+def _started(launcher: LocalLauncher, size: int, arguments: Sequence[str], exits: Exits) -> Iterator[None]:
+    """While all ranks run, or have run; none of their processes is left in the end."""
     lifeline, ours = os.pipe()
     # Blocked rather than ignored: ranks inherit either, and one that comes now is held until they are there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):
-            ranks.append(_start(rank, size, arguments, folder, lifeline))
+            _start(launcher, rank, size, arguments, exits, lifeline)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield ranks
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
+        launcher.kill()
+        launcher.wait()
         os.close(ours)
         os.close(lifeline)
 
 
 def _start(
-    rank: int, size: int, arguments: Sequence[str], folder: Path, lifeline: int
-) -> subprocess.Popen[bytes]:
+    launcher: LocalLauncher, rank: int, size: int, arguments: Sequence[str], exits: Exits, lifeline: int
+) -> None:
+    folder = launcher.folder
     ours = {"init_method": f"file://{folder / 'join'}", "folder": str(folder), "lifeline": lifeline}
     told = {
         "RANK": rank,
@@ -100,47 +98,43 @@ def _start(
         "LOCAL_WORLD_SIZE": size,
         LAUNCHER_VARIABLE: json.dumps(ours),
     }
-    environment = _loopback() | os.environ | {name: str(value) for name, value in told.items()}
     with contextlib.ExitStack() as stack:
         quiet: IO[bytes] | None = None
         if rank > 0:
             quiet = stack.enter_context(_log(folder, rank).open("wb"))
-        return subprocess.Popen(
-            [sys.executable, "-m", "turnout.cli", *arguments],
+        launcher.start(
+            rank,
+            ["-m", "turnout.cli", *arguments],
+            lambda rank, code: exits.put((rank, code)),
+            environment=network_environment() | {name: str(value) for name, value in told.items()},
             stdin=subprocess.DEVNULL if quiet else None,
             stdout=quiet,
             stderr=quiet,
-            env=environment,
             pass_fds=(lifeline,),
         )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> int:
+def _wait(exits: Exits, size: int, folder: Path) -> int:
     """The exit code of the first rank that fails, once its last words are shown; 0 when all are done."""
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
-            break
-        if None not in codes:
+    codes: dict[int, int] = {}
+    failed = None
+    while failed is None:
+        if len(codes) == size:
             return 0
-        time.sleep(POLL_SECONDS)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # if it failed likewise, it has said so
-        if failed > 0 and ranks[0].wait(GRACE / 2):
-            failed = 0
-    code = ranks[failed].returncode
+        rank, codes[rank] = exits.get()
+        failed = rank if codes[rank] else None
+    deadline = time.monotonic() + GRACE / 2
+    while 0 not in codes and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(queue.Empty):
+            rank, codes[rank] = exits.get(timeout=left)
+    if codes.get(0):  # it has said why on the terminal
+        failed = 0
+    code = codes[failed]
     if failed > 0:
         sys.stderr.write(f"rank {failed}:\n{_last_lines(_log(folder, failed))}")
     if code < 0:
         sys.stderr.write(f"error: rank {failed} was killed by {signal.Signals(-code).name}\n")
     return code if code > 0 else 1
-
-
-def _leave_with_launcher(launched: Launched) -> None:
-    while os.read(launched.lifeline, 1):
-        pass
-    shutil.rmtree(launched.folder, ignore_errors=True)
-    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -155,12 +149,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _loopback() -> dict[str, str]:
-    """Where gloo is to listen: left alone it takes the host's name, which need not resolve."""
-    names = {name for _, name in socket.if_nameindex()}
-    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -7,26 +7,21 @@ and the rank leaves too, however its parent died. A private folder holds the fil
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
-import os
-import shutil
-import signal
-import socket
-import struct
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Protocol
 
-from turnout.cache import private_folder
 from turnout.config import Config, ServerConfig
+from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, network_environment
 from turnout.parallel.health import Board, Reading
 
 GONE_SECONDS = 30.0  # for killed processes to vanish: a GPU's driver takes its time
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 log = logging.getLogger("turnout.server")
 
@@ -83,51 +78,65 @@ class LocalRanks:
 
     def __init__(self, config: ServerConfig, ranks: range):
         self.ranks = ranks
-        self.folder = private_folder("the sockets between the processes of the server")
+        self._launcher = LocalLauncher("the sockets between the processes of the server")
         self._config = config
         self._board = Board(self.folder / "board", config.tp_size)
-        self._processes: dict[int, Process] = {}
-        self._waiting: set[asyncio.Task[None]] = set()
-        self._killed = False
+        self._running = 0
+        self._none_runs = asyncio.Event()
+
+    @property
+    def folder(self) -> Path:
+        """Private to this launch and its ranks."""
+        return self._launcher.folder
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
-        environment = _environment(rendezvous.towards)
+        loop = asyncio.get_running_loop()
+
+        def exited(rank: int, code: int) -> None:
+            self._running -= 1
+            if not self._running:
+                self._none_runs.set()
+            on_exit(rank, describe_exit(code), code < 0)
+
+        def report(rank: int, code: int) -> None:
+            with suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(exited, rank, code)
+
+        environment = network_environment(rendezvous.towards)
         for rank in self.ranks:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "turnout.engine.worker"),
-                stdin=PIPE,
+            process = self._launcher.start(
+                rank,
+                ["-m", "turnout.engine.worker"],
+                report,
+                environment=environment,
+                stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno(),
-                env=environment,
             )
-            self._processes[rank] = process
-            self._waiting.add(asyncio.create_task(_report_exit(process, rank, on_exit)))
+            self._running += 1
             assert process.stdin is not None
-            process.stdin.write(self._orders(rendezvous, rank))
-        if self._killed:  # meanwhile
-            self.kill()
+            with suppress(BrokenPipeError):  # it has ended already, as `report` says
+                process.stdin.write(self._orders(rendezvous, rank))
 
     def kill(self) -> None:
-        self._killed = True
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
+        self._launcher.kill()
 
     async def gone(self) -> None:
-        if self._waiting:
-            _, left = await asyncio.wait(self._waiting, timeout=GONE_SECONDS)
-            if left:
-                log.error("%d killed processes are still there", len(left))
+        if self._running:
+            try:
+                async with asyncio.timeout(GONE_SECONDS):
+                    await self._none_runs.wait()
+            except TimeoutError:
+                log.error("%d killed processes are still there", self._running)
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._launcher.remove_folder()
 
     def readings(self) -> dict[int, Reading]:
         return {rank: self._board.read(rank) for rank in self.ranks}
 
     def pid(self, rank: int) -> int | None:
-        process = self._processes.get(rank)
+        process = self._launcher.processes.get(rank)
         return process.pid if process else None
 
     def _orders(self, rendezvous: Rendezvous, rank: int) -> bytes:
@@ -142,53 +151,3 @@ class LocalRanks:
             "identity": rendezvous.identity(rank),
         }
         return json.dumps(orders).encode() + b"\n"
-
-
-async def _report_exit(process: Process, rank: int, on_exit: OnExit) -> None:
-    code = await process.wait()
-    on_exit(rank, describe_exit(code), code < 0)
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = "; it may have run out of memory" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
-
-
-def _environment(towards: str) -> dict[str, str]:
-    """Ours, with gloo bound to the interface through which the other ranks are reached.
-
-    Left alone it binds to whatever the host's name resolves to, which others may not reach, if it resolves.
-    """
-    interface = interface_of(local_address(towards))
-    chosen = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if interface and not local_address(towards).startswith("127."):
-        chosen["NCCL_SOCKET_IFNAME"] = interface
-    return chosen | os.environ
-
-
-def local_address(towards: str) -> str:
-    """This host's address on connections to `towards`; empty if there is no way there."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # sends nothing
-            probe.connect(address)
-            return probe.getsockname()[0]
-    except OSError:
-        return ""
-
-
-def interface_of(address: str) -> str:
-    """The network interface with this IPv4 address; empty if there is none or the system does not tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""

@@ -1,0 +1,128 @@
+"""Starts the rank processes of this host, for the server and for offline commands, and leaves nothing behind.
+
+A launcher has a private folder for the files that its ranks share. Each rank holds a descriptor, its
+lifeline, which reaches its end when the launcher does, however that died: the rank then removes the folder
+and leaves too (`leave_with_launcher`). Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+import psutil
+
+from turnout.cache import private_folder
+
+OnExit = Callable[[int, int], None]  # rank, exit code (negative: of the signal that ended it)
+
+
+class LocalLauncher:
+    """The processes of some ranks. Not thread-safe."""
+
+    def __init__(self, purpose: str):
+        """purpose: of the folder, for the error where none can be made. Raises UserError."""
+        self.folder = private_folder(purpose)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(
+        self,
+        rank: int,
+        arguments: Sequence[str],
+        on_exit: OnExit,
+        *,
+        environment: Mapping[str, str],
+        stdin: int | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Run `python ARGUMENTS` as `rank`. A thread calls on_exit once the process has ended."""
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            bufsize=0,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=dict(environment),
+            pass_fds=pass_fds,
+        )
+        self.processes[rank] = process
+        threading.Thread(target=lambda: on_exit(rank, process.wait()), daemon=True).start()
+        return process
+
+    def kill(self) -> None:
+        """End all processes at once; `wait` for them to be gone."""
+        for process in self.processes.values():
+            process.kill()
+
+    def wait(self) -> None:
+        for process in self.processes.values():
+            process.wait()
+
+    def remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def leave_with_launcher(lifeline: int, folder: str) -> None:
+    """In a rank: from now on, end this process at once when its launcher has, whatever it is doing.
+
+    lifeline: a descriptor on which nothing comes before its end. folder: the launcher's, removed then.
+    """
+
+    def watch() -> None:
+        while os.read(lifeline, 1):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def network_environment(towards: str = "127.0.0.1") -> dict[str, str]:
+    """This process's environment, with gloo (and NCCL, between hosts) bound to the network interface through
+    which `towards` is reached, unless it names one already.
+
+    By default gloo binds to whatever the host's name resolves to, which others may not reach, if it resolves.
+    """
+    address = local_address(towards)
+    interface = interface_of(address)
+    chosen = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if interface and not address.startswith("127."):
+        chosen["NCCL_SOCKET_IFNAME"] = interface
+    return chosen | os.environ
+
+
+def local_address(towards: str) -> str:
+    """This host's address on connections to `towards`; empty if there is no way there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # sends nothing
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """The network interface with this IPv4 address; empty if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+            return name
+    return ""
+
+
+def describe_exit(code: int) -> str:
+    """An exit code of a process, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = "; it may have run out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
