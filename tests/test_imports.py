@@ -290,6 +290,18 @@ def test_nothing_below_the_engine_reads_the_environment(file):
             assert not {alias.name for alias in node.names} & {"environ", "getenv", "environb"}
 
 
+def test_one_file_patches_triton():
+    """And says which versions it knows (kernels/common/compilation.py)."""
+    patching = {
+        module_of(file)
+        for file in FILES
+        for _, target in imports(ast.parse(file.read_text()), module_of(file))
+        if target.startswith(("unittest.mock", "triton.runtime", "triton.compiler", "triton.backends"))
+        or target == "triton.knobs"
+    }
+    assert patching == {"turnout.kernels.common.compilation"}
+
+
 TORCH_FREE = [
     "turnout",
     "turnout.cli",

@@ -39,3 +39,10 @@ def test_constants_that_name_types_stay_strings(monkeypatch: pytest.MonkeyPatch)
     assert found == {(0,): "bf16", (1,): 8}
     assert isinstance(found[(0,)], str)
     assert dtype.is_dtype("bf16")  # as Triton has it, again
+
+
+def test_kernels_are_recorded_with_the_triton_that_is_patched(monkeypatch: pytest.MonkeyPatch):
+    assert compilation.can_record()  # what is pinned
+    for found, known in (("3.6.1+cu130", True), ("3.6.0.post1", True), ("3.7.0", False), ("3.5.1", False)):
+        monkeypatch.setattr(compilation, "__version__", found)
+        assert compilation.can_record() is known

@@ -4,6 +4,10 @@ What is to be compiled is recorded by calling for it: Triton's hook sees every k
 yet, with all that specialises it, and keeps it from being compiled there and then. Processes compile the
 records into Triton's cache on disk, where the next real call finds them. Meanwhile nothing is launched, not
 even what is compiled: a GEMM would follow a table of tiles that no sort has written.
+
+This is the only file that patches Triton: `JITFunction.run`, the hook `jit_cache_hook` and `dtype.is_dtype`
+are its internals, and may change with any minor version. With a Triton other than PATCHED nothing is
+recorded, so that kernels are compiled one by one as they are called.
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
-from triton import knobs
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from triton import __version__, knobs
 from triton.errors import TritonError
 from triton.language import dtype
 from triton.runtime.jit import JITFunction
 
+PATCHED = SpecifierSet(">=3.6,<3.7")  # versions of Triton whose internals are known
 MOST_PROCESSES = 16
 FAILURES = (TritonError,)  # of a kernel that cannot be compiled or needs too much of the GPU
 
@@ -34,6 +41,11 @@ class Record:
     module: str
     name: str
     specialization: str
+
+
+def can_record() -> bool:
+    """Whether the internals of the Triton installed here are known."""
+    return PATCHED.contains(Version(__version__).base_version)
 
 
 @contextmanager

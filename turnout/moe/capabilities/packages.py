@@ -6,11 +6,12 @@ that plans for itself. Nothing is imported to find out.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from packaging.version import Version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Package:
         found = _version(self.distribution)
         if not found:
             return f"needs {self}; here is a {self.module} of unknown version"
-        return "" if _numbers(found) >= _numbers(self.minimum) else f"needs {self}; here is {found}"
+        return "" if _is_at_least(found, self.minimum) else f"needs {self}; here is {found}"
 
 
 def versions_of(distributions: Sequence[str]) -> dict[str, str]:
@@ -64,11 +65,9 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """The release of a version, 0.7.2 of 0.7.2.post1 or 0.7.2+cu130."""
-    release = re.match(r"[\d.]*\d", text)
-    numbers = [int(part) for part in release[0].split(".")] if release else []
-    return tuple(numbers + [0] * (4 - len(numbers)))
+def _is_at_least(found: str, minimum: str) -> bool:
+    """Compares releases: 0.7.2.post1, 0.7.2.dev3 and 0.7.2+cu130 are 0.7.2."""
+    return Version(Version(found).base_version) >= Version(minimum)
 
 
 TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")

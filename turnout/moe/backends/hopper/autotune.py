@@ -59,9 +59,12 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def to_compile(runner: Tiled, batches: Batches, most: int) -> list[Record]:
-    """The kernels that `tile_times` will ask for and that are not compiled yet."""
-    from turnout.kernels.common.compilation import recording
+    """The kernels that `tile_times` will ask for and that are not compiled yet; none where Triton's internals
+    are not known, so that they are compiled when asked for."""
+    from turnout.kernels.common.compilation import can_record, recording
 
+    if not can_record():
+        return []
     with recording() as records:
         for tokens in sizes_up_to(most):
             for choices in candidates(runner.shape, tokens):
