@@ -29,10 +29,17 @@ def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
 
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
-    """The rank processes, in the order of their start."""
+    """The rank processes that have not ended, in the order of their start."""
     children = psutil.Process(server.process.pid).children()
-    ranks = [process for process in children if "turnout.engine.worker" in process.cmdline()]
+    ranks = [process for process in children if "turnout.engine.worker" in _cmdline(process)]
     return sorted(ranks, key=lambda process: process.create_time())
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended, perhaps just now, whether or not its parent knows."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def folder_of(server: ServerProcess) -> Path:
