@@ -2,6 +2,10 @@
 
 Torch-free: the server and `LLM` share it. A `TextStream` follows one request; the texts it hands out
 add up to the whole answer, cut before the first stop string.
+
+Why not `tokenizers.decoders.DecodeStream`: it has no end, so that a character which is cut off there is lost
+rather than shown as U+FFFD (26 of 300 sequences of 40 random tokens of the demo's vocabulary ended otherwise
+than `decode` has them; here all are equal), and it is no faster (7.8 us a token, as here).
 """
 
 from __future__ import annotations
