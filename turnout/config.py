@@ -165,7 +165,10 @@ class ServerConfig(Config):
     )
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
-        120.0, "seconds without progress until ranks with work count as stalled and restart", minimum=1
+        0.0,
+        "seconds until ranks with work count as stalled and restart; 0: 10 without a heartbeat, or, where "
+        "all processes run, 5 times the longest pause so far without progress and at least 30",
+        minimum=0,
     )
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
 

@@ -57,6 +57,7 @@ class ToyModel:
         self.out = [random(H, shape.num_heads * D, scale=0.5) for _ in range(shape.num_layers)]
         self.head = random(shape.vocab_size, H, scale=1.0)
         self.steps: list[int] = []  # tokens of each forward
+        self.layers_begun = 0
         self.poison: int | None = None  # a token whose presence makes NaN
 
     def forward(self, step: Step) -> Tensor:

@@ -66,6 +66,11 @@ class EngineCore:
         self._count_experts_at = 0.0
         self._watch.note(self._steps, "resting")
 
+    @property
+    def layers_begun(self) -> int:
+        """In all forwards so far."""
+        return self._model.layers_begun
+
     def has_work(self) -> bool:
         return bool(self._requests or self._aborted)
 

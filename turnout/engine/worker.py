@@ -48,6 +48,7 @@ from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
     from turnout.engine.engine_plan import EnginePlan
+    from turnout.models.interface import ProgressFn
 
 STATS_INTERVAL = 1.0  # seconds
 FLUSH_MS = 2000  # to deliver the last message
@@ -163,6 +164,20 @@ def execute(core: Core, command: Command) -> list[RequestOutput]:
     return []
 
 
+class Noted:
+    """Progress of loading, shown, and noted on the board."""
+
+    def __init__(self, show: ProgressFn, watch: Pulse):
+        self.parts = 0  # begun
+        self._show, self._watch = show, watch
+        watch.parts = lambda: self.parts
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.parts += 1
+        self._watch.note(0, "loading" if what.startswith("loading") else "compiling")
+        self._show(what, done, total)
+
+
 def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
     """Plan, say so, meet the other ranks, load the weights and announce that requests may come.
 
@@ -182,7 +197,8 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
         print(*summary(engine_plan), sep="\n", file=sys.stderr, flush=True)
     groups, step_sync = rendezvous(engine_plan, init_method=start.init_method)
     watch.collectives = lambda: groups.calls
-    with loading_bar(shown=speaks and config.load_progress) as progress:
+    with loading_bar(shown=speaks and config.load_progress) as show:
+        progress = Noted(show, watch)
         core = build_engine(
             engine_plan,
             groups=groups,
@@ -191,6 +207,7 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
             progress=progress,
             verify=start.verify,
         )
+    watch.parts = lambda: progress.parts + core.layers_begun
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step need walk it
     vocab_size = engine_plan.description.shape.vocab_size

@@ -127,6 +127,7 @@ class Decoder:
         self.shape = shape = self._heads.shape
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._make_runner = make_runner
+        self.layers_begun = 0
         self._embed, self._head = self._read_vocabulary()
         self._rotary = RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)
         self._layers: list[DecoderLayer] = []
@@ -145,6 +146,7 @@ class Decoder:
         x_NH, delta_NH = self._embed(step.input_ids), None
         rotary = self._rotary(step.positions)
         for layer in self._layers:
+            self.layers_begun += 1
             x_NH, delta_NH = layer(x_NH, delta_NH, rotary, step)
         return self._norm.of_sum(x_NH, delta_NH)[1]
 
@@ -152,6 +154,7 @@ class Decoder:
         flows: list[Flow] = [(self._embed(step.input_ids), lambda: None) for step in steps]
         rotaries = [self._rotary(step.positions) for step in steps]
         for layer in self._layers:
+            self.layers_begun += 1
             flows = layer.overlapped(flows, rotaries, steps)
         return torch.cat([self._norm.of_sum(x_NH, delta())[1] for x_NH, delta in flows])
 

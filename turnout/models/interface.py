@@ -89,6 +89,7 @@ class Model(Protocol):
     """A loaded model of this rank."""
 
     shape: ModelShape  # with the heads of this rank
+    layers_begun: int  # in all forwards; a watchdog tells by it a long forward from one that waits
 
     def forward(self, step: Step) -> Tensor:
         """Final hidden states [N, H] (after the last norm), of both micro-batches if there are two."""

@@ -20,26 +20,31 @@ from typing import Protocol
 
 LINE = 128  # bytes: apart by more than a cache line
 WORD = struct.Struct("<q")
-BEATS, STEP, PHASE, COLLECTIVES = 0, 8, 16, 24  # offsets in a line
+BEATS, STEP, PHASE, COLLECTIVES, PARTS = 0, 8, 16, 24, 32  # offsets in a line
 BEAT_SECONDS = 0.2
 
 # What a rank can be doing, in the order of a step.
-PHASES = ("loading", "resting", "agreeing", "prefill", "decode", "settling")
+STARTING = ("loading", "compiling")
+PHASES = (*STARTING, "resting", "agreeing", "prefill", "decode", "settling")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One rank's line: heartbeats, forwards computed, what it does now, and collectives begun."""
+    """One rank's line: heartbeats, forwards computed, what it does now, and collectives begun.
+
+    parts: what was begun of loading (layers, sizes to compile) and of forwards (layers) since the start.
+    """
 
     beats: int = 0
     step: int = 0
     phase: str = PHASES[0]
     collectives: int = 0
+    parts: int = 0
 
     @property
-    def progress(self) -> tuple[int, int, int]:
+    def progress(self) -> tuple[int, int, int, int]:
         """Grows as the rank gets on. Of ranks that wait for each other, the least one is waited for."""
-        return self.step, self.collectives, PHASES.index(self.phase)
+        return self.step, self.parts, self.collectives, PHASES.index(self.phase)
 
 
 class Board:
@@ -60,6 +65,7 @@ class Board:
             step=self._get(line, STEP),
             phase=PHASES[self._get(line, PHASE)],
             collectives=self._get(line, COLLECTIVES),
+            parts=self._get(line, PARTS),
         )
 
     def put(self, line: int, offset: int, value: int) -> None:
@@ -87,23 +93,28 @@ class Unwatched:
 class Pulse:
     """One rank's hand on the board: a `Progress`, and a thread that beats until the process ends.
 
-    collectives: how many this rank has begun; replaced once there are groups that know.
+    collectives, parts: how many this rank has begun, see `Reading`; replaced once somebody counts.
     """
 
     def __init__(self, board: Board, line: int):
         self.collectives: Callable[[], int] = int
+        self.parts: Callable[[], int] = int
         self._board, self._line = board, line
         self._beats = 0
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def note(self, step: int, phase: str) -> None:
         self._board.put(self._line, STEP, step)
-        self._board.put(self._line, COLLECTIVES, self.collectives())
+        self._count()
         self._board.put(self._line, PHASE, PHASES.index(phase))
 
     def _beat(self) -> None:
         while True:
             self._beats += 1
-            self._board.put(self._line, COLLECTIVES, self.collectives())
+            self._count()
             self._board.put(self._line, BEATS, self._beats)
             time.sleep(BEAT_SECONDS)
+
+    def _count(self) -> None:
+        self._board.put(self._line, COLLECTIVES, self.collectives())
+        self._board.put(self._line, PARTS, self.parts())

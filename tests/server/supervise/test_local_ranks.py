@@ -23,6 +23,7 @@ from tests.server.processes import (
 )
 from tests.serving import tiny_config
 from turnout.server.launch import ServerProcess
+from turnout.server.supervise.watchdog import SILENT_SECONDS
 
 DP2_EP2 = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 NOTICED = 2.0  # seconds
@@ -201,6 +202,31 @@ def test_a_stopped_rank_is_found_and_named(ready: Served):
     assert info(root)["last_failure"] in errors[0]["message"]
     assert eventually(lambda: is_ready(root), RECOVERED)
     assert all(has_ended(rank) for rank in old)
+
+
+def test_a_slow_rank_is_no_stalled_one(ready: Served):
+    """It runs a third of the time, for longer than the deadline, and everyone's requests are answered."""
+    server, root = ready
+    restarts, slow = info(root)["restarts"], ranks_of(server)[1]
+    running = streams(root)
+    end = time.monotonic() + 2 * WATCHDOG
+    while time.monotonic() < end:
+        slow.suspend()
+        time.sleep(0.6)
+        slow.resume()
+        time.sleep(0.3)
+    assert all(stream.result()[-1] == "[DONE]" for stream in running)
+    assert info(root)["restarts"] == restarts
+
+
+def test_a_stopped_rank_is_found_within_seconds_by_default(tiny_folder: Path):
+    with started(tiny_folder, **DP2_EP2) as (server, root):
+        running = streams(root)
+        ranks_of(server)[0].suspend()
+        stopped = time.monotonic()
+        for stream in running:
+            assert "rank 0 does not run: no heartbeat for 10 s" in stream.error()["message"]
+            assert stream.ended - stopped < SILENT_SECONDS + NOTICED
 
 
 def test_a_long_rest_is_no_stall(ready: Served):

@@ -176,7 +176,7 @@ class EngineSupervisor:
             return "loading"
         if rank in group.ended:
             return "ended"
-        if group.watchdog.silence(rank, time.monotonic()) > STILL_SECONDS:
+        if group.watchdog.silence(rank) > STILL_SECONDS:
             return "stalled"
         return "running" if group.num_requests else "idle"
 

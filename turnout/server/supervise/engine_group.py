@@ -37,7 +37,7 @@ from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
 from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
 from turnout.server.supervise.local_ranks import Host, Rendezvous
-from turnout.server.supervise.watchdog import Watchdog
+from turnout.server.supervise.watchdog import Stall, Watchdog
 
 LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
 ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
@@ -283,20 +283,27 @@ class EngineGroup:
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         """Wait for all ranks to be ready, then for one to stall."""
         deadline = time.monotonic() + self._config.startup_timeout
+        look_at = 0.0
         while len(self._announced) < self.topology.tp_size:
             await asyncio.sleep(UNREACHED_SECONDS)
-            if time.monotonic() > deadline:
+            if (now := time.monotonic()) > deadline:
                 return self.fail(self._late())
+            if now >= look_at:
+                look_at = now + LOOK_SECONDS
+                if stall := self._look(busy=True):
+                    return self.fail(EngineFailed(str(stall)))
         for rank in range(self.topology.tp_size):
             await self._reach(rank)
         self.ready = self._announced[0]
         on_ready()
         while True:
-            readings = {rank: reading for host in self._hosts for rank, reading in host.readings().items()}
-            stall = self.watchdog.look(time.monotonic(), readings, busy=bool(self._sinks))
-            if stall:
+            if stall := self._look(busy=bool(self._sinks)):
                 return self.fail(EngineFailed(str(stall)))
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _look(self, *, busy: bool) -> Stall | None:
+        readings = {rank: reading for host in self._hosts for rank, reading in host.readings().items()}
+        return self.watchdog.look(time.monotonic(), readings, busy=busy)
 
     async def _reach(self, rank: int) -> None:
         """Return once `rank` can be told something: its two connections may come up in either order."""

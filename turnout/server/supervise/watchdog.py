@@ -1,13 +1,32 @@
-"""Who keeps the others waiting: found by looking at the ranks' board now and then. Pure, told the time."""
+"""Which rank keeps the others waiting, found by looking at the board now and then. Pure, told the time.
+
+Two things can be wrong, and each has its deadline:
+
+* A process does not run: its heartbeats stop, which come every 0.2 s whatever else it does. Measured over
+  loading, compiling and steps of 32 requests, two ranks on two cores of an AMD EPYC whose load was 12: at
+  most 1.1 s between two. `SILENT_SECONDS` is well above; while a rank loads or compiles, libraries may hold
+  Python's lock for longer.
+* All processes run, and none gets on: no layer, collective, step or phase begins. How long that may take
+  depends on the model and the machine (in the same measurement 0.4 s of a forward, and 6.4 s of a rank that
+  was ready before the other), so it is measured: the longest pause of this group so far, of warm-up and
+  compilation too, times `PATIENCE`, and at least `WAITING_SECONDS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnout.parallel.health import Reading
+from turnout.parallel.health import STARTING, Reading
 
 STILL_SECONDS = 5.0  # without a heartbeat until a process is shown as stalled
+SILENT_SECONDS = 10.0  # without a heartbeat until it is given up
+STARTING_SECONDS = 60.0  # the same while it loads or compiles
+WAITING_SECONDS = 30.0  # without progress of processes that run, until one is given up
+PATIENCE = 5.0  # how many times the longest pause so far is waited for
+BETWEEN_LOOKS = (
+    1.0  # seconds counted at most: when the watchdog itself did not run, nor did the ranks perhaps
+)
 
 
 @dataclass(frozen=True)
@@ -20,46 +39,68 @@ class Stall:
     runs: bool
 
     def __str__(self) -> str:
-        why = "is waited for" if self.runs else "does not run (no heartbeat)"
+        why = "is waited for: no progress" if self.runs else "does not run: no heartbeat"
         at = self.reading
         return (
-            f"rank {self.rank} {why}: no progress for {self.seconds:.0f} s; it is at step {at.step}, "
+            f"rank {self.rank} {why} for {self.seconds:.0f} s; it is at step {at.step}, "
             f"phase {at.phase}, with {at.collectives} collectives begun"
         )
 
 
 class Watchdog:
-    """Looks at a group that is ready; `timeout` in seconds."""
+    """Looks at one group, from its start on."""
 
-    def __init__(self, timeout: float):
+    def __init__(self, timeout: float = 0.0):
+        """timeout: in seconds, instead of both deadlines of a group that serves; 0: those deadlines."""
+        self.longest = 0.0  # pause so far, in seconds
         self._timeout = timeout
         self._readings: dict[int, Reading] = {}
         self._beat: dict[int, float] = {}  # when each rank's heart was last seen to have beaten
         self._moved = 0.0  # when any rank last got on, or there was nothing to do
+        self._looked: float | None = None
+        self._clock = 0.0  # seconds under observation
 
     def look(self, now: float, readings: Mapping[int, Reading], *, busy: bool) -> Stall | None:
-        """Take note of `readings`; a Stall if a busy group has stood still for the timeout."""
+        """Take note of `readings`; a Stall if a deadline of a busy group is over.
+
+        A group that starts is busy.
+        """
+        self._clock += min(now - (now if self._looked is None else self._looked), BETWEEN_LOOKS)
+        self._looked = now
+        moved = False
         for rank, reading in readings.items():
-            before = self._readings.get(rank)
-            if before is None or reading.beats != before.beats:
-                self._beat[rank] = now
-            if before is None or reading.progress != before.progress:
-                self._moved = now
+            before = self._readings.get(rank, Reading())
+            if rank not in self._beat or reading.beats != before.beats:
+                self._beat[rank] = self._clock
+            moved |= reading.progress != before.progress
+        if moved and not any(reading.phase == "loading" for reading in self._readings.values()):
+            self.longest = max(self.longest, self._clock - self._moved)
+        if moved or not busy:
+            self._moved = self._clock
         self._readings = dict(readings)
-        if not busy:
-            self._moved = now
-        if not readings or now - self._moved < self._timeout:
-            return None
-        return self._blame(now)
+        return self._stall() if busy and readings else None
 
-    def silence(self, rank: int, now: float) -> float:
+    def silence(self, rank: int) -> float:
         """Seconds since the last heartbeat seen."""
-        return now - self._beat.get(rank, now)
+        return self._clock - self._beat.get(rank, self._clock)
 
-    def _blame(self, now: float) -> Stall:
-        """The process that has been still, of several the longest; else the rank that is behind."""
-        quiet = max(self._readings, key=lambda rank: self.silence(rank, now))
-        runs = self.silence(quiet, now) < self._timeout / 2
-        behind = min(self._readings, key=lambda rank: self._readings[rank].progress)
-        rank = behind if runs else quiet
-        return Stall(rank, self._readings[rank], now - self._moved, runs)
+    def _stall(self) -> Stall | None:
+        """The process that has been silent for too long, of several the longest; else the rank behind."""
+        begun = [rank for rank, reading in self._readings.items() if reading.beats]
+        silent = [rank for rank in begun if self.silence(rank) >= self._silent_for(rank)]
+        if silent:
+            rank = max(silent, key=self.silence)
+            return Stall(rank, self._readings[rank], self.silence(rank), runs=False)
+        waited = self._clock - self._moved
+        if waited < (self._timeout or max(WAITING_SECONDS, PATIENCE * self.longest)):
+            return None
+        if any(reading.phase in STARTING for reading in self._readings.values()):
+            return None  # --startup-timeout is the limit
+        rank = min(self._readings, key=lambda rank: self._readings[rank].progress)
+        return Stall(rank, self._readings[rank], waited, runs=True)
+
+    def _silent_for(self, rank: int) -> float:
+        """Seconds that a rank may be silent."""
+        if self._readings[rank].phase in STARTING:
+            return max(self._timeout, STARTING_SECONDS)
+        return self._timeout or SILENT_SECONDS
