@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +22,7 @@ from tests.test_cli_flags import ROOT, SHARED, commands
 from turnout import LLM, SamplingParams, __version__
 from turnout.checkpoint.locate import locate
 from turnout.cli import app, main
-from turnout.config import Config
+from turnout.config import PANELS, Config, ServerConfig, flag_name
 
 COMMANDS = sorted(commands().keys() - {SHARED, ROOT})
 
@@ -63,6 +65,21 @@ def test_help_shows_what_a_flag_takes():
     done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
     assert "[auto|cpu|cuda]" in done.output
     assert "--moe-activation-dtype <str>" in done.output
+
+
+def test_help_of_serve_is_in_panels():
+    """Every flag of the configuration stands in one, after the command's own options."""
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    parts = re.split(r"^(\S[\w ]*):$", text, flags=re.MULTILINE)[1:]
+    shown = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(shown) == ["Arguments", "Options", *PANELS]
+    for panel, names in PANELS.items():
+        flags = [flag_name(name) for name in names]
+        assert [
+            line.split()[0].rstrip(",") for line in shown[panel].splitlines() if line.startswith("  --")
+        ] == (flags)
+    named = [name for names in PANELS.values() for name in names]
+    assert sorted([*named, "model"]) == sorted(f.name for f in dataclasses.fields(ServerConfig))
 
 
 def test_without_a_command_there_is_help():

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from turnout import __version__
 from turnout.cache import place_temporary_files
-from turnout.config import Config, ServerConfig, field_type, flag_name, load
+from turnout.config import PANELS, Config, ServerConfig, field_type, flag_name, load
 from turnout.errors import UserError
 
 app = typer.Typer(
@@ -34,13 +35,33 @@ app.add_typer(bench_app, name="bench")
 ModelArg = Annotated[str, typer.Argument(help="a local folder, a cached hub id, or `demo`")]
 
 
+class InPanels(TyperCommand):
+    """A command whose help shows its own options first, then the configuration's by what they are about."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
+        for parameter in self.get_params(ctx):
+            own = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record := parameter.get_help_record(ctx):
+                panels[getattr(parameter, "rich_help_panel", None) or own].append(record)
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
+
+
 def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
     """Give a command `config: cls`, built from MODEL, every flag of `cls`, the environment and --config."""
 
     def decorate(command: Callable) -> Callable:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
-        fields = [f for f in dataclasses.fields(cls) if f.name != "model"]
-        flags = [_option(cls, f) for f in fields]
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        flags = [
+            _option(cls, fields[name], panel)
+            for panel, names in PANELS.items()
+            for name in names
+            if name in fields
+        ]
         flags.append(
             inspect.Parameter(
                 "config_file",
@@ -69,7 +90,7 @@ def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _option(cls: type[Config], f: dataclasses.Field) -> inspect.Parameter:
+def _option(cls: type[Config], f: dataclasses.Field, panel: str) -> inspect.Parameter:
     kind = field_type(cls, f.name)
     choices = f.metadata["choices"]
     names = [flag_name(f.name), *f.metadata["alias"]]
@@ -78,7 +99,7 @@ def _option(cls: type[Config], f: dataclasses.Field) -> inspect.Parameter:
     shown = f.default if f.default != "" else None
     text = f.metadata["help"] + (f" [{'|'.join(choices)}]" if choices else "")
     text += f" (default: {shown})" if shown is not None else ""
-    option = typer.Option(*names, help=text, show_default=False)
+    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -99,7 +120,7 @@ def root(
     """Serve, plan, evaluate and quantise mixture-of-experts models."""
 
 
-@app.command()
+@app.command(cls=InPanels)
 @with_config(ServerConfig)
 def serve(model: ModelArg, *, config: ServerConfig) -> None:
     """Start the OpenAI-compatible server."""
@@ -108,7 +129,7 @@ def serve(model: ModelArg, *, config: ServerConfig) -> None:
     raise typer.Exit(run(config))
 
 
-@app.command()
+@app.command(cls=InPanels)
 @with_config(Config)
 def plan(
     model: ModelArg,
@@ -125,7 +146,7 @@ def plan(
     raise typer.Exit(explain(config, hardware=hardware or None, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=InPanels)
 @with_config(Config)
 def verify(
     model: ModelArg,
@@ -134,6 +155,7 @@ def verify(
         typer.Option(help="MoE layers to check: first, all, or indices (0,3); default: the first and last"),
     ] = "",
     seed: Annotated[int, typer.Option(help="of the text that layers are given")] = 0,
+    show_all: Annotated[bool, typer.Option("--all", help="list what is refused here, and why")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     *,
     config: Config,
@@ -141,10 +163,10 @@ def verify(
     """Compare backends with the reference. All that are allowed on this machine, with these weights."""
     from turnout.commands.verify import verify as run
 
-    raise typer.Exit(run(config, layers=layers, seed=seed, as_json=as_json))
+    raise typer.Exit(run(config, layers=layers, seed=seed, show_all=show_all, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=InPanels)
 @with_config(Config)
 def tune(
     model: ModelArg,
@@ -158,7 +180,7 @@ def tune(
     raise typer.Exit(run(config, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=InPanels)
 @with_config(Config)
 def generate(
     model: ModelArg,
@@ -197,7 +219,7 @@ def generate(
     raise typer.Exit(run(config, prompt, sampling, chat=chat, output=to, arguments=sys.argv[1:]))
 
 
-@app.command("eval")
+@app.command("eval", cls=InPanels)
 @with_config(Config)
 def evaluate(
     model: Annotated[

@@ -181,6 +181,69 @@ class ServerConfig(Config):
         return super().describe() | {"api_key": "***" if self.api_key else ""}
 
 
+# The flags by what they are about, as help shows them: each panel has those first that are used most.
+PANELS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        "device",
+        "dtype",
+        "context_length",
+        "quantization",
+        "random_seed",
+        "deterministic",
+        "trust_remote_code",
+        "num_threads",
+        "load_progress",
+    ),
+    "Experts": (
+        "moe_runner_backend",
+        "moe_a2a_backend",
+        "moe_activation_dtype",
+        "moe_weight_storage",
+        "moe_dispatch_dtype",
+        "moe_combine_dtype",
+        "enable_two_batch_overlap",
+        "disable_shared_expert_overlap",
+        "deepep_mode",
+        "max_dispatch_tokens_per_rank",
+    ),
+    "Parallelism": (
+        "tp_size",
+        "dp_size",
+        "ep_size",
+        "enable_dp_attention",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+    ),
+    "Memory and scheduling": (
+        "max_running_requests",
+        "mem_fraction_static",
+        "max_total_tokens",
+        "chunked_prefill_size",
+        "max_prefill_tokens",
+        "speculative_algorithm",
+        "speculative_num_draft_tokens",
+        "cuda_graph_max_bs",
+        "disable_cuda_graph",
+        "disable_prefix_cache",
+        "page_size",
+    ),
+    "Server": (
+        "host",
+        "port",
+        "api_key",
+        "served_model_name",
+        "max_queued_requests",
+        "max_request_bytes",
+        "log_level",
+        "verify",
+        "startup_timeout",
+        "shutdown_timeout",
+        "watchdog_timeout",
+    ),
+}
+
+
 def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = None) -> C:
     """Merge flags (None: not given), TURNOUT_* variables and a YAML file into a checked `cls`."""
     known = {f.name: f for f in dataclasses.fields(cls)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +41,10 @@ def report(model: Path | str, *, layers: str = "", **flags) -> Report:
     return examine(Config(model=str(model), device="cpu", **(SMALL | flags)), layers=layers, progress=silent)
 
 
-def printed(model: Path | str, **flags) -> tuple[int, str]:
+def printed(model: Path | str, *, show_all: bool = False, **flags) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
     config = Config(model=str(model), device="cpu", load_progress=False, **(SMALL | flags))
-    code = verify(config, console=console)
+    code = verify(config, show_all=show_all, console=console)
     return code, console.file.getvalue()
 
 
@@ -170,6 +171,22 @@ def test_from_the_command_line(tiny_folder: Path):
         "problem": "",
     }
     assert content["refused"]
+
+
+def test_the_verdict_comes_first_and_refusals_are_counted(tiny_folder: Path):
+    """Two lines say what passed and by what margin; what nobody asked for is listed with --all only."""
+    code, text = printed(tiny_folder, moe_runner_backend="torch")
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[1].startswith("passed: ")
+    assert re.search(r"experts: at most [\d.]+% of the bound: error \S+ of 1e-05 \(torch / none", text)
+    assert re.search(r"[\d.]+% of the bound: error", " ".join(lines[3:5]))
+    assert "refused" not in text
+    told = re.search(r"Not run: (\d+) refusals of \d+ backends", text)
+    assert told
+    _, every = printed(tiny_folder, moe_runner_backend="torch", show_all=True)
+    refused = every.partition("Not run, for it is refused\n")[2]
+    assert refused.count("  - ") == int(told[1])
 
 
 # serve --verify

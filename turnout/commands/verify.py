@@ -19,11 +19,18 @@ FAILED = 1  # exit code
 
 
 def verify(
-    config: Config, *, layers: str = "", seed: int = 0, as_json: bool = False, console: Console | None = None
+    config: Config,
+    *,
+    layers: str = "",
+    seed: int = 0,
+    show_all: bool = False,
+    as_json: bool = False,
+    console: Console | None = None,
 ) -> int:
     """Check and print; the exit code, 1 if anything fails.
 
-    layers: "first", "all", or indices such as "0,3"; by default the first MoE layer and the last.
+    layers: "first", "all", or indices such as "0,3"; by default the first MoE layer and the last. show_all:
+    list what was refused, which is otherwise counted.
     Raises UserError for a model that cannot be found, described or read, PlanRefused if nothing can run it.
     """
     with loading_bar(shown=config.load_progress) as progress:
@@ -32,55 +39,94 @@ def verify(
     if as_json:
         console.file.write(json.dumps(report.describe(), indent=2) + "\n")
     else:
-        _print(console, report)
+        _print(console, report, show_all=show_all)
     return 0 if report.passed else FAILED
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(console: Console, report: Report, *, show_all: bool) -> None:
+    """The verdict first, then what it rests on."""
     described = report.describe()
-    lines = [
-        f"{described['model']}: {described['weight_format']} experts on {described['device']}, computing in "
-        f"{described['compute_dtype']}",
-        f"inputs of the layers: {report.inputs}; batches of up to {report.most} tokens"
-        + (
-            f" (the budget allows {described['budget_tokens']}; a CPU is checked up to {report.most})"
-            if report.most < described["budget_tokens"]
-            else ""
-        ),
-    ]
-    for line in lines:
-        console.print(Text(line))
     console.print(
         Text(
-            "Below: relative error by batch, the largest of layers "
+            f"{described['model']}: {described['weight_format']} experts on {described['device']}, computing "
+            f"in {described['compute_dtype']}"
+        )
+    )
+    _print_verdict(console, report)
+    least = (
+        f" (the budget allows {described['budget_tokens']}; a CPU is checked up to {report.most})"
+        if report.most < described["budget_tokens"]
+        else ""
+    )
+    console.print(
+        Text(
+            f"Inputs of the layers: {report.inputs}; batches of up to {report.most} tokens{least}.\n"
+            "Relative error by batch, the largest of layers "
             f"{', '.join(map(str, report.layers))}, and its bound. Under bits, what gives the same ones: "
             "r repeating a batch, g a CUDA graph, c other company"
         )
     )
     for pair in dict.fromkeys((one.runner, one.dispatcher) for one in report.checked):
         console.print(_table([one for one in report.checked if (one.runner, one.dispatcher) == pair]))
-    logits = report.logits
-    verdict = Text("passed", style="green") if logits.passed else Text("FAILED", style="bold red")
+    _print_refused(console, report, show_all=show_all)
+
+
+def _print_verdict(console: Console, report: Report) -> None:
+    """Whether all passed, what failed, and how far the rest is from its bounds."""
+    results = [result for one in report.checked for result in one.results]
+    failed, logits = failures(report.checked), report.logits
+    for line in failed:
+        console.print(Text(f"FAILED {line}", style="bold red"))
+    settings = len({one.setting for one in report.checked})
+    console.print(
+        Text(f"passed: {len(results)} batches of {settings} settings, and the logits", style="bold green")
+        if report.passed
+        else Text(f"failed: {len(failed)} of {len(results)} batches", style="bold red")
+    )
+    if near := _nearest(report.checked):
+        one, result, share = near
+        console.print(
+            Text(
+                f"  experts: at most {share:.2%} of the bound: error {result.error:.1e} of "
+                f"{result.bound:.0e} ({one.setting}, layer {one.layer}, batch {result.batch})"
+            )
+        )
     console.print(
         Text(
-            f"Logits of {logits.tokens} tokens against a float32 forward with the oracle's experts: error "
-            f"{logits.error:.1e}, at most {logits.bound:.0e} allowed; the same best token at "
-            f"{logits.agreeing:.1%}: "
+            f"  logits of {logits.tokens} tokens against a float32 forward with the oracle's experts: "
+            f"{logits.error / logits.bound:.2%} of the bound: error {logits.error:.1e} of "
+            f"{logits.bound:.0e}; the same best token at {logits.agreeing:.1%}: "
         )
-        + verdict
+        + (Text("passed", style="green") if logits.passed else Text("FAILED", style="bold red"))
     )
-    if report.refused:
-        console.print("Not run, for it is refused", style="bold")
-        for refusal in report.refused:
-            console.print(Text(f"  - {refusal.who}: {refusal.asked}: {refusal.limit}"))
-    for line in failures(report.checked):
-        console.print(Text(f"FAILED {line}", style="bold red"))
-    total = sum(len(one.results) for one in report.checked)
-    console.print(
-        Text(f"passed: {total} batches and the logits", style="bold green")
-        if report.passed
-        else Text(f"failed: {len(failures(report.checked))} of {total} batches", style="bold red")
-    )
+
+
+def _nearest(checked: Sequence[Checked]) -> tuple[Checked, Result, float] | None:
+    """Of what passed, the result nearest to its bound, and what share of the bound its error is."""
+    passed = [
+        (one, result, result.error / result.bound)
+        for one in checked
+        for result in one.results
+        if result.passed and result.error is not None
+    ]
+    return max(passed, key=lambda found: found[2], default=None)
+
+
+def _print_refused(console: Console, report: Report, *, show_all: bool) -> None:
+    if not report.refused:
+        return
+    if not show_all:
+        backends = len({refusal.who for refusal in report.refused})
+        console.print(
+            Text(
+                f"Not run: {len(report.refused)} refusals of {backends} backends and flags that this machine "
+                "or model does not allow; --all lists them"
+            )
+        )
+        return
+    console.print("Not run, for it is refused", style="bold")
+    for refusal in report.refused:
+        console.print(Text(f"  - {refusal.who}: {refusal.asked}: {refusal.limit}"))
 
 
 def _table(checked: Sequence[Checked]) -> Table:
