@@ -39,11 +39,15 @@ class Stall:
     runs: bool
 
     def __str__(self) -> str:
-        why = "is waited for: no progress" if self.runs else "does not run: no heartbeat"
-        at = self.reading
+        at, seconds = self.reading, f"{self.seconds:.0f}"
+        why = (
+            f"is waited for: no progress for {seconds} s"
+            if self.runs
+            else f"does not run: no heartbeat for {seconds} s"
+        )
         return (
-            f"rank {self.rank} {why} for {self.seconds:.0f} s; it is at step {at.step}, "
-            f"phase {at.phase}, with {at.collectives} collectives begun"
+            f"rank {self.rank} {why}; it is at step {at.step}, phase {at.phase}, with {at.collectives} "
+            "collectives begun"
         )
 
 
