@@ -76,6 +76,28 @@ ORDER = {
         "llm",
         "worker",
     ],
+    # Nothing imports a backend by name: capabilities/declared.py finds them through turnout/registry.py.
+    "moe": [
+        "spec",
+        "batch",
+        "budget",
+        "arena",
+        "accuracy",
+        "reference",
+        "routing",
+        "capabilities",
+        "planning",
+        "plan",
+        "interface",
+        "wire_format",
+        "backends",
+        "autotune",
+        "runner_by_batch_size",
+        "in_flight",
+        "layer",
+        "verify",
+        "tune",
+    ],
     "server": ["supervise", "metrics", "memory", "api", "run", "launch"],
 }
 OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}
@@ -189,6 +211,9 @@ def test_the_order_names_what_is_there(part):
         ("turnout.engine.surprise", "", 1),
         ("turnout.server.supervise.hosts", "from turnout.server.api.errors import ApiError", 1),
         ("turnout.attention.interface", "import turnout.attention.torch", 1),
+        ("turnout.moe.capabilities.capability", "from turnout.moe.planning.problem import PHASES", 1),
+        ("turnout.moe.planning.measured", "from turnout.moe.backends.hopper import tile_config", 1),
+        ("turnout.moe.planning.problem", "from turnout.moe.capabilities.limits import Limits", 0),
     ],
 )
 def test_the_order_is_enforced(module, source, found):
@@ -233,6 +258,7 @@ def test_the_law_is_enforced(module, source):
     [
         ("turnout.evals.run", "from turnout.server.launch import launch"),
         ("turnout.moe.layer", "from turnout.registry import BACKENDS"),
+        ("turnout.moe.planning.problem", "from turnout.moe.capabilities.capability import RunnerCapability"),
         ("turnout.moe.backends.hopper.runner", "from turnout.moe.batch import Hidden"),
         ("turnout.engine.core", "from turnout import __version__"),
         ("turnout.formats.fp8", "from turnout.errors import UserError"),

@@ -40,13 +40,15 @@ def launches(seed: int) -> dict[str, Any]:
 
     from tests.moe.build import ACTIVATIONS, make_plan
     from turnout.formats.experts import ExpertWeights
+    from turnout.moe.backends.hopper import runner as hopper
     from turnout.moe.backends.hopper.kernels import candidates
-    from turnout.moe.backends.hopper.runner import TritonRunner
     from turnout.moe.backends.hopper.tile_config import LayerTiles
     from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
     from turnout.moe.spec import MoESpec
     from turnout.vocabulary import Format, Layout
 
+    # The earlier name of the class, for checkouts that have it.
+    kind = getattr(hopper, "HopperRunner", None) or hopper.TritonRunner
     draw = random.Random(seed)
     meta = torch.device("meta")
     format, activations = draw.choice(
@@ -81,7 +83,7 @@ def launches(seed: int) -> dict[str, Any]:
             spec, runner="triton", layout=layout, activation_format=activations, weight_storage="packed",
             compute_dtype="bfloat16", first=E - local, count=local, max_tokens=8192,
         )  # fmt: skip
-        runner = TritonRunner(spec, replace(plan, deterministic=deterministic), meta)
+        runner = kind(spec, replace(plan, deterministic=deterministic), meta)
         runner.prepare(experts)
         if layout == Layout.BATCHED_EXPERTS:
             x = torch.empty(local, 64, spec.hidden_size, dtype=torch.bfloat16, device=meta)

@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers is left alone."""
-    runs = backends_run(root / "benchmarks" / "results", {*RUNNERS, *DISPATCHERS})
+    names = {name: name for name in (*RUNNERS, *DISPATCHERS)} | RUNNERS.aliases | DISPATCHERS.aliases
+    runs = backends_run(root / "benchmarks" / "results", names)
     files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
     table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"
     if table_of_runs.is_file():
@@ -216,7 +217,7 @@ def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
         "moves": EXCHANGES[d.exchange],
         "sums over ranks": SUMS[d.exchange],
         "tokens a rank may receive": ROWS[d.exchange]
-        + (", for every local expert" * (d.layout == "experts")),
+        + (", for every local expert" * (d.layout == "batched_experts")),
         "tokens travel in": _list(d.wire_formats),
         "results travel back in": _list(d.combine_formats),
         "prefill in chunks, where buffers hold less": _yes(d.in_chunks),

@@ -33,7 +33,7 @@ from turnout.formats.packed import PackedTensor
 from turnout.moe import MoELayer, plan
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.group_exchange import gather_values
@@ -115,7 +115,7 @@ class Bench:
             topology=topology,
             budget=budget,
             hardware=hardware.detect("cuda"),
-            wishes=Wishes(dispatcher=dispatcher),
+            request=PlanRequest(moe_a2a_backend=dispatcher),
             compute_dtype="bfloat16",
         )
         return MoELayer(
@@ -184,7 +184,7 @@ def run(rank: int, size: int, meeting: str, output: Path | None) -> None:
     with torch.inference_mode():
         torch.manual_seed(rank)
         bench = Bench(groups, device)
-        for name, declared in DISPATCHERS.items():
+        for name, declared in DISPATCHERS.entries.items():
             with suppress(PlanRefused):  # what is not for this machine is left out
                 rows += bench.rows(name) if declared.graph_safe else []
     if rank == 0:

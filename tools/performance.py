@@ -12,6 +12,7 @@ from tools.engine_tables import in_turns, prompts, serving_on_gpu, steps
 from tools.headline import newest, next_to_vllm
 from tools.tables import table
 
+HOPPER = ("hopper", "triton")  # the runner, and its name in older results
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
@@ -20,7 +21,7 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
     found = {}
     for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
-        ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", beside_triton),
+        ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", beside_hopper),
         ("moe-cpu", "moe", "amd", layer_on_cpu),
         ("serve-cpu", "serve", "amd", serving),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
@@ -132,21 +133,21 @@ def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
     return table(["format", "geometric mean", "least", "most", "where the public kernel is ahead"], lines)
 
 
-def beside_triton(content: dict[str, Any]) -> str:
-    """us of a library's runner and of triton, at the same points."""
+def beside_hopper(content: dict[str, Any]) -> str:
+    """us of a library's runner and of ours for Hopper, at the same points."""
     ours = {
         (row["format"], row["shape"], row["tokens"]): row["time_us"]
         for row in content["rows"]
-        if row["runner"] == "triton"
+        if row["runner"] in HOPPER
     }
     lines = []
     for row in content["rows"]:
-        if row["runner"] != "triton":
+        if row["runner"] not in HOPPER:
             format, shape, tokens = point = row["format"], row["shape"], row["tokens"]
             times = row["time_us"], ours[point]
             cells = [f"{time:.0f}" for time in times] + [f"{times[0] / times[1]:.2f}"]
             lines.append([f"`{row['runner']}`", format, shape, str(tokens), row["tactics"], *cells])
-    return table(["runner", "format", "shape", "tokens", "tactics", "us", "triton, us", "ratio"], lines)
+    return table(["runner", "format", "shape", "tokens", "tactics", "us", "hopper, us", "ratio"], lines)
 
 
 def layer_on_cpu(content: dict[str, Any]) -> str:

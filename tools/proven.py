@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 Runs = dict[str, dict[str, str]]  # backend -> {device: day of the latest result}
 TABLE = re.compile(r"^RUNS: .*?\}$", re.MULTILINE | re.DOTALL)
 
 
-def backends_run(results: Path, names: Collection[str]) -> Runs:
-    """Over all rows that measured a runner or dispatcher without failing."""
+def backends_run(results: Path, names: Mapping[str, str]) -> Runs:
+    """Over all rows that measured a runner or dispatcher without failing. names: of each that rows may have,
+    today's."""
     runs: Runs = {}
     for file in sorted(results.glob("*.json")):
         result = json.loads(file.read_text())
         for row in result.get("rows", []):
             for name in {row.get("runner"), row.get("dispatcher")} & set(names):
                 if not row.get("error_message"):
-                    days = runs.setdefault(name, {})
+                    days = runs.setdefault(names[name], {})
                     days[result["device"]] = max(result["date"], days.get(result["device"], ""))
     return {name: dict(sorted(runs[name].items())) for name in sorted(runs)}
 

@@ -29,11 +29,11 @@ from turnout.kernels.common.compilation import compilers, submit
 from turnout.moe.backends.hopper import tuning_tables
 from turnout.moe.backends.hopper.autotune import TOKENS, tile_times, to_compile
 from turnout.moe.backends.hopper.layer_shape import LayerShape
-from turnout.moe.backends.hopper.runner import TritonRunner
+from turnout.moe.backends.hopper.runner import HopperRunner
 from turnout.moe.backends.hopper.tuning_tables import Table, TileFile
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
-from turnout.moe.plan import Wishes, plan
+from turnout.moe.plan import PlanRequest, plan
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
@@ -46,7 +46,7 @@ class Layer:
     """One layer to tune, with weights on the GPU, and the kernels that are being compiled for it."""
 
     name: str
-    runners: list[TritonRunner]
+    runners: list[HopperRunner]
     batches: Callable[[int], list[TokensBatch]]
     compiling: list[Future[None]]
 
@@ -59,14 +59,14 @@ def prepare(name: str, format: str, machine: hardware.Hardware, most: int, pool:
         topology=Topology(tp_size=shape.ep, ep_size=shape.ep),
         budget=Budget.from_limits(chunked_prefill_size=most, max_prefill_tokens=most, max_running_requests=1),
         hardware=machine,
-        wishes=Wishes(runner="triton"),
+        request=PlanRequest(moe_runner_backend="hopper"),
         compute_dtype="bfloat16",
         tiles=(),
     )
     experts = draw_experts(shape, format, machine.device, 0)
     runners = []
     for _ in range(hardware.copies_beyond_cache(experts.nbytes)):
-        runners.append(TritonRunner(spec, chosen, torch.device(machine.device)))
+        runners.append(HopperRunner(spec, chosen, torch.device(machine.device)))
         runners[-1].prepare(experts)
 
     @cache

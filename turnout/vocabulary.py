@@ -33,7 +33,7 @@ class Layout(Word):
     """How tokens are laid out for the experts' GEMMs (moe/batch.py)."""
 
     TOKENS = "tokens"  # [T, H] with top-k ids and weights; the runner sums over k
-    BATCHED_EXPERTS = "experts"  # [E_loc, C, H], the tokens of each local expert; the dispatcher sums
+    BATCHED_EXPERTS = "batched_experts"  # [E_loc, C, H], the tokens of each local expert; the dispatcher sums
 
 
 class Format(Word):

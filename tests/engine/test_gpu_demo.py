@@ -31,7 +31,7 @@ def on_cpu() -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("runner", ["triton", "torch"])
+@pytest.mark.parametrize("runner", ["hopper", "torch"])
 def test_greedy_answers_equal_the_cpus(on_cpu: list[str], runner: str):
     texts, info = answers("cuda", moe_runner_backend=runner)
     assert info["plan"]["decode"]["runner"] == runner
@@ -44,7 +44,7 @@ def test_greedy_answers_equal_the_cpus(on_cpu: list[str], runner: str):
 def test_auto_takes_the_fast_runner():
     texts, info = answers("cuda")
     fast = torch.cuda.get_device_capability() == (9, 0)
-    assert info["plan"]["decode"]["runner"] == ("triton" if fast else "torch")
+    assert info["plan"]["decode"]["runner"] == ("hopper" if fast else "torch")
     assert accuracy(texts) >= 0.95
 
 

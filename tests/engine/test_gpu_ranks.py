@@ -32,7 +32,7 @@ SAME = 0.9  # of answers of up to 60 tokens, in bfloat16, where sums in another 
 TIMEOUT = 300  # seconds: kernels are compiled
 SAFE = [
     name
-    for name, d in DISPATCHERS.items()
+    for name, d in DISPATCHERS.entries.items()
     if d.exchange == "all_to_all" and d.graph_safe and not any(package.lacking() for package in d.requires)
 ]
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

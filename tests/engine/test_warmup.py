@@ -43,7 +43,7 @@ def test_the_first_layer_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert options["device_name"] == "made up"
 
 
-@pytest.mark.parametrize(("runner", "layers"), [("torch", 3), ("triton", 3), ("flashinfer_cutlass", 0)])
+@pytest.mark.parametrize(("runner", "layers"), [("torch", 3), ("hopper", 3), ("flashinfer_cutlass", 0)])
 def test_nothing_to_choose_or_no_layer_means_no_tuning(runner: str, layers: int, monkeypatch, tmp_path: Path):
     assert tuned_with(runner, monkeypatch, tmp_path, layers)[1] == []
 

@@ -32,7 +32,7 @@ def plan_for(config: dict, dtype: str, device: str, topology: Topology, **wishes
             dp_size=topology.dp_size,
         ),
         hardware=detect(device),
-        wishes=Wishes(**wishes),
+        request=Wishes(**wishes),
         compute_dtype=dtype,
     )
 

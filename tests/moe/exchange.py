@@ -25,7 +25,7 @@ from turnout.moe.batch import TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.capability import DispatcherCapability
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.plan import MoEPlan, PlanRequest
 from turnout.moe.reference import experts_reference
 from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec
@@ -214,12 +214,12 @@ def planned(case: Case, topology: Topology) -> MoEPlan:
         topology=topology,
         budget=budget,
         hardware=hardware.named("cpu" if case.device == "cpu" else "h200"),
-        wishes=Wishes(
-            runner="torch",
-            dispatcher=case.dispatcher,
-            dispatch_format=case.wire if case.moves else "auto",
-            combine_format=case.back,
-            activation_format=case.activation_format,
+        request=PlanRequest(
+            moe_runner_backend="torch",
+            moe_a2a_backend=case.dispatcher,
+            moe_dispatch_dtype=case.wire if case.moves else "auto",
+            moe_combine_dtype=case.back,
+            moe_activation_dtype=case.activation_format,
         ),
         compute_dtype=case.compute_dtype,
         dispatchers=case.declared(),

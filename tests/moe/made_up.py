@@ -10,7 +10,7 @@ from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology
 
-TOKENS, EXPERTS = frozenset({"tokens"}), frozenset({"experts"})
+TOKENS, EXPERTS = frozenset({"tokens"}), frozenset({"batched_experts"})
 ALL_FORMATS = frozenset({"bf16", "fp8", "nvfp4", "mxfp4"})
 
 CPU = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=32 * GB)

@@ -20,7 +20,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.formats.spec import FORMATS
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.planning.backend_refusals import runner_refusals
-from turnout.moe.planning.compatibility import pair_refusals
+from turnout.moe.planning.compatibility import compatibility_refusals
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
@@ -124,7 +124,7 @@ def cases() -> Iterator[pytest.param]:
                     activation, format, **({"intermediate_size": 128} if format == "fp8" else {})
                 )
                 own = runner_refusals(can, spec, Topology(), devices[device], dtype)
-                if own or pair_refusals(can, sends, spec, "auto"):
+                if own or compatibility_refusals(can, sends, spec, "auto"):
                     continue
                 case = Case(
                     runner=runner,

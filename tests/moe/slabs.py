@@ -1,4 +1,4 @@
-"""A dispatcher of the "experts" layout for tests: one slab per local expert, nothing exchanged.
+"""A dispatcher of the "batched_experts" layout for tests: one slab per local expert, nothing exchanged.
 
 Written with plain loops, so that what it hands a runner is plain to see.
 """
@@ -12,7 +12,9 @@ from turnout.moe.capabilities.capability import DispatcherCapability
 
 
 class SlabDispatch:
-    capability = DispatcherCapability(name="slabs", summary="for tests", layout="experts", graph_safe=False)
+    capability = DispatcherCapability(
+        name="slabs", summary="for tests", layout="batched_experts", graph_safe=False
+    )
 
     def __init__(self, setup):
         self._first, self._count = setup.plan.first_expert, setup.plan.num_local_experts

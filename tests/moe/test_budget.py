@@ -84,7 +84,7 @@ def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
     tokens = received_bytes(share)
     assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
     assert 5e9 < tokens < 6e9
-    slabs = received_bytes(replace(share, layout="experts"))
+    slabs = received_bytes(replace(share, layout="batched_experts"))
     assert slabs == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
 
 

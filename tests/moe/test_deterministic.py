@@ -22,7 +22,7 @@ from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.layer import MoELayer
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest
 from turnout.moe.spec import MoESpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -86,20 +86,20 @@ def test_rows_of_a_product_on_a_cpu():
 
 
 def test_the_planner_takes_only_what_promises_it():
-    wishes = Wishes(deterministic=True)
+    request = PlanRequest(deterministic=True)
     invariant = {"batch_invariant": True}
     chosen = make(
         runners=[runner("oak", preference=5), runner("elm", **invariant)],
         dispatchers=[dispatcher(preference=5), dispatcher("yew", **invariant)],
-        wishes=wishes,
+        request=request,
     )
     assert chosen.deterministic
     assert (chosen.prefill.runner, chosen.prefill.dispatcher) == ("elm", "yew")
     assert {r.who for r in chosen.refused} == {"runner oak", "dispatcher ash"}
     with pytest.raises(PlanRefused) as error:
-        make(wishes=wishes)
+        make(request=request)
     assert {r.asked for r in error.value.refusals} == {"--deterministic"}
-    assert "the same bits in any company: asked for with --deterministic" in chosen.reasons
+    assert "batch-invariant: asked for with --deterministic" in chosen.reasons
     assert not make().deterministic
 
 
@@ -116,7 +116,7 @@ def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
         make_spec(activation, format, **sizes),
         CUDA,
         4096,
-        runner="triton",
+        runner="hopper",
         activation_format=activations,
         weight_storage="packed",
         compute_dtype="bfloat16",
@@ -130,7 +130,7 @@ def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
 def test_every_tiling_of_specialised_warps_gives_the_same_bits_on_a_gpu(format: str):
     """Also those that tables alone take; with whole tiles and with narrow ones."""
     spec = make_spec("swiglu", format, hidden_size=640, intermediate_size=320, top_k=4)
-    fields = {"runner": "triton", "weight_storage": "packed", "compute_dtype": "bfloat16"}
+    fields = {"runner": "hopper", "weight_storage": "packed", "compute_dtype": "bfloat16"}
     layer = layer_of(spec, CUDA, 1100, **fields)
     draw = torch.Generator().manual_seed(1)
     for tokens in (30, 290, 1100):

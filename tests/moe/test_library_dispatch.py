@@ -21,7 +21,7 @@ from tests.moe.build import make_experts, make_plan, make_setup, make_spec
 from tests.moe.exchange import Case, Finding, held, inputs, run
 from tests.ranks import Pools, Rank
 from turnout.config import Config
-from turnout.engine.ranks.rendezvous import meet
+from turnout.engine.ranks.rendezvous import rendezvous
 from turnout.errors import PlanRefused
 from turnout.moe.backends.deepep.buffers import low_latency_size_hint, nvl_size_hint
 from turnout.moe.backends.flashinfer.buffers import WorkspaceSizes, buffer_bytes
@@ -30,7 +30,7 @@ from turnout.moe.capabilities.capability import DispatcherCapability
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.capabilities.limits import Limits
 from turnout.moe.capabilities.rank_share import DispatchShare
-from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.plan import MoEPlan, PlanRequest, Wishes, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
@@ -186,7 +186,7 @@ def planned(
         ),
         budget=budget(prefill, ranks_count),
         hardware=hardware.named(machine),
-        wishes=Wishes(**{"runner": "torch", "dispatcher": "deepep"} | wishes),
+        request=Wishes(**{"runner": "torch", "dispatcher": "deepep"} | wishes),
         compute_dtype="bfloat16",
     )
 
@@ -209,7 +209,7 @@ def test_libraries_get_the_variables_they_read(monkeypatch):
     engine_plan = SimpleNamespace(
         plan=planned(), topology=Topology(), hardware=hardware.named("cpu"), config=Config()
     )
-    meet(engine_plan, init_method="")
+    rendezvous(engine_plan, init_method="")
     assert int(os.environ["NVSHMEM_QP_DEPTH"]) == 2 * (most + 1)
     assert os.environ["NVSHMEM_REMOTE_TRANSPORT"] == "none"
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_sent_is_refused_with_all_reasons():
             topology=Topology(tp_size=4, dp_size=2, ep_size=4, enable_dp_attention=True),
             budget=budget(1, 2),
             hardware=hardware.named("h200"),
-            wishes=Wishes(dispatcher="flashinfer"),
+            request=PlanRequest(moe_a2a_backend="flashinfer"),
             compute_dtype="bfloat16",
         )
 

@@ -19,9 +19,10 @@ from tests.moe.made_up import (
     runner,
 )
 from turnout.errors import PlanRefused
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.limits import Limits
 from turnout.moe.capabilities.packages import Package
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest, Wishes
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology
@@ -66,7 +67,7 @@ def test_auto_takes_the_highest_preference_and_says_over_whom():
     made = make(runners=runners, dispatchers=[dispatcher("ash"), dispatcher("yew", preference=2)])
     assert (made.decode.runner, made.decode.dispatcher) == ("oak", "yew")
     assert "runner oak: preference 5, before fir (3), elm (1)" in made.reasons
-    wished = make(runners=runners, wishes=Wishes(runner="elm"))
+    wished = make(runners=runners, request=PlanRequest(moe_runner_backend="elm"))
     assert wished.prefill.runner == "elm"
     assert "runner elm: asked for with --moe-runner-backend" in wished.reasons
 
@@ -88,8 +89,8 @@ def test_layouts_join_backends():
     assert made.prefill.runner == "oak"
     (reason,) = made.refused
     assert reason.who == "runner elm with dispatcher ash"
-    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="experts")])
-    assert (made.prefill.runner, made.prefill.layout) == ("elm", "experts")
+    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="batched_experts")])
+    assert (made.prefill.runner, made.prefill.layout) == ("elm", "batched_experts")
 
 
 def test_names_do_not_matter():
@@ -118,26 +119,27 @@ def test_w4a4_runs_where_it_is_native():
 
 
 def test_emulated_w4a4_runs_when_asked_for():
-    asked = Wishes(activation_format="nvfp4")
-    assert make(NVFP4, wishes=asked).activation_format == "nvfp4"
-    error = refused(replace(NVFP4, quantized_activations=False), wishes=asked)
+    asked = PlanRequest(moe_activation_dtype="nvfp4")
+    assert make(NVFP4, request=asked).activation_format == "nvfp4"
+    error = refused(replace(NVFP4, quantized_activations=False), request=asked)
     assert "input scales" in the_refusal(error, "runner oak").limit
     assert "left to auto, runner oak with dispatcher ash would" in error.headline
-    assert "W4A4 needs NVFP4 weights" in the_refusal(refused(SPEC, wishes=asked), "runner oak").limit
+    assert "W4A4 needs NVFP4 weights" in the_refusal(refused(SPEC, request=asked), "runner oak").limit
     plain = runner(activation_formats=frozenset({"bf16"}))
     assert (
-        "multiply with bf16" in the_refusal(refused(NVFP4, wishes=asked, runners=[plain]), "runner oak").limit
+        "multiply with bf16"
+        in the_refusal(refused(NVFP4, request=asked, runners=[plain]), "runner oak").limit
     )
 
 
 def test_fp8_activations_go_with_weights_that_a_runner_multiplies_with_them():
-    asked = Wishes(activation_format="fp8")
+    asked = PlanRequest(moe_activation_dtype="fp8")
     both = runner(
         activation_formats=frozenset({"bf16", "fp8"}), fp8_weight_formats=frozenset({"fp8", "mxfp4"})
     )
     mxfp4 = replace(SPEC, format="mxfp4", hidden_size=2880, intermediate_size=2880)
     assert make(mxfp4, runners=[both]).activation_format == "bf16"  # W4A8 is never chosen unasked
-    assert make(mxfp4, runners=[both], wishes=asked).activation_format == "fp8"
+    assert make(mxfp4, runners=[both], request=asked).activation_format == "fp8"
     only = replace(both, fp8_weight_formats=frozenset({"fp8"}))
     for spec, limit in (
         (mxfp4, "multiplies fp8 weights with FP8 activations"),
@@ -145,7 +147,7 @@ def test_fp8_activations_go_with_weights_that_a_runner_multiplies_with_them():
         (SPEC, "W8A8 needs FP8 weights, W4A8 MXFP4"),
         (replace(mxfp4, format="fp8"), "quantises 128 columns together"),
     ):
-        error = refused(spec, runners=[only], wishes=asked)
+        error = refused(spec, runners=[only], request=asked)
         assert limit in the_refusal(error, "runner oak").limit
 
 
@@ -171,11 +173,14 @@ def test_bf16_weights_are_decoded_where_that_costs_nothing():
 
 
 def test_storage_is_honoured_or_refused():
-    assert make(NVFP4, wishes=Wishes(weight_storage="packed")).weight_storage == "packed"
-    assert make(NVFP4, wishes=Wishes(weight_storage="decoded"), hardware=HOPPER).weight_storage == "decoded"
+    assert make(NVFP4, request=PlanRequest(moe_weight_storage="packed")).weight_storage == "packed"
+    assert (
+        make(NVFP4, request=PlanRequest(moe_weight_storage="decoded"), hardware=HOPPER).weight_storage
+        == "decoded"
+    )
     only_packed = runner(weight_storages=frozenset({"packed"}))
     assert make(NVFP4, runners=[only_packed]).weight_storage == "packed"
-    error = refused(NVFP4, runners=[only_packed], wishes=Wishes(weight_storage="decoded"))
+    error = refused(NVFP4, runners=[only_packed], request=PlanRequest(moe_weight_storage="decoded"))
     assert the_refusal(error, "runner oak").asked == "--moe-weight-storage decoded"
 
 
@@ -185,7 +190,7 @@ def test_storage_that_does_not_fit_falls_back_or_is_refused():
     made = make(NVFP4, num_layers=48, hardware=host)
     assert made.weight_storage == "packed"
     assert "use --moe-weight-storage packed" in made.refused[0].remedy
-    error = refused(NVFP4, num_layers=48, hardware=host, wishes=Wishes(weight_storage="decoded"))
+    error = refused(NVFP4, num_layers=48, hardware=host, request=PlanRequest(moe_weight_storage="decoded"))
     assert "19.3 GB" in error.refusals[0].asked
     assert "left to auto" in error.headline
     error = refused(NVFP4, num_layers=48, hardware=replace(CPU, memory_bytes=2 * GB))
@@ -224,7 +229,9 @@ def test_every_reason_is_given_at_once():
             dispatcher(devices=frozenset({"cuda"}), limits=Limits(ep_sizes=frozenset({1})), multi_host=False)
         ],
         topology=Topology(tp_size=4, dp_size=2, ep_size=2, nnodes=2, enable_dp_attention=True),
-        wishes=Wishes(dispatch_format="fp8", activation_format="nvfp4", weight_storage="decoded"),
+        request=PlanRequest(
+            moe_dispatch_dtype="fp8", moe_activation_dtype="nvfp4", moe_weight_storage="decoded"
+        ),
         budget=replace(BUDGET, capacity=5, dp_size=2),
     )
     asked = {(r.who, r.asked) for r in error.refusals}
@@ -285,7 +292,7 @@ def test_a_package_may_be_too_old():
 
 
 def test_a_typing_error_is_called_unknown():
-    error = refused(wishes=Wishes(runner="tritom", dispatcher="none!"))
+    error = refused(request=PlanRequest(moe_runner_backend="tritom", moe_a2a_backend="none!"))
     assert [r.limit for r in error.refusals] == ["unknown; there are: oak", "unknown; there are: ash"]
     assert [r.remedy for r in error.refusals] == [
         "use --moe-runner-backend auto",
@@ -294,27 +301,42 @@ def test_a_typing_error_is_called_unknown():
     assert "left to auto" in error.headline
 
 
+def test_earlier_names_of_requests_and_runners_still_ask():
+    asked = Wishes(runner="elm", dispatch_format="bf16", two_batches=False, overlap_shared_expert=False)
+    assert asked == PlanRequest(
+        moe_runner_backend="elm", moe_dispatch_dtype="bf16", disable_shared_expert_overlap=True
+    )
+    runners = [runner("oak"), runner("elm", aliases=("ulm",))]
+    assert make(runners=runners, wishes=asked).decode.runner == "elm"
+    by_alias = make(runners=runners, request=PlanRequest(moe_runner_backend="ulm"))
+    assert (by_alias.prefill.runner, by_alias.decode.runner) == ("elm", "elm")
+    assert RUNNERS["triton"] is RUNNERS["hopper"]
+    assert "triton" not in list(RUNNERS)
+
+
 def test_dispatchers_that_nobody_asked_for_hide_no_obstacle():
     gpu = frozenset({"cuda"})
     both = [dispatcher("ash"), dispatcher("elm", devices=gpu)]
     error = refused(runners=[runner("oak", devices=gpu)], dispatchers=both)
     assert {r.who for r in error.refusals} == {"runner oak"}
-    error = refused(runners=[runner("oak", devices=gpu)], dispatchers=both, wishes=Wishes(dispatcher="elm"))
+    error = refused(
+        runners=[runner("oak", devices=gpu)], dispatchers=both, request=PlanRequest(moe_a2a_backend="elm")
+    )
     assert {r.who for r in error.refusals} == {"runner oak", "dispatcher elm"}
 
 
 def test_beside_a_typing_error_stands_only_what_else_would_be_in_the_way():
     gpu = dispatcher("elm", devices=frozenset({"cuda"}))
     both = [dispatcher("ash"), gpu]
-    [meant] = refused(wishes=Wishes(runner="oaks"), dispatchers=both).refusals
+    [meant] = refused(request=PlanRequest(moe_runner_backend="oaks"), dispatchers=both).refusals
     assert meant.remedy == "use --moe-runner-backend oak"
-    error = refused(wishes=Wishes(runner="oaks", dispatcher="elm"), dispatchers=both)
+    error = refused(request=PlanRequest(moe_runner_backend="oaks", moe_a2a_backend="elm"), dispatchers=both)
     assert [r.who for r in error.refusals] == ["plan", "dispatcher elm"]
 
 
 def test_an_explicit_choice_is_never_replaced():
     gpu = runner("elm", devices=frozenset({"cuda"}))
-    error = refused(runners=[runner("oak"), gpu], wishes=Wishes(runner="elm"))
+    error = refused(runners=[runner("oak"), gpu], request=PlanRequest(moe_runner_backend="elm"))
     assert {r.who for r in error.refusals} == {"runner elm"}
     assert "left to auto, runner oak" in error.headline
 

@@ -8,15 +8,15 @@ import pytest
 
 from tests.moe.made_up import BLACKWELL, EXPERTS, NVFP4, TOKENS, dispatcher, make, runner
 from turnout.errors import PlanRefused
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest
 from turnout.moe.spec import Activation
 from turnout.parallel.topology import Topology
 
-SLABS = dispatcher("elm", layout="experts", made_for=frozenset({"decode"}), preference=5)
+SLABS = dispatcher("elm", layout="batched_experts", made_for=frozenset({"decode"}), preference=5)
 BOTH = TOKENS | EXPERTS
 
 
-def planned(spec=NVFP4, wishes=Wishes(), dispatchers=(dispatcher(), SLABS), **declared):
+def planned(spec=NVFP4, request=PlanRequest(), dispatchers=(dispatcher(), SLABS), **declared):
     made_up = runner(layouts=BOTH, weight_storages=frozenset({"packed"}), fp4_units=True, **declared)
     return make(
         spec,
@@ -24,14 +24,14 @@ def planned(spec=NVFP4, wishes=Wishes(), dispatchers=(dispatcher(), SLABS), **de
         dispatchers=list(dispatchers),
         hardware=BLACKWELL,
         compute_dtype="bfloat16",
-        wishes=wishes,
+        request=request,
     )
 
 
 def test_weights_in_an_order_per_layout_count_for_each():
     once, twice = planned(), planned(weights_per_layout=True)
     for made in (once, twice):
-        assert (made.prefill.layout, made.decode.layout) == ("tokens", "experts")
+        assert (made.prefill.layout, made.decode.layout) == ("tokens", "batched_experts")
     assert twice.weight_bytes == 2 * once.weight_bytes
     alone = planned(weights_per_layout=True, dispatchers=[dispatcher()])
     assert alone.weight_bytes == once.weight_bytes
@@ -39,15 +39,15 @@ def test_weights_in_an_order_per_layout_count_for_each():
 
 def test_weight_only_numerics_stay_in_the_layouts_that_have_them():
     """W4A4 goes to slabs; weights alone in FP4 keep both phases with tokens, or are refused there."""
-    assert planned(weight_only_layouts=TOKENS).decode.layout == "experts"
-    weight_only = Wishes(activation_format="bf16")
-    assert planned(wishes=weight_only).decode.layout == "experts"
-    kept = planned(wishes=weight_only, weight_only_layouts=TOKENS)
+    assert planned(weight_only_layouts=TOKENS).decode.layout == "batched_experts"
+    weight_only = PlanRequest(moe_activation_dtype="bf16")
+    assert planned(request=weight_only).decode.layout == "batched_experts"
+    kept = planned(request=weight_only, weight_only_layouts=TOKENS)
     assert (kept.activation_format, kept.decode.layout) == ("bf16", "tokens")
     with pytest.raises(PlanRefused) as refused:
-        planned(wishes=weight_only, weight_only_layouts=TOKENS, dispatchers=[replace(SLABS, made_for=BOTH)])
+        planned(request=weight_only, weight_only_layouts=TOKENS, dispatchers=[replace(SLABS, made_for=BOTH)])
     assert any(
-        r.asked == "weights multiplied with bf16 in layout 'experts'"
+        r.asked == "weights multiplied with bf16 in layout 'batched_experts'"
         and r.limit == "does so in layout tokens"
         for r in refused.value.refusals
     )

@@ -51,7 +51,7 @@ def made(
         topology=topology,
         budget=budget,
         hardware=hardware,
-        wishes=Wishes(**wishes),
+        request=Wishes(**wishes),
         compute_dtype="bfloat16",
         num_layers=2,
     )
@@ -73,7 +73,7 @@ def refused(*args, **kwargs) -> dict[tuple[str, str], str]:
 ACCEPTED = {
     "none": [("none", "tokens", "nvfp4"), ("none", "tokens", "nvfp4")],
     "flashinfer": [("flashinfer", "tokens", "nvfp4"), ("flashinfer", "tokens", "nvfp4")],
-    "deepep": [("deepep-normal", "tokens", "nvfp4"), ("deepep-low-latency", "experts", "nvfp4")],
+    "deepep": [("deepep-normal", "tokens", "nvfp4"), ("deepep-low-latency", "batched_experts", "nvfp4")],
 }
 
 
@@ -122,12 +122,12 @@ def test_low_latency_is_for_the_masked_route_alone():
     masked = {"dispatcher": "deepep", "dispatcher_mode": "low_latency"}
     small = {"chunked_prefill_size": 256, "max_prefill_tokens": 256}
     accepted = made(runner="flashinfer_cutedsl", limits=small, **masked)
-    assert {accepted.prefill.layout, accepted.decode.layout} == {"experts"}
+    assert {accepted.prefill.layout, accepted.decode.layout} == {"batched_experts"}
     for name in ("flashinfer_trtllm", "flashinfer_cutlass"):
         found = refused(runner=name, limits=small, **masked)
         assert (
             f"runner {name} with dispatcher deepep-low-latency",
-            "layout 'experts', which the dispatcher emits",
+            "layout 'batched_experts', which the dispatcher emits",
         ) in found
     found = refused(runner="flashinfer_cutedsl", **masked)  # prefill steps of 2048 tokens
     assert ("dispatcher deepep-low-latency", "prefill steps of 2048 tokens on a rank") in found
@@ -198,8 +198,8 @@ def test_what_cutlass_runs_depends_on_format_and_architecture():
     ("spec", "hardware", "chosen"),
     [
         (DEEPSEEK, BLACKWELL, "flashinfer_cutedsl"),
-        (GPT_OSS, HOPPER, "triton"),
-        (MoESpec(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), HOPPER, "triton"),
+        (GPT_OSS, HOPPER, "hopper"),
+        (MoESpec(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), HOPPER, "hopper"),
         (
             MoESpec(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8),
             BLACKWELL,

@@ -12,7 +12,7 @@ from turnout.errors import PlanRefused
 from turnout.formats.spec import FORMATS
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.limits import Limits
-from turnout.moe.plan import PHASES, Wishes, plan
+from turnout.moe.plan import PHASES, PlanRequest, plan
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology
@@ -33,7 +33,7 @@ WIRES = some({"bf16", "fp8", "nvfp4"})
 RUNNERS = st.builds(
     runner,
     st.sampled_from(["oak", "elm", "fir"]),
-    layouts=some({"tokens", "experts"}),
+    layouts=some({"tokens", "batched_experts"}),
     weight_formats=some(ALL_FORMATS),
     wire_formats=WIRES,
     activation_formats=some({"bf16", "nvfp4"}),
@@ -50,7 +50,7 @@ RUNNERS = st.builds(
 DISPATCHERS = st.builds(
     dispatcher,
     st.sampled_from(["ash", "yew", "box"]),
-    layout=st.sampled_from(["tokens", "experts"]),
+    layout=st.sampled_from(["tokens", "batched_experts"]),
     exchange=st.sampled_from(["gather", "all_to_all"]),
     wire_formats=WIRES,
     devices=DEVICES,
@@ -99,20 +99,20 @@ BUDGETS = st.builds(
     max_dispatch_tokens_per_rank=seldom(0, 64, 2**20),
 )
 HARDWARE = st.sampled_from([CPU, CPU, HOPPER, BLACKWELL, replace(CPU, memory_bytes=GB // 10)])
-WISHES = st.builds(
-    Wishes,
-    runner=seldom("auto", "oak", "triton", "none such"),
-    dispatcher=seldom("auto", "ash", "deepep"),
-    dispatch_format=seldom("auto", "bf16", "fp8", "nvfp4"),
-    activation_format=seldom("auto", "bf16", "nvfp4"),
-    weight_storage=seldom("auto", "packed", "decoded"),
+REQUESTS = st.builds(
+    PlanRequest,
+    moe_runner_backend=seldom("auto", "oak", "triton", "none such"),
+    moe_a2a_backend=seldom("auto", "ash", "deepep"),
+    moe_dispatch_dtype=seldom("auto", "bf16", "fp8", "nvfp4"),
+    moe_activation_dtype=seldom("auto", "bf16", "nvfp4"),
+    moe_weight_storage=seldom("auto", "packed", "decoded"),
 )
 QUESTIONS = st.fixed_dictionaries(
     {
         "topology": topologies(),
         "budget": BUDGETS,
         "hardware": HARDWARE,
-        "wishes": WISHES,
+        "request": REQUESTS,
         "compute_dtype": st.sampled_from(["float32", "bfloat16"]),
         "num_layers": st.sampled_from([1, 48]),
         "runners": st.lists(RUNNERS, min_size=1, max_size=3, unique_by=lambda r: r.name),
@@ -176,13 +176,13 @@ def check_holds_together(made, spec, question):
     )
     experts = made.weight_bytes * question["num_layers"]
     assert experts + made.workspace_bytes + made.dispatch_bytes <= hardware.memory_bytes
-    wishes = question["wishes"]
+    request = question["request"]
     for wish, got in (
-        (wishes.runner, oak.name),
-        (wishes.dispatcher, made.decode.dispatcher),
-        (wishes.dispatch_format, made.decode.wire_format),
-        (wishes.activation_format, made.activation_format),
-        (wishes.weight_storage, made.weight_storage),
+        (request.moe_runner_backend, oak.name),
+        (request.moe_a2a_backend, made.decode.dispatcher),
+        (request.moe_dispatch_dtype, made.decode.wire_format),
+        (request.moe_activation_dtype, made.activation_format),
+        (request.moe_weight_storage, made.weight_storage),
     ):
         assert wish in ("auto", got)
     assert made.reasons
@@ -227,7 +227,7 @@ def test_what_auto_may_choose_does_not_depend_on_the_order_of_registration(spec,
         replace(d, preference=i, name=n)
         for i, (n, d) in enumerate(zip(names, question["dispatchers"], strict=False))
     ]
-    question["wishes"] = replace(question["wishes"], runner="auto", dispatcher="auto")
+    question["request"] = replace(question["request"], moe_runner_backend="auto", moe_a2a_backend="auto")
     made, error = answer(spec, question)
     turned = question | {k: question[k][::-1] for k in ("runners", "dispatchers")}
     again, error_again = answer(spec, turned)

@@ -18,7 +18,7 @@ from tests.moe.made_up import (
 )
 from turnout.errors import PlanRefused
 from turnout.moe.budget import Budget
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology
 
@@ -46,7 +46,7 @@ def test_a_gather_over_groups_counts_everyones_tokens_and_has_summed():
 def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
     """It takes one kind of weights, and under an all-to-all nobody would sum its shards."""
     ash = dispatcher("ash", made_for=frozenset({"prefill"}))
-    yew = dispatcher("yew", exchange="all_to_all", preference=2, layout="experts")
+    yew = dispatcher("yew", exchange="all_to_all", preference=2, layout="batched_experts")
     topology, both = Topology(tp_size=4, ep_size=4), runner(layouts=TOKENS | EXPERTS)
     made = make(topology=topology, dispatchers=[yew], runners=[both])
     assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("none", "none", "whole")
@@ -59,7 +59,10 @@ def test_what_need_not_travel_stays():
     ash, yew = dispatcher("ash"), dispatcher("yew", exchange="all_to_all", preference=2)
     made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=[ash, yew])
     assert (made.prefill.dispatcher, made.decode.dispatcher) == ("ash", "ash")
-    assert "decode dispatcher ash: all ranks hold the same tokens, and nothing has to travel" in made.reasons
+    assert (
+        "decode dispatcher ash: all ranks hold the same tokens, and nothing has to be dispatched"
+        in made.reasons
+    )
     apart = Topology(tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True)
     made = make(topology=apart, budget=replace(BUDGET, dp_size=4), dispatchers=[ash, yew])
     assert (made.prefill.dispatcher, made.decode.dispatcher) == ("yew", "yew")
@@ -108,7 +111,7 @@ def test_an_all_to_all_comes_first_where_few_ranks_need_a_token():
     assert make(topology=spread(16), dispatchers=pair).decode.dispatcher == "ash"
     assert make(topology=spread(32, dp=1), dispatchers=pair).decode.dispatcher == "ash"
     assert make(topology=spread(32), dispatchers=pair[:1]).decode.dispatcher == "ash"
-    asked = make(topology=spread(32), dispatchers=pair, wishes=Wishes(dispatcher="ash"))
+    asked = make(topology=spread(32), dispatchers=pair, request=PlanRequest(moe_a2a_backend="ash"))
     assert asked.decode.dispatcher == "ash"
     assert "decode dispatcher ash: asked for with --moe-a2a-backend" in asked.reasons
 
@@ -118,7 +121,7 @@ def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
     large = Budget.from_limits(
         chunked_prefill_size=2**17, max_prefill_tokens=2**17, max_running_requests=64, dp_size=8
     )
-    slabs = dispatcher("yew", layout="experts", exchange="all_to_all", preference=2)
+    slabs = dispatcher("yew", layout="batched_experts", exchange="all_to_all", preference=2)
     gathered = dispatcher("ash", exchange="gather", preference=1)
     made = make(
         runners=[runner(layouts=TOKENS | EXPERTS)],
@@ -156,7 +159,7 @@ def wires(
         dispatchers=[dispatcher(exchange="gather", wire_formats=dispatcher_wires)],
         hardware=hardware,
         compute_dtype="bfloat16",
-        wishes=Wishes(dispatch_format=wish),
+        request=PlanRequest(moe_dispatch_dtype=wish),
         topology=topology,
     ).decode.wire_format
 
@@ -191,7 +194,7 @@ def test_tokens_that_stay_are_not_quantised():
     assert wires(NVFP4, topology=alone) == "bf16"
     assert wires(NVFP4, wish="bf16", topology=alone) == "bf16"
     for wish in ("fp8", "nvfp4"):
-        with pytest.raises(PlanRefused, match="no token travels") as error:
+        with pytest.raises(PlanRefused, match="no token is dispatched") as error:
             wires(NVFP4, wish=wish, topology=alone)
         assert "--moe-dispatch-dtype auto" in error.value.refusals[0].remedy
     peers = [dispatcher(), dispatcher("yew", exchange="all_to_all", wire_formats=ANY_WIRE)]
@@ -199,7 +202,7 @@ def test_tokens_that_stay_are_not_quantised():
         topology=alone,
         dispatchers=peers,
         runners=[runner(wire_formats=ANY_WIRE)],
-        wishes=Wishes(dispatch_format="fp8"),
+        request=PlanRequest(moe_dispatch_dtype="fp8"),
     )
     assert (made.decode.dispatcher, made.decode.wire_format) == ("yew", "fp8")
-    assert "decode tokens travel in fp8: asked for with --moe-dispatch-dtype" in made.reasons
+    assert "decode tokens are dispatched in fp8: asked for with --moe-dispatch-dtype" in made.reasons

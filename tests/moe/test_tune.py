@@ -86,7 +86,7 @@ def planned(means_of: dict[str, float], **wishes: str):
         topology=Topology(),
         budget=BUDGET,
         hardware=CPU,
-        wishes=Wishes(**wishes),
+        request=Wishes(**wishes),
         compute_dtype="float32",
         runners=[runner("oak", preference=10), runner("elm"), runner("fir")],
         dispatchers=[dispatcher()],
@@ -97,7 +97,7 @@ def planned(means_of: dict[str, float], **wishes: str):
 def test_auto_takes_the_runner_measured_best_and_says_so():
     assert planned({}).prefill.runner == "oak"
     best = planned({"oak": 100, "elm": 60})
-    assert best.buckets == ()
+    assert best.runner_by_batch_size == ()
     assert (best.prefill.runner, best.decode.runner) == ("elm", "elm")
     assert best.reasons[0] == (
         "runner elm: measured 60 us, mean over batch sizes, before oak 100 us, fir, not measured"

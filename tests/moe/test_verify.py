@@ -9,7 +9,7 @@ from tests.moe.broken import WRONG, offer
 from tests.moe.build import MAX_TOKENS, expert_slice, make_experts, make_plan, make_spec
 from turnout.formats import fp8
 from turnout.formats.spec import FORMATS
-from turnout.moe.backends.hopper.runner import TritonRunner
+from turnout.moe.backends.hopper.runner import HopperRunner
 from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
@@ -154,7 +154,7 @@ def test_what_a_runner_was_given_is_read_from_both_layouts():
 @pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4"])
 def test_a_gpu_runner_keeps_its_promises(format: str):
     spec, device = make_spec(format=format), torch.device("cuda")
-    plan, experts = make_plan(spec, runner="triton", compute_dtype="bfloat16"), make_experts(spec)
+    plan, experts = make_plan(spec, runner="hopper", compute_dtype="bfloat16"), make_experts(spec)
     given = inputs(spec).to(device, torch.bfloat16)
     batches = make_batches(given, plan, MOST)
     found = verify(spec, plan, experts, batches, Oracle(spec, experts, batches, device), device)
@@ -166,7 +166,7 @@ def test_a_gpu_runner_keeps_its_promises(format: str):
 @pytest.mark.gpu
 def test_promised_sizes_agree_with_the_table_of_tiles():
     spec = make_spec(num_experts=8, top_k=2)
-    runner = TritonRunner(spec, make_plan(spec, compute_dtype="bfloat16"), torch.device("cuda"))
+    runner = HopperRunner(spec, make_plan(spec, compute_dtype="bfloat16"), torch.device("cuda"))
     runner.prepare(make_experts(spec))
     promised = [runner.same_bits(tokens) for tokens in range(MAX_TOKENS + 1)]
     assert all(tokens in sizes for tokens, sizes in enumerate(promised))

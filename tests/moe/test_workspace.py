@@ -26,7 +26,7 @@ FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
 
 
 def planned(spec: MoESpec, layout: str, rows: int) -> int:
-    assert RUNNERS["triton"].workspace is workspace_bytes
+    assert RUNNERS["hopper"].workspace is workspace_bytes
     share = Share(
         spec=spec,
         rows=rows,
@@ -42,7 +42,7 @@ def planned(spec: MoESpec, layout: str, rows: int) -> int:
 def test_regions_lie_apart_and_fill_the_arena():
     spec = make_spec(format="fp8", hidden_size=256, intermediate_size=256)
     shape = LayerShape.of(spec, num_local_experts=8, expert_tp=1)
-    sets = {"tokens": regions(shape, "tokens", 100), "experts": regions(shape, "experts", 9)}
+    sets = {"tokens": regions(shape, "tokens", 100), "batched_experts": regions(shape, "batched_experts", 9)}
     arena = Arena(CPU, sets)
     for layout, sizes in sets.items():
         parts = {name: arena.take(layout, name, size, dtype=torch.uint8) for name, size in sizes.items()}
@@ -52,8 +52,8 @@ def test_regions_lie_apart_and_fill_the_arena():
         assert all((part.data_ptr() - arena._bytes.data_ptr()) % ARENA_ALIGN == 0 for part in parts.values())
     assert arena.nbytes == max(arena_bytes(sizes) for sizes in sets.values())
     # What must stay zero between calls is the same memory in both layouts.
-    assert next(iter(sets["tokens"])) == next(iter(sets["experts"])) == "counts"
-    assert sets["tokens"]["counts"] == sets["experts"]["counts"] == 9 * 4 * 16
+    assert next(iter(sets["tokens"])) == next(iter(sets["batched_experts"])) == "counts"
+    assert sets["tokens"]["counts"] == sets["batched_experts"]["counts"] == 9 * 4 * 16
 
 
 def test_more_than_planned_names_what_asked_for_it():
@@ -61,8 +61,8 @@ def test_more_than_planned_names_what_asked_for_it():
     assert arena.take("tokens", "h", 4, 8, dtype=torch.bfloat16).shape == (4, 8)
     with pytest.raises(RuntimeError, match=r"workspace 'h' of layout 'tokens': 66 bytes wanted, 64 planned"):
         arena.take("tokens", "h", 33, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"'y' of layout 'experts': 2 bytes wanted, 0 planned"):
-        arena.take("experts", "y", 1, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"'y' of layout 'batched_experts': 2 bytes wanted, 0 planned"):
+        arena.take("batched_experts", "y", 1, dtype=torch.bfloat16)
 
 
 def test_layers_share_an_arena_for_as_long_as_one_of_them_lives():
@@ -89,12 +89,12 @@ def test_planned_bytes_grow_with_the_batch_and_count_what_is_quantised(format: s
     size = planned(spec, "tokens", rows)
     assert least <= size <= 1.1 * least + 4 * pairs + 8 * 256 + 4096
     assert planned(spec, "tokens", rows + 1) >= size
-    slabs = planned(spec, "experts", rows)
+    slabs = planned(spec, "batched_experts", rows)
     assert slabs >= 8 * rows * (2 * 256 + 2 * 256)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("layout", "slabs"), [("tokens", 1), ("experts", 8)])
+@pytest.mark.parametrize(("layout", "slabs"), [("tokens", 1), ("batched_experts", 8)])
 def test_a_runner_takes_the_arena_that_was_planned(
     format: str, layout: str, slabs: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -103,9 +103,9 @@ def test_a_runner_takes_the_arena_that_was_planned(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1)
     )
     spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
-    plan = make_plan(spec, runner="triton", layout=layout, compute_dtype="bfloat16")
+    plan = make_plan(spec, runner="hopper", layout=layout, compute_dtype="bfloat16")
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=100))
-    runners = [RUNNERS.load("triton")(spec, plan, CPU) for _ in range(2)]
+    runners = [RUNNERS.load("hopper")(spec, plan, CPU) for _ in range(2)]
     for runner in runners:
         runner.prepare(make_experts(spec))
     assert runners[0]._arena is runners[1]._arena
@@ -117,7 +117,7 @@ def test_a_runner_takes_the_arena_that_was_planned(
 def allocated(spec: MoESpec, plan: MoEPlan, tokens: int, calls: int) -> tuple[int, int]:
     """Bytes of the arena, and the most that a call allocates besides."""
     device = torch.device("cuda")
-    runner = RUNNERS.load("triton")(spec, plan, device)
+    runner = RUNNERS.load("hopper")(spec, plan, device)
     runner.prepare(make_experts(spec))
     draw = torch.Generator().manual_seed(0)
     weights_TK, ids_TK = torch.rand(tokens, spec.num_experts, generator=draw).topk(spec.top_k)
@@ -143,7 +143,7 @@ def test_a_call_allocates_what_was_planned(format: str):
     spec = make_spec(format=format, hidden_size=256, intermediate_size=256)
     plan = make_plan(
         spec,
-        runner="triton",
+        runner="hopper",
         activation_format="fp8" if format == "fp8" else "bf16",
         compute_dtype="bfloat16",
     )

@@ -14,7 +14,7 @@ def test_runs_are_read_from_rows_that_did_not_fail(tmp_path):
     result("a", "GPU", "2026-01-02", {"runner": "oak"}, {"runner": "a peer"})
     result("b", "GPU", "2026-01-01", {"runner": "oak"}, {"dispatcher": "ash", "error_message": "no"})
     result("c", "CPU", "2026-01-03", {"runner": "oak", "dispatcher": "elm"}, {"time_us": 1.0})
-    runs = backends_run(tmp_path, {"oak", "ash", "elm"})
+    runs = backends_run(tmp_path, {name: name for name in ("oak", "ash", "elm")})
     assert runs == {"elm": {"CPU": "2026-01-03"}, "oak": {"CPU": "2026-01-03", "GPU": "2026-01-02"}}
     assert evidence("oak", "", runs) == "ran on CPU (2026-01-03), GPU (2026-01-02)"
     assert evidence("oak", "seen", runs) == "ran on CPU (2026-01-03), GPU (2026-01-02); elsewhere seen"

@@ -19,7 +19,7 @@ from turnout.moe import plan
 from turnout.moe.batch import Hidden
 from turnout.moe.budget import Budget
 from turnout.moe.interface import DispatchSetup
-from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.plan import MoEPlan, PlanRequest
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 from turnout.parallel.hardware import Hardware
@@ -89,12 +89,12 @@ class Layers:
                 dp_size=self.settings.world_size,
             ),
             hardware=self.hardware,
-            wishes=Wishes(
-                runner="torch",
-                dispatcher=dispatcher,
-                dispatch_format=formats.there,
-                combine_format=formats.back,
-                activation_format=Format.BF16,
+            request=PlanRequest(
+                moe_runner_backend="torch",
+                moe_a2a_backend=dispatcher,
+                moe_dispatch_dtype=formats.there,
+                moe_combine_dtype=formats.back,
+                moe_activation_dtype=Format.BF16,
             ),
             compute_dtype=str(self.dtype).removeprefix("torch."),
         )

@@ -46,7 +46,7 @@ from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.plan import Wishes, plan
+from turnout.moe.plan import PlanRequest, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
@@ -243,7 +243,7 @@ class LayerBench:
             topology=Topology(tp_size=self._shape.ep, ep_size=self._shape.ep),
             budget=budget,
             hardware=self._machine,
-            wishes=Wishes(runner=name, activation_format=self._activations),
+            request=PlanRequest(moe_runner_backend=name, moe_activation_dtype=self._activations),
             compute_dtype=dtype,
         )
         name, device = chosen.decode.runner, torch.device(self._machine.device)

@@ -33,7 +33,7 @@ def tune(config: Config, *, as_json: bool = False, console: Console | None = Non
     console.print(
         Text(f"`auto` now takes runner {chosen.prefill.runner} for this layer; kept in {tuned.file}")
     )
-    if chosen.buckets:
+    if chosen.runner_by_batch_size:
         console.print(Text(next(line for line in chosen.reasons if line.startswith("batches of "))))
     return 0
 

@@ -30,7 +30,7 @@ from turnout.models.interface import ModelDescription
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.packages import TRITON
-from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
@@ -165,7 +165,7 @@ def decide(
         description.moe,
         topology=topology,
         hardware=hardware,
-        wishes=_wishes(config),
+        request=PlanRequest.of(config),
         compute_dtype=dtype,
         num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
@@ -210,7 +210,8 @@ def _measured(
     if not hardware.present or topology.refusals():
         return {}
     layer = times_kept.describe(description.moe, topology, hardware, dtype, config.moe_activation_dtype)
-    return times_kept.read(cache_folder(), layer, times_kept.versions(RUNNERS.values()))
+    found = times_kept.read(cache_folder(), layer, times_kept.versions(RUNNERS.values()))
+    return {RUNNERS.aliases.get(name, name): times for name, times in found.items()}
 
 
 def _compute_dtype(config: Config, hardware: Hardware) -> str:
@@ -231,21 +232,6 @@ def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: str) 
         settled_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
-    )
-
-
-def _wishes(config: Config) -> Wishes:
-    return Wishes(
-        runner=config.moe_runner_backend,
-        dispatcher=config.moe_a2a_backend,
-        dispatcher_mode=config.deepep_mode,
-        dispatch_format=config.moe_dispatch_dtype,
-        combine_format=config.moe_combine_dtype,
-        activation_format=config.moe_activation_dtype,
-        weight_storage=config.moe_weight_storage,
-        deterministic=config.deterministic,
-        overlap_shared_expert=not config.disable_shared_expert_overlap,
-        two_batches=config.enable_two_batch_overlap,
     )
 
 

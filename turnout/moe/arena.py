@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from turnout.moe.budget import ARENA_ALIGN, aligned, arena_bytes
+from turnout.vocabulary import Layout
 
 
 class Arena:
@@ -24,7 +25,7 @@ class Arena:
     each aligned; what comes first with the same size in every set is the same memory.
     """
 
-    def __init__(self, device: torch.device, sets: Mapping[str, Mapping[str, int]]) -> None:
+    def __init__(self, device: torch.device, sets: Mapping[Layout, Mapping[str, int]]) -> None:
         size = max(arena_bytes(regions) for regions in sets.values())
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self._sets = {layout: dict(regions) for layout, regions in sets.items()}
@@ -33,7 +34,7 @@ class Arena:
     def nbytes(self) -> int:
         return self._bytes.nbytes
 
-    def take(self, layout: str, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+    def take(self, layout: Layout, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """The first of region `name`, as a tensor. Raises RuntimeError for more than was planned."""
         regions = self._sets.get(layout, {})
         wanted, planned = math.prod(shape) * dtype.itemsize, regions.get(name, 0)
@@ -53,7 +54,7 @@ class Arena:
 _SHARED: WeakValueDictionary[tuple[object, ...], Arena] = WeakValueDictionary()
 
 
-def shared(device: torch.device, sets: Mapping[str, Mapping[str, int]]) -> Arena:
+def shared(device: torch.device, sets: Mapping[Layout, Mapping[str, int]]) -> Arena:
     """The arena of all who ask for these regions on `device`."""
     key = (device, *((layout, *regions.items()) for layout, regions in sorted(sets.items())))
     found = _SHARED.get(key)

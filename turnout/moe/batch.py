@@ -40,7 +40,7 @@ class TokensBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsBatch:
-    """Layout "experts": one slab per local expert; output [E_loc, C, H] is unweighted."""
+    """Layout "batched_experts": one slab per local expert; output [E_loc, C, H] is unweighted."""
 
     layout: ClassVar[Layout] = Layout.BATCHED_EXPERTS
     hidden: Hidden  # [E_loc, C, H]

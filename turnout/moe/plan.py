@@ -1,13 +1,13 @@
-"""spec + topology + budget + hardware + wishes -> plan, or all the reasons why not.
+"""spec + topology + budget + hardware + request -> plan, or all the reasons why not.
 
 Every runner is tried with every dispatcher of each phase, every activation format and every weight
 storage. A combination is joined by what its parts declare (capability.py), never by their names. What
 cannot run is a refusal; refusals are collected, all of them, and kept in the plan or raised together.
-`auto` takes the best of what is allowed; a wish is honoured or refused, never replaced.
+`auto` takes the best of what is allowed; what was asked for is honoured or refused, never replaced.
 
 Both phases share one runner, because weights are prepared once, in its layout. A second one beside it takes
-the batch sizes at which it was measured faster, where that is worth a second copy (planning/buckets.py).
-Dispatchers may differ.
+the batch sizes at which it was measured faster, where that is worth a second copy
+(planning/runner_by_batch_size.py). Dispatchers may differ.
 
 Four choices of `auto` that are not a backend's preference:
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from turnout.errors import PlanRefused, Refusal
 from turnout.moe.budget import Budget
@@ -41,18 +41,36 @@ from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapa
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.planning.candidates import Candidate, search
-from turnout.moe.planning.problem import PHASES, Case, Wishes
+from turnout.moe.planning.problem import PHASES, PlanningProblem, PlanRequest
 from turnout.moe.planning.reasons import layer_owes_sum, reasons, why_sibling, why_tuning
-from turnout.moe.planning.runner_by_batch_size import Buckets, Times, means, second, why
+from turnout.moe.planning.runner_by_batch_size import BatchSizes, Times, means, second, why
 from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Format, Layout, Phase, Reduce, SharedExpert, WeightStorage
 
-__all__ = ["PHASES", "MoEPlan", "PhasePlan", "Wishes", "plan"]
+__all__ = ["PHASES", "MoEPlan", "PhasePlan", "PlanRequest", "Wishes", "plan"]
 
 C = TypeVar("C", RunnerCapability, DispatcherCapability)
+
+# The earlier names of PlanRequest's fields.
+_RENAMED = {
+    "runner": "moe_runner_backend",
+    "dispatcher": "moe_a2a_backend",
+    "dispatcher_mode": "deepep_mode",
+    "dispatch_format": "moe_dispatch_dtype",
+    "combine_format": "moe_combine_dtype",
+    "activation_format": "moe_activation_dtype",
+    "weight_storage": "moe_weight_storage",
+    "two_batches": "enable_two_batch_overlap",
+}
+
+
+def Wishes(*, overlap_shared_expert: bool = True, **fields: Any) -> PlanRequest:
+    """The earlier name of PlanRequest, with the earlier names of its fields."""
+    renamed = {_RENAMED.get(name, name): value for name, value in fields.items()}
+    return PlanRequest(**{"disable_shared_expert_overlap": not overlap_shared_expert} | renamed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +106,8 @@ class MoEPlan:
     shared_expert: SharedExpert = SharedExpert.WHOLE
     shared_expert_beside: bool = False  # on a stream of its own, during dispatch and combine
     two_batches: bool = False  # large steps run as two micro-batches (in_flight.py)
-    buckets: Buckets = ()  # the most tokens of a batch, and by which runner; empty: all by the phases' runner
+    # The most tokens of a batch, and its runner; empty: the phases' runner computes all.
+    runner_by_batch_size: BatchSizes = ()
     tiles: TuningTable = ()  # how a runner with tuned kernels cuts them; empty: by its rule
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
@@ -99,7 +118,7 @@ class MoEPlan:
     @property
     def runners(self) -> tuple[str, ...]:
         """All that hold weights."""
-        return tuple(dict.fromkeys((self.prefill.runner, *(name for _, name in self.buckets))))
+        return tuple(dict.fromkeys((self.prefill.runner, *(name for _, name in self.runner_by_batch_size))))
 
 
 def plan(
@@ -108,7 +127,8 @@ def plan(
     topology: Topology,
     budget: Budget,
     hardware: Hardware,
-    wishes: Wishes = Wishes(),
+    request: PlanRequest = PlanRequest(),
+    wishes: PlanRequest | None = None,
     compute_dtype: str,
     num_layers: int = 1,
     stored_itemsize: int = 2,
@@ -120,95 +140,100 @@ def plan(
 ) -> MoEPlan:
     """How `num_layers` MoE layers like `spec` run on this rank.
 
-    `stored_itemsize` is that of unquantised weights in the checkpoint, in bytes. `runners` and
-    `dispatchers` default to those of this version. `measured`: us by runner and batch size (measured.py),
-    which decide between runners that are left to `auto`. `tiles`: the table of a runner with tuned kernels;
-    None: this machine's own from `tuning_folder`, else what is shipped. Raises PlanRefused with everything
-    that stands in the way, ValueError for a budget made for another number of data-parallel groups.
+    `request`: what the user asked for; `wishes` is its earlier name. `stored_itemsize` is that of unquantised
+    weights in the checkpoint, in bytes. `runners` and `dispatchers` default to those of this version.
+    `measured`: us by runner and batch size (measured.py), which decide between runners that are left to
+    `auto`. `tiles`: the table of a runner with tuned kernels; None: this machine's own from `tuning_folder`,
+    else what is shipped. Raises PlanRefused with everything that stands in the way, ValueError for a budget
+    made for another number of data-parallel groups.
     """
+    request = wishes or request
     if budget.dp_size != topology.dp_size:
         raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
-    case = Case(
+    problem = PlanningProblem(
         spec=spec,
         topology=topology,
         budget=budget,
         hardware=hardware,
-        wishes=wishes,
+        request=request,
         compute_dtype=compute_dtype,
         stored_itemsize=stored_itemsize,
         num_layers=num_layers,
     )
     known_runners = list(RUNNERS.values()) if runners is None else runners
     known_dispatchers = list(DISPATCHERS.values()) if dispatchers is None else dispatchers
-    candidates, refused = _allowed(case, known_runners, known_dispatchers)
-    if wishes.runner == "auto":  # sorting is stable: candidates of a runner keep their order
+    candidates, refused = _allowed(problem, known_runners, known_dispatchers)
+    if request.moe_runner_backend == "auto":  # sorting is stable: candidates of a runner keep their order
         mean = means(measured)
         candidates.sort(key=lambda c: mean.get(c.runner.name, math.inf))
     best = candidates[0]
-    beside = second(case, best, candidates, measured)
+    beside = second(problem, best, candidates, measured)
     together = [best] if beside is None else [best, beside[0]]
     tuned = next((one for one in together if one.runner.tuning is not None), best)
-    table = _table(case, tuned, tiles, tuning_folder)
+    table = _table(problem, tuned, tiles, tuning_folder)
     return replace(
-        _made(case, together),
-        buckets=() if beside is None else beside[1],
+        _made(problem, together),
+        runner_by_batch_size=() if beside is None else beside[1],
         tiles=table,
         refused=tuple(refused),
         reasons=(
-            *reasons(case, best, candidates, means(measured)),
+            *reasons(problem, best, candidates, means(measured)),
             *(() if beside is None else why(best, *beside, measured, num_layers)),
             *why_sibling(best, known_dispatchers, refused),
-            *why_tuning(case, tuned, table),
+            *why_tuning(problem, tuned, table),
         ),
     )
 
 
-def _made(case: Case, together: Sequence[Candidate]) -> MoEPlan:
+def _made(problem: PlanningProblem, together: Sequence[Candidate]) -> MoEPlan:
     """What the first candidate does, with room for the weights and scratch of all."""
     best = together[0]
-    prefill, decode = (_phase_plan(case, best, phase) for phase in PHASES)
+    prefill, decode = (_phase_plan(problem, best, phase) for phase in PHASES)
     owed = prefill.reduce == decode.reduce == Reduce.LAYER
     return MoEPlan(
         prefill=prefill,
         decode=decode,
         activation_format=best.activation,
         weight_storage=best.storage,
-        compute_dtype=case.compute_dtype,
-        first_expert=case.topology.expert_range(case.spec.num_experts).start,
-        num_local_experts=case.num_local_experts,
+        compute_dtype=problem.compute_dtype,
+        first_expert=problem.topology.expert_range(problem.spec.num_experts).start,
+        num_local_experts=problem.num_local_experts,
         weight_bytes=sum(one.weight_bytes for one in together),
         workspace_bytes=sum(one.workspace_bytes for one in together),
         dispatch_bytes=best.dispatch_bytes,
-        deterministic=case.wishes.deterministic,
+        deterministic=problem.request.deterministic,
         shared_expert=SharedExpert.SHARDED if owed else SharedExpert.WHOLE,
-        shared_expert_beside=case.hardware.device == "cuda" and case.wishes.overlap_shared_expert,
-        two_batches=case.wishes.two_batches,
+        shared_expert_beside=problem.hardware.device == "cuda"
+        and not problem.request.disable_shared_expert_overlap,
+        two_batches=problem.request.enable_two_batch_overlap,
     )
 
 
 def _allowed(
-    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+    problem: PlanningProblem, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[list[Candidate], list[Refusal]]:
     """At least one candidate, the best first, and why others cannot run. Raises PlanRefused."""
-    misarranged = case.topology.refusals()
+    misarranged = problem.topology.refusals()
     impossible = list(misarranged)
     if not misarranged:
-        impossible += layer_refusals(case.spec, case.topology)
-    wished_runners, no_runner = _wished("--moe-runner-backend", case.wishes.runner, runners)
-    wished_dispatchers, no_dispatcher = _wished_dispatchers(case.wishes, dispatchers)
+        impossible += layer_refusals(problem.spec, problem.topology)
+    requested_runners, no_runner = _requested(
+        "--moe-runner-backend", problem.request.moe_runner_backend, runners
+    )
+    requested_dispatchers, no_dispatcher = _requested_dispatchers(problem.request, dispatchers)
     found = [*impossible, *no_runner, *no_dispatcher]
     if misarranged:  # what a rank would hold cannot be told
-        found += case.budget.refusals(in_chunks=any(d.in_chunks for d in wished_dispatchers))
+        found += problem.budget.refusals(in_chunks=any(d.in_chunks for d in requested_dispatchers))
         raise PlanRefused("the ranks cannot be arranged as asked", found)
     # In the place of a name that nothing has, all: what else stands in the way is told too.
-    candidates, refused = search(case, wished_runners or runners, wished_dispatchers or dispatchers)
+    candidates, refused = search(problem, requested_runners or runners, requested_dispatchers or dispatchers)
     if not any(candidate.prefill.in_chunks for candidate in candidates):
-        too_small = case.budget.refusals()
+        too_small = problem.budget.refusals()
         impossible, found = [*too_small, *impossible], [*too_small, *found]
     if found or not candidates:
-        hint = "" if impossible else _hint(case, runners, dispatchers)
+        hint = "" if impossible else _hint(problem, runners, dispatchers)
         # While others can run, a candidate's refusal is no obstacle.
-        blocking = [] if candidates else _obstacles(refused, wished_dispatchers or dispatchers)
+        blocking = [] if candidates else _obstacles(refused, requested_dispatchers or dispatchers)
         raise PlanRefused(
             f"no MoE backend can run this as asked{hint}", list(dict.fromkeys([*found, *blocking]))
         )
@@ -223,30 +248,30 @@ def _obstacles(refused: Sequence[Refusal], dispatchers: Sequence[DispatcherCapab
     return [r for r in refused if r.who.rpartition("dispatcher ")[2] not in barred]
 
 
-def _wished_dispatchers(
-    wishes: Wishes, here: Sequence[DispatcherCapability]
+def _requested_dispatchers(
+    request: PlanRequest, here: Sequence[DispatcherCapability]
 ) -> tuple[list[DispatcherCapability], list[Refusal]]:
-    """As `_wished`; the name of a family stands for its members, a mode for one of them."""
-    mode = wishes.dispatcher_mode
+    """As `_requested`; the name of a family stands for its members, a mode for one of them."""
+    mode = request.deepep_mode
     members = [d for d in here if mode == "auto" or d.mode in ("", mode)]
-    family = [d for d in members if d.family and d.family == wishes.dispatcher]
+    family = [d for d in members if d.family and d.family == request.moe_a2a_backend]
     if family:
         return family, []
-    return _wished("--moe-a2a-backend", wishes.dispatcher, members)
+    return _requested("--moe-a2a-backend", request.moe_a2a_backend, members)
 
 
-def _wished(flag: str, wish: str, here: Sequence[C]) -> tuple[list[C], list[Refusal]]:
+def _requested(flag: str, wanted: str, here: Sequence[C]) -> tuple[list[C], list[Refusal]]:
     """The backends to consider, and a refusal if the one asked for is not `here`."""
-    if wish == "auto":
+    if wanted == "auto":
         return list(here), []
-    asked = [backend for backend in here if backend.name == wish]
+    asked: list[C] = [backend for backend in here if backend.name == wanted or wanted in backend.aliases]
     if asked:
         return asked, []
     names = [backend.name for backend in here]
-    close = get_close_matches(wish, names, n=1)
+    close = get_close_matches(wanted, names, n=1)
     refusal = Refusal(
         who="plan",
-        asked=f"{flag} {wish}",
+        asked=f"{flag} {wanted}",
         limit=f"unknown; there are: {', '.join(names)}",
         remedy=f"use {flag} {close[0] if close else 'auto'}",
     )
@@ -254,28 +279,30 @@ def _wished(flag: str, wish: str, here: Sequence[C]) -> tuple[list[C], list[Refu
 
 
 def _hint(
-    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+    problem: PlanningProblem, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
 ) -> str:
-    """What `auto` would do, if the wishes alone stand in the way."""
-    candidates, _ = search(replace(case, wishes=Wishes()), runners, dispatchers)
-    if case.wishes == Wishes() or not candidates:
+    """What `auto` would do, if the request alone stands in the way."""
+    candidates, _ = search(replace(problem, request=PlanRequest()), runners, dispatchers)
+    if problem.request == PlanRequest() or not candidates:
         return ""
     best = candidates[0]
     return f"; left to auto, runner {best.runner.name} with dispatcher {best.prefill.name} would"
 
 
-def _table(case: Case, best: Candidate, given: TuningTable | None, folder: Path | None) -> TuningTable:
+def _table(
+    problem: PlanningProblem, best: Candidate, given: TuningTable | None, folder: Path | None
+) -> TuningTable:
     """Under --deterministic the rule alone: every machine then runs the same kernels."""
     tuning = best.runner.tuning
-    if tuning is None or case.wishes.deterministic:
+    if tuning is None or problem.request.deterministic:
         return ()
     if given is not None:
         return given
-    share = case.share(best.prefill, Phase.PREFILL, best.storage, best.activation)
-    return tuning.find(share, case.hardware, folder)
+    share = problem.share(best.prefill, Phase.PREFILL, best.storage, best.activation)
+    return tuning.find(share, problem.hardware, folder)
 
 
-def _phase_plan(case: Case, best: Candidate, phase: Phase) -> PhasePlan:
+def _phase_plan(problem: PlanningProblem, best: Candidate, phase: Phase) -> PhasePlan:
     dispatcher = best.dispatcher(phase)
     return PhasePlan(
         phase=phase,
@@ -283,8 +310,8 @@ def _phase_plan(case: Case, best: Candidate, phase: Phase) -> PhasePlan:
         dispatcher=dispatcher.name,
         layout=dispatcher.layout,
         wire_format=best.wire[phase],
-        reduce=Reduce.LAYER if layer_owes_sum(case, dispatcher) else Reduce.NONE,
-        max_tokens=case.rows(dispatcher, phase),
-        combine_format=case.combine_format,
-        chunk=case.budget.capacity if phase == Phase.PREFILL and case.in_chunks(dispatcher) > 1 else 0,
+        reduce=Reduce.LAYER if layer_owes_sum(problem, dispatcher) else Reduce.NONE,
+        max_tokens=problem.rows(dispatcher, phase),
+        combine_format=problem.combine_format,
+        chunk=problem.budget.capacity if phase == Phase.PREFILL and problem.in_chunks(dispatcher) > 1 else 0,
     )

@@ -1,4 +1,7 @@
-"""Runners of a plan: one, or two that take batches by their number of tokens (planning/buckets.py)."""
+"""Runners of a plan: one, or two that take batches by their number of tokens.
+
+planning/runner_by_batch_size.py decides, this computes.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from turnout.moe.spec import MoESpec
 
 def make_runner(spec: MoESpec, plan: MoEPlan, device: torch.device) -> Experts:
     """What computes the experts of one layer as planned."""
-    if plan.buckets:
-        return ByTokens(spec, plan, device)
+    if plan.runner_by_batch_size:
+        return RunnerByBatchSize(spec, plan, device)
     runner: Experts = RUNNERS.load(plan.prefill.runner)(spec, plan, device)
     return runner
 
@@ -31,19 +34,19 @@ def _named(name: str, spec: MoESpec, plan: MoEPlan, device: torch.device) -> Run
         prefill=replace(plan.prefill, runner=name),
         decode=replace(plan.decode, runner=name),
         tiles=plan.tiles if RUNNERS[name].tuning is not None else (),
-        buckets=(),
+        runner_by_batch_size=(),
     )
     runner: Runner = RUNNERS.load(name)(spec, alone, device)
     return runner
 
 
-class ByTokens:
-    """Several runners, each with the weights in its own form; a batch goes to the one of its bucket."""
+class RunnerByBatchSize:
+    """Several runners, each with the weights in its own form; a batch goes to the one for its size."""
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
-        self._bounds = [most for most, _ in plan.buckets]
+        self._bounds = [most for most, _ in plan.runner_by_batch_size]
         self.parts = {name: _named(name, spec, plan, device) for name in dict.fromkeys(plan.runners)}
-        self._runners = [self.parts[name] for _, name in plan.buckets]
+        self._runners = [self.parts[name] for _, name in plan.runner_by_batch_size]
         first, *others = (runner.capability for runner in self.parts.values())
         self.capability = replace(
             first,
@@ -61,12 +64,12 @@ class ByTokens:
             runner.update(experts)
 
     def same_bits(self, tokens: int) -> range:
-        """What the bucket's runner promises, within the bucket."""
+        """What the runner for this size promises, among sizes that it computes."""
         place = bisect_left(self._bounds, tokens)
         promised = self._runners[place].same_bits(tokens)
         low = self._bounds[place - 1] + 1 if place else 0
         return range(max(promised.start, low), min(promised.stop, self._bounds[place] + 1))
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
-        assert isinstance(batch, TokensBatch), "buckets are for plans of tokens"
+        assert isinstance(batch, TokensBatch), "sizes of batches are in tokens"
         return self._runners[bisect_left(self._bounds, len(batch.topk_ids))](batch)

@@ -13,7 +13,7 @@ from turnout.engine.ranks.rendezvous import share_plan
 from turnout.errors import UserError
 from turnout.moe.backends.hopper.kernels import Plain
 from turnout.moe.backends.hopper.tile_config import LayerTiles
-from turnout.moe.planning.runner_by_batch_size import ALL, Buckets, Times
+from turnout.moe.planning.runner_by_batch_size import ALL, BatchSizes, Times
 from turnout.parallel.hardware import GB, Hardware
 
 
@@ -43,7 +43,7 @@ def test_hosts_of_different_memory_keep_as_many_pages_as_all_have(ranks, tmp_pat
     assert alone.num_pages < resolve(config, rank=0).num_pages
 
 
-def settled(rank: Rank, config: Config, measured: list[Times]) -> tuple[str, str, Buckets]:
+def settled(rank: Rank, config: Config, measured: list[Times]) -> tuple[str, str, BatchSizes]:
     """The runner planned with this host's times, and what all agree on."""
     host = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=8 * GB, present=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,17 +51,17 @@ def settled(rank: Rank, config: Config, measured: list[Times]) -> tuple[str, str
         engine_plan = resolve(config, host, rank=rank.number, measured=measured[rank.number])
         common = share_plan(engine_plan, rank.groups(dp_size=2, ep_size=2))
     assert common.hardware == engine_plan.hardware
-    return engine_plan.plan.prefill.runner, common.plan.prefill.runner, common.plan.buckets
+    return engine_plan.plan.prefill.runner, common.plan.prefill.runner, common.plan.runner_by_batch_size
 
 
 def test_hosts_that_measured_otherwise_choose_by_the_first_ones_times(ranks, tmp_path):
     config = write(tmp_path, tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
     first = {"torch": {1: 9.0, 64: 10.0}, "Dawdles": {1: 1.0, 64: 100.0}}
     other = {"torch": {1: 9.0, 64: 10.0}, "Dawdles": {1: 1.0, 64: 1.0}}
-    buckets = ((8, "Dawdles"), (ALL, "torch"))
+    sizes = ((8, "Dawdles"), (ALL, "torch"))
     assert ranks(2).run(settled, config, [first, other]) == [
-        ("torch", "torch", buckets),
-        ("Dawdles", "torch", buckets),
+        ("torch", "torch", sizes),
+        ("Dawdles", "torch", sizes),
     ]
 
 

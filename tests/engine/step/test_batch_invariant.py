@@ -15,7 +15,7 @@ from turnout import LLM, SamplingParams
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
 from turnout.errors import PlanRefused
-from turnout.moe.planning import packages
+from turnout.moe.capabilities import packages
 from turnout.parallel import hardware
 
 SETTINGS = {

@@ -11,10 +11,10 @@ from tests.moe.broken import BROKEN, offer
 from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import CPU, dispatcher, make, runner
 from turnout.moe.batch import Hidden, TokensBatch
-from turnout.moe.plan import MoEPlan, Wishes
+from turnout.moe.plan import MoEPlan, PlanRequest
 from turnout.moe.planning.runner_by_batch_size import ALL
 from turnout.moe.reference import experts_reference
-from turnout.moe.runner_by_batch_size import ByTokens, make_runner
+from turnout.moe.runner_by_batch_size import RunnerByBatchSize, make_runner
 from turnout.parallel.hardware import GB
 
 TIMES = {"oak": {1: 10.0, 16: 100.0, 256: 3000.0}, "elm": {1: 40.0, 16: 95.0, 256: 450.0}}
@@ -29,7 +29,7 @@ def test_the_faster_at_a_size_takes_batches_of_it():
     """In the mean elm is the better; oak is 4 times as fast at one token."""
     plan = planned()
     assert (plan.prefill.runner, plan.decode.runner) == ("elm", "elm")
-    assert plan.buckets == ((4, "oak"), (ALL, "elm"))  # between 1 and 16 the nearer as a ratio
+    assert plan.runner_by_batch_size == ((4, "oak"), (ALL, "elm"))  # between 1 and 16 the nearer as a ratio
     assert plan.runners == ("elm", "oak")
     alone = planned(measured={"elm": TIMES["elm"]})
     assert plan.weight_bytes == 2 * alone.weight_bytes
@@ -44,13 +44,16 @@ def test_the_faster_at_a_size_takes_batches_of_it():
         {"measured": {}},
         {"measured": {"oak": {1: 10.0}, "elm": {1: 9.5}}},  # not worth it
         {"measured": {"oak": {1: 10.0}, "elm": {4: 1.0}}},  # no size in common
-        {"wishes": Wishes(runner="oak")},
-        {"wishes": Wishes(weight_storage="packed"), "elm": {"weight_storages": frozenset({"decoded"})}},
+        {"request": PlanRequest(moe_runner_backend="oak")},
+        {
+            "request": PlanRequest(moe_weight_storage="packed"),
+            "elm": {"weight_storages": frozenset({"decoded"})},
+        },
         {"hardware": replace(CPU, memory_bytes=GB)},  # room for one copy only
     ],
 )
 def test_one_runner_does_where_a_second_gains_nothing_or_cannot(given: dict):
-    assert planned(**given).buckets == ()
+    assert planned(**given).runner_by_batch_size == ()
 
 
 def test_a_deterministic_plan_has_one_runner():
@@ -58,19 +61,19 @@ def test_a_deterministic_plan_has_one_runner():
     plan = make(
         runners=[runner("oak", **invariant), runner("elm", **invariant)],
         measured=TIMES,
-        wishes=Wishes(deterministic=True),
+        request=PlanRequest(deterministic=True),
         dispatchers=[dispatcher(**invariant)],
     )
-    assert plan.buckets == ()
+    assert plan.runner_by_batch_size == ()
 
 
-def test_batches_go_to_the_runner_of_their_bucket(monkeypatch: pytest.MonkeyPatch):
+def test_batches_go_to_the_runner_for_their_size(monkeypatch: pytest.MonkeyPatch):
     offer(monkeypatch, "MindsCompany")
     spec = make_spec()
-    plan = replace(make_plan(spec), buckets=((4, "torch"), (ALL, "MindsCompany")))
+    plan = replace(make_plan(spec), runner_by_batch_size=((4, "torch"), (ALL, "MindsCompany")))
     experts = make_experts(spec)
     both = make_runner(spec, plan, torch.device("cpu"))
-    assert isinstance(both, ByTokens)
+    assert isinstance(both, RunnerByBatchSize)
     both.prepare(experts)
     called = []
     monkeypatch.setattr(BROKEN["MindsCompany"], "__call__", watched(BROKEN["MindsCompany"], called))
@@ -99,7 +102,7 @@ def watched(cls, called: list[int]):
 def test_updates_reach_both(monkeypatch: pytest.MonkeyPatch):
     offer(monkeypatch, "MindsCompany")
     spec = make_spec()
-    plan = replace(make_plan(spec), buckets=((1, "torch"), (ALL, "MindsCompany")))
+    plan = replace(make_plan(spec), runner_by_batch_size=((1, "torch"), (ALL, "MindsCompany")))
     both = make_runner(spec, plan, torch.device("cpu"))
     both.prepare(make_experts(spec))
     other = make_experts(spec, seed=5)

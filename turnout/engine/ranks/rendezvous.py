@@ -77,7 +77,7 @@ def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
         "page size": engine_plan.page_size,
         "prefill": plan.prefill,
         "decode": plan.decode,
-        "runners by batch size": plan.buckets,
+        "runners by batch size": plan.runner_by_batch_size,
         "activations": plan.activation_format,
         "shared expert": plan.shared_expert,
         "decode graphs": why_no_graphs(engine_plan) or graph_sizes(engine_plan.config),

@@ -99,6 +99,7 @@ class DispatcherCapability:
     summary: str
     layout: Layout
     implementation: str = ""  # as of a runner
+    aliases: tuple[str, ...] = ()  # other names that --moe-a2a-backend takes
     exchange: Exchange = Exchange.GATHER
     wire_formats: frozenset[Format] = frozenset({Format.BF16})
     wire_needs: tuple[WireNeed, ...] = ()

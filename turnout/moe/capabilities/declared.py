@@ -35,8 +35,14 @@ class Declared(Generic[C]):
                 found[declared.name] = declared
         return found
 
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other names of some of them."""
+        return {alias: name for name, declared in self.entries.items() for alias in declared.aliases}
+
     def __getitem__(self, name: str) -> C:
-        """Raises UserError naming the known ones."""
+        """By name or alias. Raises UserError naming the known ones."""
+        name = self.aliases.get(name, name)
         if name not in self.entries:
             raise UserError(f"unknown {self._kind} {name!r}; known: {', '.join(self)}")
         return self.entries[name]

@@ -64,7 +64,7 @@ class DispatchShare:
 
 def received_bytes(share: DispatchShare) -> int:
     """Of a dispatcher that keeps what it receives: per row the token as dispatched, its result to combine,
-    and ids and weights (8 k). The "experts" layout keeps a slab of that many rows for every local expert,
-    since all may choose the same one."""
+    and ids and weights (8 k). The "batched_experts" layout keeps a slab of that many rows for every local
+    expert, since all may choose the same one."""
     slabs = share.num_local_experts if share.layout == Layout.BATCHED_EXPERTS else 1
     return share.rows * (slabs * (share.token + share.result) + 8 * share.spec.top_k)

@@ -18,8 +18,8 @@ from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapa
 from turnout.moe.capabilities.limits import OTHER_DISPATCHER
 from turnout.moe.capabilities.rank_share import DispatchShare
 from turnout.moe.planning.backend_refusals import OTHER_RUNNER, dispatcher_refusals, runner_refusals
-from turnout.moe.planning.compatibility import pair_refusals, wire_format
-from turnout.moe.planning.problem import PHASES, Case
+from turnout.moe.planning.compatibility import compatibility_refusals, wire_format
+from turnout.moe.planning.problem import PHASES, PlanningProblem
 from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
 
 
@@ -43,35 +43,37 @@ class Candidate:
 
 
 def search(
-    case: Case, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
+    problem: PlanningProblem, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[list[Candidate], list[Refusal]]:
     """All that can run, the best first, and every reason why the rest cannot. Either may be empty."""
     working, refused = [], []
-    dispatchers = [dispatcher.on(case.hardware) for dispatcher in dispatchers]
+    dispatchers = [dispatcher.on(problem.hardware) for dispatcher in dispatchers]
     for dispatcher in dispatchers:
-        reasons = dispatcher_refusals(dispatcher, case.spec, case.topology, case.hardware, case.compute_dtype)
-        reasons += _variance_refusals(case, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
-        reasons += _turn_refusals(case, dispatcher) + _return_refusals(case, dispatcher)
+        reasons = dispatcher_refusals(
+            dispatcher, problem.spec, problem.topology, problem.hardware, problem.compute_dtype
+        )
+        reasons += _variance_refusals(problem, f"dispatcher {dispatcher.name}", dispatcher, OTHER_DISPATCHER)
+        reasons += _turn_refusals(problem, dispatcher) + _return_refusals(problem, dispatcher)
         refused += reasons
         if not reasons:
             working.append(dispatcher)
-    serving, too_large = _serving(case, dispatchers)
+    serving, too_large = _serving(problem, dispatchers)
     refused += too_large
     candidates = []
     for place, runner in enumerate(runners):
-        own = runner_refusals(runner, case.spec, case.topology, case.hardware, case.compute_dtype)
-        own += _variance_refusals(case, f"runner {runner.name}", runner, OTHER_RUNNER)
-        activations, no_activation = _activations(case, runner)
-        storages, no_storage = _storages(case, runner)
-        feeders, no_feeder = _feeders(case, runner, dispatchers)
+        own = runner_refusals(runner, problem.spec, problem.topology, problem.hardware, problem.compute_dtype)
+        own += _variance_refusals(problem, f"runner {runner.name}", runner, OTHER_RUNNER)
+        activations, no_activation = _activations(problem, runner)
+        storages, no_storage = _storages(problem, runner)
+        feeders, no_feeder = _feeders(problem, runner, dispatchers)
         refused += [*own, *no_activation, *no_storage, *no_feeder]
         if own:
             continue
         feeders = [(at, dispatcher) for at, dispatcher in feeders if dispatcher in working]
         prefills, decodes = ([(at, d) for at, d in feeders if d in serving[phase]] for phase in PHASES)
         for choice in product(enumerate(activations), enumerate(storages), prefills, decodes):
-            candidate = _join(case, (place, runner), *choice)
-            reasons = _layout_refusals(candidate) or _memory_refusals(case, candidate)
+            candidate = _join(problem, (place, runner), *choice)
+            reasons = _layout_refusals(candidate) or _memory_refusals(problem, candidate)
             if not reasons:
                 candidates.append(candidate)
             elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
@@ -80,9 +82,9 @@ def search(
 
 
 def _variance_refusals(
-    case: Case, who: str, backend: RunnerCapability | DispatcherCapability, other: str
+    problem: PlanningProblem, who: str, backend: RunnerCapability | DispatcherCapability, other: str
 ) -> list[Refusal]:
-    if backend.batch_invariant or not case.wishes.deterministic:
+    if backend.batch_invariant or not problem.request.deterministic:
         return []
     return [
         Refusal(
@@ -94,8 +96,8 @@ def _variance_refusals(
     ]
 
 
-def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal]:
-    if dispatcher.in_turns or not case.wishes.two_batches:
+def _turn_refusals(problem: PlanningProblem, dispatcher: DispatcherCapability) -> list[Refusal]:
+    if dispatcher.in_turns or not problem.request.enable_two_batch_overlap:
         return []
     return [
         Refusal(
@@ -107,15 +109,15 @@ def _turn_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal
     ]
 
 
-def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refusal]:
-    wish, H = case.wishes.combine_format, case.spec.hidden_size
-    if wish in ("auto", Format.BF16):
+def _return_refusals(problem: PlanningProblem, dispatcher: DispatcherCapability) -> list[Refusal]:
+    wanted, H = problem.request.moe_combine_dtype, problem.spec.hidden_size
+    if wanted in ("auto", Format.BF16):
         return []
-    back = Format(wish)
-    if not case.moves(dispatcher):
+    back = Format(wanted)
+    if not problem.moves(dispatcher):
         asked, limit = (
-            f" with --dp-size {case.topology.dp_size}",
-            "no result travels: every rank has them all",
+            f" with --dp-size {problem.topology.dp_size}",
+            "no result is sent: every rank has them all",
         )
     elif back not in dispatcher.combine_formats:
         asked, limit = "", f"brings results back in {listed(dispatcher.combine_formats)}"
@@ -126,7 +128,7 @@ def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refus
     return [
         Refusal(
             who=f"dispatcher {dispatcher.name}",
-            asked=f"--moe-combine-dtype {wish}{asked}",
+            asked=f"--moe-combine-dtype {wanted}{asked}",
             limit=limit,
             remedy=f"use --moe-combine-dtype auto, or {OTHER_DISPATCHER}",
         )
@@ -134,39 +136,39 @@ def _return_refusals(case: Case, dispatcher: DispatcherCapability) -> list[Refus
 
 
 def _serving(
-    case: Case, dispatchers: Sequence[DispatcherCapability]
+    problem: PlanningProblem, dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[dict[Phase, list[DispatcherCapability]], list[Refusal]]:
     """Which dispatchers take steps as large as the budget's, by phase, and why the others do not."""
     serving: dict[Phase, list[DispatcherCapability]] = {phase: [] for phase in PHASES}
     refused = []
     for phase, dispatcher in product(PHASES, dispatchers):
-        reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, case.budget)
+        reasons = dispatcher.limits.phase_refusals(f"dispatcher {dispatcher.name}", phase, problem.budget)
         if dispatcher.exchange == Exchange.ALL_TO_ALL:
-            reasons += case.budget.refusals(in_chunks=dispatcher.in_chunks)
+            reasons += problem.budget.refusals(in_chunks=dispatcher.in_chunks)
         refused += reasons
         if not reasons:
             serving[phase].append(dispatcher)
     return serving, refused
 
 
-def _activations(case: Case, runner: RunnerCapability) -> tuple[list[Format], list[Refusal]]:
+def _activations(problem: PlanningProblem, runner: RunnerCapability) -> tuple[list[Format], list[Refusal]]:
     """What this runner's GEMMs may multiply with, best first.
 
     The checkpoint's own format where it asks for it and both device and runner do it natively; else bf16.
     """
-    wish = case.wishes.activation_format
+    wanted = problem.request.moe_activation_dtype
     choices = [Format.BF16]
-    if case.spec.format == Format.NVFP4:
+    if problem.spec.format == Format.NVFP4:
         choices = (
             [Format.NVFP4, Format.BF16]
-            if case.native_fp4 and runner.fp4_units
+            if problem.native_fp4 and runner.fp4_units
             else [Format.BF16, Format.NVFP4]
         )
-    elif case.spec.format == Format.FP8:
+    elif problem.spec.format == Format.FP8:
         choices = [Format.FP8, Format.BF16] if runner.fp8_units else [Format.BF16, Format.FP8]
     allowed, refused = [], []
-    for choice in choices if wish == "auto" else [Format(wish)]:
-        refusal = _activation_refusal(case, runner, choice)
+    for choice in choices if wanted == "auto" else [Format(wanted)]:
+        refusal = _activation_refusal(problem, runner, choice)
         if refusal is None:
             allowed.append(choice)
         else:
@@ -174,9 +176,9 @@ def _activations(case: Case, runner: RunnerCapability) -> tuple[list[Format], li
     return allowed, refused
 
 
-def _activation_refusal(case: Case, runner: RunnerCapability, choice: Format) -> Refusal | None:
-    spec, who, asked = case.spec, f"runner {runner.name}", f"--moe-activation-dtype {choice}"
-    inner, group = spec.intermediate_size // case.topology.expert_tp, FORMATS[Format.FP8].group
+def _activation_refusal(problem: PlanningProblem, runner: RunnerCapability, choice: Format) -> Refusal | None:
+    spec, who, asked = problem.spec, f"runner {runner.name}", f"--moe-activation-dtype {choice}"
+    inner, group = spec.intermediate_size // problem.topology.expert_tp, FORMATS[Format.FP8].group
     if choice == Format.NVFP4 and spec.format != Format.NVFP4:
         limit = f"W4A4 needs NVFP4 weights; the checkpoint's experts are {spec.format}"
         remedy = "use --moe-activation-dtype auto, or `turnout quantize MODEL OUT --format nvfp4`"
@@ -215,22 +217,27 @@ def _activation_refusal(case: Case, runner: RunnerCapability, choice: Format) ->
     return Refusal(who=who, asked=asked, limit=limit, remedy=remedy)
 
 
-def _storages(case: Case, runner: RunnerCapability) -> tuple[list[WeightStorage], list[Refusal]]:
+def _storages(
+    problem: PlanningProblem, runner: RunnerCapability
+) -> tuple[list[WeightStorage], list[Refusal]]:
     """How this runner may keep the weights, best first."""
-    wish = case.wishes.weight_storage
-    if wish == "auto":
-        unpacks = case.spec.format not in runner.fast_packed
+    wanted = problem.request.moe_weight_storage
+    if wanted == "auto":
+        unpacks = problem.spec.format not in runner.fast_packed
         packed, decoded = WeightStorage.PACKED, WeightStorage.DECODED
-        best_first = [decoded, packed] if unpacks and case.decode_once() else [packed, decoded]
-        if case.weight_bytes(decoded) <= case.weight_bytes(packed) and decoded in runner.weight_storages:
+        best_first = [decoded, packed] if unpacks and problem.decode_once() else [packed, decoded]
+        if (
+            problem.weight_bytes(decoded) <= problem.weight_bytes(packed)
+            and decoded in runner.weight_storages
+        ):
             best_first = [decoded]  # nothing is gained by unpacking at each use
         return [s for s in best_first if s in runner.weight_storages], []
-    if wish in runner.weight_storages:
-        return [WeightStorage(wish)], []
+    if wanted in runner.weight_storages:
+        return [WeightStorage(wanted)], []
     return [], [
         Refusal(
             who=f"runner {runner.name}",
-            asked=f"--moe-weight-storage {wish}",
+            asked=f"--moe-weight-storage {wanted}",
             limit=f"keeps weights {listed(runner.weight_storages)}",
             remedy=f"use --moe-weight-storage auto, or {OTHER_RUNNER}",
         )
@@ -238,13 +245,17 @@ def _storages(case: Case, runner: RunnerCapability) -> tuple[list[WeightStorage]
 
 
 def _feeders(
-    case: Case, runner: RunnerCapability, dispatchers: Sequence[DispatcherCapability]
+    problem: PlanningProblem, runner: RunnerCapability, dispatchers: Sequence[DispatcherCapability]
 ) -> tuple[list[tuple[int, DispatcherCapability]], list[Refusal]]:
     """The dispatchers that can feed this runner, each with its place in `dispatchers`."""
     feeders, refused = [], []
     for place, dispatcher in enumerate(dispatchers):
-        reasons = pair_refusals(
-            runner, dispatcher, case.spec, case.wishes.dispatch_format, dp_size=case.topology.dp_size
+        reasons = compatibility_refusals(
+            runner,
+            dispatcher,
+            problem.spec,
+            problem.request.moe_dispatch_dtype,
+            dp_size=problem.topology.dp_size,
         )
         refused += reasons
         if not reasons:
@@ -253,7 +264,7 @@ def _feeders(
 
 
 def _join(
-    case: Case,
+    problem: PlanningProblem,
     runner_at: tuple[int, RunnerCapability],
     activation_at: tuple[int, Format],
     storage_at: tuple[int, WeightStorage],
@@ -273,10 +284,10 @@ def _join(
         phase: wire_format(
             runner,
             feeds[phase],
-            case.spec,
-            case.wishes.dispatch_format,
+            problem.spec,
+            problem.request.moe_dispatch_dtype,
             activation,
-            dp_size=case.topology.dp_size,
+            dp_size=problem.topology.dp_size,
         )
         for phase in PHASES
     }
@@ -287,62 +298,70 @@ def _join(
         activation=activation,
         storage=storage,
         wire=wire,
-        weight_bytes=case.weight_bytes(storage, runner) * copies,
+        weight_bytes=problem.weight_bytes(storage, runner) * copies,
         workspace_bytes=max(
-            runner.workspace(case.share(feeds[phase], phase, storage, activation)) for phase in PHASES
+            runner.workspace(problem.share(feeds[phase], phase, storage, activation)) for phase in PHASES
         ),
-        dispatch_bytes=_dispatch_bytes(case, feeds, wire),
+        dispatch_bytes=_dispatch_bytes(problem, feeds, wire),
         order=(
             -runner.preference,
             runner_place,
             activation_place,
             storage_place,
-            case.large_prefill_us(prefill, storage, wire[Phase.PREFILL]),
-            case.crowds(prefill),
+            problem.large_prefill_us(prefill, storage, wire[Phase.PREFILL]),
+            problem.crowds(prefill),
             Phase.PREFILL not in prefill.made_for,
-            case.moves(prefill),
+            problem.moves(prefill),
             -prefill.preference,
             prefill_place,
-            case.crowds(decode),
+            problem.crowds(decode),
             Phase.DECODE not in decode.made_for,
-            case.moves(decode),
+            problem.moves(decode),
             -decode.preference,
             decode_place,
         ),
     )
 
 
-def _dispatch_bytes(case: Case, feeds: dict[Phase, DispatcherCapability], wire: dict[Phase, Format]) -> int:
+def _dispatch_bytes(
+    problem: PlanningProblem, feeds: dict[Phase, DispatcherCapability], wire: dict[Phase, Format]
+) -> int:
     """One dispatcher's buffers serve both phases; two have their own."""
     needed: dict[str, int] = {}
     for phase, dispatcher in feeds.items():
-        if not case.moves(dispatcher):
+        if not problem.moves(dispatcher):
             continue
         size = dispatcher.buffers(
             DispatchShare(
-                spec=case.spec,
+                spec=problem.spec,
                 layout=dispatcher.layout,
-                rows=case.rows(dispatcher, phase),
-                num_local_experts=case.num_local_experts,
+                rows=problem.rows(dispatcher, phase),
+                num_local_experts=problem.num_local_experts,
                 wire_format=wire[phase],
-                combine_format=case.combine_format,
-                itemsize=case.itemsize,
-                ranks=case.topology.tp_size,
-                batches=2 if case.wishes.two_batches else 1,
+                combine_format=problem.combine_format,
+                itemsize=problem.itemsize,
+                ranks=problem.topology.tp_size,
+                batches=2 if problem.request.enable_two_batch_overlap else 1,
             )
         )
         needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
     return sum(needed.values())
 
 
-def _needed(case: Case, candidate: Candidate) -> int:
+def _needed(problem: PlanningProblem, candidate: Candidate) -> int:
     """Experts of all layers and the shared buffers; the rest of the model comes on top."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
     workspace = max(
-        candidate.runner.workspace(case.share(feeds[phase], phase, candidate.storage, candidate.activation))
+        candidate.runner.workspace(
+            problem.share(feeds[phase], phase, candidate.storage, candidate.activation)
+        )
         for phase in PHASES
     )
-    return candidate.weight_bytes * case.num_layers + workspace + _dispatch_bytes(case, feeds, candidate.wire)
+    return (
+        candidate.weight_bytes * problem.num_layers
+        + workspace
+        + _dispatch_bytes(problem, feeds, candidate.wire)
+    )
 
 
 def _layout_refusals(candidate: Candidate) -> list[Refusal]:
@@ -361,35 +380,35 @@ def _layout_refusals(candidate: Candidate) -> list[Refusal]:
     ]
 
 
-def _memory_refusals(case: Case, candidate: Candidate) -> list[Refusal]:
+def _memory_refusals(problem: PlanningProblem, candidate: Candidate) -> list[Refusal]:
     """What a rank needs against the whole device."""
-    needed = _needed(case, candidate)
-    if needed <= case.hardware.memory_bytes:
+    needed = _needed(problem, candidate)
+    if needed <= problem.hardware.memory_bytes:
         return []
-    experts = candidate.weight_bytes * case.num_layers
+    experts = candidate.weight_bytes * problem.num_layers
 
     def fits(smaller: Budget) -> bool:
-        return _needed(replace(case, budget=smaller), candidate) <= case.hardware.memory_bytes
+        return _needed(replace(problem, budget=smaller), candidate) <= problem.hardware.memory_bytes
 
-    remedies = sizes.fewer_tokens(case.budget, fits, in_chunks=candidate.prefill.in_chunks)
+    remedies = sizes.fewer_tokens(problem.budget, fits, in_chunks=candidate.prefill.in_chunks)
     if experts > needed // 2:
-        packed = case.weight_bytes(WeightStorage.PACKED)
+        packed = problem.weight_bytes(WeightStorage.PACKED)
         if candidate.storage == WeightStorage.DECODED and packed < candidate.weight_bytes:
             remedies.append("use --moe-weight-storage packed")
-        if case.spec.format == Format.BF16:
+        if problem.spec.format == Format.BF16:
             remedies.append("convert the checkpoint with `turnout quantize`")
-        if case.hardware.device == "cuda":  # ranks of a CPU share its memory
+        if problem.hardware.device == "cuda":  # ranks of a CPU share its memory
             remedies.append("divide the experts among more ranks (--tp-size)")
     remedies.append("take a device with more memory")
     dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
     return [
         Refusal(
             who=f"runner {candidate.runner.name} with dispatcher {dispatchers}",
-            asked=f"experts of {case.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
+            asked=f"experts of {problem.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
             f"workspace {gigabytes(candidate.workspace_bytes)}, "
             f"dispatch buffers {gigabytes(candidate.dispatch_bytes)} for "
-            f"{case.rows(candidate.prefill, Phase.PREFILL)} tokens",
-            limit=f"{case.hardware.name} has {gigabytes(case.hardware.memory_bytes)}",
+            f"{problem.rows(candidate.prefill, Phase.PREFILL)} tokens",
+            limit=f"{problem.hardware.name} has {gigabytes(problem.hardware.memory_bytes)}",
             remedy=", or ".join(remedies),
         )
     ]

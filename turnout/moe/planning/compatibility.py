@@ -12,15 +12,15 @@ from turnout.moe.spec import MoESpec
 from turnout.vocabulary import Format
 
 
-def pair_refusals(
+def compatibility_refusals(
     runner: RunnerCapability,
     dispatcher: DispatcherCapability,
     spec: MoESpec,
-    wish: str = "auto",
+    wanted: str = "auto",
     *,
     dp_size: int = 1,
 ) -> list[Refusal]:
-    """Why this runner cannot be fed by this dispatcher. `wish`: a wire format, or "auto"."""
+    """Why this runner cannot be fed by this dispatcher. `wanted`: a wire format, or "auto"."""
     who = f"runner {runner.name} with dispatcher {dispatcher.name}"
     found = []
     if dispatcher.layout not in runner.layouts:
@@ -32,17 +32,17 @@ def pair_refusals(
                 remedy=f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
             )
         )
-    asked = f"--moe-dispatch-dtype {wish}"
-    if wish not in ("auto", Format.BF16) and not moves(dispatcher.exchange, dp_size=dp_size):
+    asked = f"--moe-dispatch-dtype {wanted}"
+    if wanted not in ("auto", Format.BF16) and not moves(dispatcher.exchange, dp_size=dp_size):
         found.append(
             Refusal(
                 who=f"dispatcher {dispatcher.name}",
                 asked=f"{asked} with --dp-size {dp_size}",
-                limit="no token travels, for every rank holds them all",
+                limit="no token is dispatched: every rank holds them all",
                 remedy=f"use --moe-dispatch-dtype auto, or {OTHER_DISPATCHER}",
             )
         )
-    elif wish == Format.NVFP4 and not spec.quantized_activations:
+    elif wanted == Format.NVFP4 and not spec.quantized_activations:
         found.append(
             Refusal(
                 who="wire",
@@ -52,7 +52,7 @@ def pair_refusals(
                 "`turnout quantize MODEL OUT --format nvfp4 --calibrate`",
             )
         )
-    elif not _wire_formats(runner, dispatcher, spec, wish, dp_size):
+    elif not _wire_formats(runner, dispatcher, spec, wanted, dp_size):
         sends = listed((*dispatcher.wire_formats, *dispatcher.withheld))
         found.append(
             Refusal(
@@ -62,7 +62,7 @@ def pair_refusals(
                 f"{listed(runner.wire_formats)}; fp8 and nvfp4 need a hidden size divisible by "
                 f"{FORMATS[Format.FP8].group} and {FORMATS[Format.NVFP4].group}",
                 remedy="use --moe-dispatch-dtype auto"
-                if wish != "auto"
+                if wanted != "auto"
                 else f"{OTHER_RUNNER}, or {OTHER_DISPATCHER}",
             )
         )
@@ -73,7 +73,7 @@ def wire_format(
     runner: RunnerCapability,
     dispatcher: DispatcherCapability,
     spec: MoESpec,
-    wish: str,
+    wanted: str,
     activation_format: Format,
     *,
     dp_size: int = 1,
@@ -83,7 +83,7 @@ def wire_format(
     The GEMMs' own format when both sides speak it: quantised before the wire instead of after it, the
     values are the same and the bytes fewer. Otherwise unquantised, which costs no accuracy.
     """
-    shared = _wire_formats(runner, dispatcher, spec, wish, dp_size)
+    shared = _wire_formats(runner, dispatcher, spec, wanted, dp_size)
     for choice in (activation_format, Format.BF16):
         if choice in shared:
             return choice
@@ -91,11 +91,11 @@ def wire_format(
 
 
 def _wire_formats(
-    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wish: str, dp_size: int
+    runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wanted: str, dp_size: int
 ) -> set[Format]:
     """Tokens that do not travel stay as they are; NVFP4 needs scales that calibration left."""
     possible = set(WIRE_FORMATS) if moves(dispatcher.exchange, dp_size=dp_size) else {Format.BF16}
     if not spec.quantized_activations:
         possible -= {Format.NVFP4}
     shared = runner.wire_formats & dispatcher.wire_formats & possible
-    return {f for f in shared if spec.hidden_size % FORMATS[f].group == 0 and wish in ("auto", f)}
+    return {f for f in shared if spec.hidden_size % FORMATS[f].group == 0 and wanted in ("auto", f)}

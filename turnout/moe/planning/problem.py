@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from turnout.formats.spec import ITEMSIZE, token_bytes
 from turnout.moe import budget as sizes
@@ -21,30 +21,35 @@ SPARSE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user asked for; "auto" may be anything that is allowed."""
+class PlanRequest:
+    """What the user asked for, by the names of the flags; "auto" may be anything that is allowed."""
 
-    runner: str = "auto"
-    dispatcher: str = "auto"  # a name, or that of a family
-    dispatcher_mode: str = "auto"  # which of a family
-    dispatch_format: str = "auto"  # auto, bf16, fp8, nvfp4
-    combine_format: str = "auto"  # auto, bf16, fp8
-    activation_format: str = "auto"  # auto, bf16 (weight-only), fp8 (W8A8, W4A8), nvfp4 (W4A4)
-    weight_storage: str = "auto"  # auto, packed, decoded
+    moe_runner_backend: str = "auto"  # a runner, or an alias of one
+    moe_a2a_backend: str = "auto"  # a dispatcher, or a family of them
+    deepep_mode: str = "auto"  # which of a family
+    moe_dispatch_dtype: str = "auto"  # auto, bf16, fp8, nvfp4
+    moe_combine_dtype: str = "auto"  # auto, bf16, fp8
+    moe_activation_dtype: str = "auto"  # auto, bf16 (weight-only), fp8 (W8A8, W4A8), nvfp4 (W4A4)
+    moe_weight_storage: str = "auto"  # auto, packed, decoded
     deterministic: bool = False  # a token's bits must not depend on what else is in the batch
-    overlap_shared_expert: bool = True
-    two_batches: bool = False  # large steps as two micro-batches, one computing while the other travels
+    disable_shared_expert_overlap: bool = False
+    enable_two_batch_overlap: bool = False  # large steps as two micro-batches
+
+    @classmethod
+    def of(cls, config: object) -> PlanRequest:
+        """The fields of `config` that have the same names."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlanningProblem:
     """The question put to every candidate."""
 
     spec: MoESpec
     topology: Topology
     budget: Budget
     hardware: Hardware
-    wishes: Wishes
+    request: PlanRequest
     compute_dtype: str
     stored_itemsize: int  # of unquantised weights in the checkpoint
     num_layers: int
@@ -111,7 +116,11 @@ class Case:
     @property
     def combine_format(self) -> Format:
         """The format of results on their way back: the compute dtype, unless asked for."""
-        return Format.BF16 if self.wishes.combine_format == "auto" else Format(self.wishes.combine_format)
+        return (
+            Format.BF16
+            if self.request.moe_combine_dtype == "auto"
+            else Format(self.request.moe_combine_dtype)
+        )
 
     def share(
         self, dispatcher: DispatcherCapability, phase: Phase, storage: WeightStorage, activations: Format

@@ -10,43 +10,45 @@ from turnout.moe.capabilities.capability import DispatcherCapability
 from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.planning.candidates import Candidate
 from turnout.moe.planning.hardware_evidence import evidence
-from turnout.moe.planning.problem import PHASES, Case
+from turnout.moe.planning.problem import PHASES, PlanningProblem
 from turnout.vocabulary import Format, Phase, WeightStorage
 
 
 def reasons(
-    case: Case, best: Candidate, candidates: Sequence[Candidate], measured: Mapping[str, float]
+    problem: PlanningProblem, best: Candidate, candidates: Sequence[Candidate], measured: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Why each choice was made, one line each."""
     others = {c.runner.name: c.runner.preference for c in candidates}
-    why = _why("--moe-runner-backend", case.wishes.runner, best.runner.name, others)
-    if case.wishes.runner == "auto" and len(others) > 1 and best.runner.name in measured:
+    why = _why("--moe-runner-backend", problem.request.moe_runner_backend, best.runner.name, others)
+    if problem.request.moe_runner_backend == "auto" and len(others) > 1 and best.runner.name in measured:
         why = _why_measured(best.runner.name, others, measured)
-    elif case.wishes.runner == "auto" and len(others) > 1 and best.runner.grounds:
+    elif problem.request.moe_runner_backend == "auto" and len(others) > 1 and best.runner.grounds:
         why += f"; {best.runner.grounds}"
     lines = [f"runner {best.runner.name}: {why}"]
     same_runner = [c for c in candidates if c.runner is best.runner]
     for phase in PHASES:
         chosen = best.dispatcher(phase)
-        why = _why_dispatcher(case, chosen, {c.dispatcher(phase) for c in same_runner})
+        why = _why_dispatcher(problem, chosen, {c.dispatcher(phase) for c in same_runner})
         lines.append(f"{phase} dispatcher {chosen.name}: {why}")
-        if case.moves(chosen):
-            lines.append(f"{phase} tokens travel in {best.wire[phase]}: {_why_wire(case, best, phase)}")
-    lines += _why_chunks(case, best, same_runner)
-    if case.wishes.combine_format != "auto":
-        lines.append(f"results travel in {case.combine_format}: asked for with --moe-combine-dtype")
-    lines.append(f"activations {best.activation}: {_why_activation(case, best)}")
-    lines.append(f"weights {best.storage}: {_why_storage(case, best)}")
-    if case.wishes.deterministic:
-        lines.append("the same bits in any company: asked for with --deterministic")
-    if any(layer_owes_sum(case, best.dispatcher(phase)) for phase in PHASES):
+        if problem.moves(chosen):
+            lines.append(
+                f"{phase} tokens are dispatched in {best.wire[phase]}: {_why_wire(problem, best, phase)}"
+            )
+    lines += _why_chunks(problem, best, same_runner)
+    if problem.request.moe_combine_dtype != "auto":
+        lines.append(f"results are combined in {problem.combine_format}: asked for with --moe-combine-dtype")
+    lines.append(f"activations {best.activation}: {_why_activation(problem, best)}")
+    lines.append(f"weights {best.storage}: {_why_storage(problem, best)}")
+    if problem.request.deterministic:
+        lines.append("batch-invariant: asked for with --deterministic")
+    if any(layer_owes_sum(problem, best.dispatcher(phase)) for phase in PHASES):
         lines.append("the layer sums over ranks: all hold the same tokens, and each a part of the experts")
     return (*lines, *_evidence(best))
 
 
-def layer_owes_sum(case: Case, dispatcher: DispatcherCapability) -> bool:
-    """Where no token travels, no combine sums over ranks."""
-    return case.topology.tp_size > 1 and not case.moves(dispatcher)
+def layer_owes_sum(problem: PlanningProblem, dispatcher: DispatcherCapability) -> bool:
+    """Where no token leaves its rank, no combine sums over ranks."""
+    return problem.topology.tp_size > 1 and not problem.moves(dispatcher)
 
 
 def _evidence(best: Candidate) -> list[str]:
@@ -57,8 +59,8 @@ def _evidence(best: Candidate) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
-    if wish != "auto":
+def _why(flag: str, wanted: str, chosen: str, preferences: dict[str, int]) -> str:
+    if wanted != "auto":
         return f"asked for with {flag}"
     others = [name for name in preferences if name != chosen]
     if not others:
@@ -67,38 +69,40 @@ def _why(flag: str, wish: str, chosen: str, preferences: dict[str, int]) -> str:
     return f"preference {preferences[chosen]}, before {ranked}"
 
 
-def _why_dispatcher(case: Case, chosen: DispatcherCapability, allowed: set[DispatcherCapability]) -> str:
-    if case.wishes.dispatcher == "auto" and not case.moves(chosen) and len(allowed) > 1:
-        return "all ranks hold the same tokens, and nothing has to travel"
-    crowding = {d.name for d in allowed if case.crowds(d)}
+def _why_dispatcher(
+    problem: PlanningProblem, chosen: DispatcherCapability, allowed: set[DispatcherCapability]
+) -> str:
+    if problem.request.moe_a2a_backend == "auto" and not problem.moves(chosen) and len(allowed) > 1:
+        return "all ranks hold the same tokens, and nothing has to be dispatched"
+    crowding = {d.name for d in allowed if problem.crowds(d)}
     alike = {d.name: d.preference for d in allowed if d.name not in crowding or chosen.name in crowding}
-    why = _why("--moe-a2a-backend", case.wishes.dispatcher, chosen.name, dict(sorted(alike.items())))
-    if case.wishes.dispatcher != "auto" or not crowding or chosen.name in crowding:
+    why = _why("--moe-a2a-backend", problem.request.moe_a2a_backend, chosen.name, dict(sorted(alike.items())))
+    if problem.request.moe_a2a_backend != "auto" or not crowding or chosen.name in crowding:
         return why
     gathering = ", ".join(sorted(crowding))
-    return f"a token needs {case.reach:.0%} of the ranks, and {gathering} would bring it to all" + (
+    return f"a token needs {problem.reach:.0%} of the ranks, and {gathering} would bring it to all" + (
         f"; {why}" if len(alike) > 1 else ""
     )
 
 
-def _why_chunks(case: Case, best: Candidate, candidates: Sequence[Candidate]) -> list[str]:
+def _why_chunks(problem: PlanningProblem, best: Candidate, candidates: Sequence[Candidate]) -> list[str]:
     """Of prompts for which the buffers of some are too small, how they pass, and what that was weighed by."""
-    found, chunks = [], case.in_chunks(best.prefill)
+    found, chunks = [], problem.in_chunks(best.prefill)
     if chunks > 1:
         found.append(
-            f"prefill passes in chunks of at most {case.budget.capacity} tokens of a rank, up to {chunks}: "
-            "--max-dispatch-tokens-per-rank is less than a step"
+            f"prefill passes in chunks of at most {problem.budget.capacity} tokens of a rank, "
+            f"up to {chunks}: --max-dispatch-tokens-per-rank is less than a step"
         )
     weighed = {
         c.prefill.name: us
         for c in candidates
-        if (us := case.large_prefill_us(c.prefill, c.storage, c.wire[Phase.PREFILL]))
+        if (us := problem.large_prefill_us(c.prefill, c.storage, c.wire[Phase.PREFILL]))
         and c.storage == best.storage
     }
     others = [f"{name} {us} us" for name, us in weighed.items() if name != best.prefill.name]
-    if best.prefill.name in weighed and others and case.wishes.dispatcher == "auto":
+    if best.prefill.name in weighed and others and problem.request.moe_a2a_backend == "auto":
         found.append(
-            f"{case.budget.local} tokens of a rank there and back by {best.prefill.name}: about "
+            f"{problem.budget.local} tokens of a rank there and back by {best.prefill.name}: about "
             f"{weighed[best.prefill.name]} us a layer by what was measured, before {', '.join(others)}"
         )
     return found
@@ -118,11 +122,11 @@ def why_sibling(
     return lines
 
 
-def _why_wire(case: Case, best: Candidate, phase: Phase) -> str:
-    if case.wishes.dispatch_format != "auto":
+def _why_wire(problem: PlanningProblem, best: Candidate, phase: Phase) -> str:
+    if problem.request.moe_dispatch_dtype != "auto":
         return "asked for with --moe-dispatch-dtype"
     if best.wire[phase] == Format.BF16:
-        return f"unquantised ({case.compute_dtype}), which costs no accuracy"
+        return f"unquantised ({problem.compute_dtype}), which costs no accuracy"
     if best.wire[phase] == best.activation:
         return "what the GEMMs multiply with; quantised before the wire, the values are the same"
     return "all that dispatcher and runner share"
@@ -137,43 +141,43 @@ def _why_measured(chosen: str, others: Iterable[str], measured: Mapping[str, flo
     return f"measured {measured[chosen]:.0f} us, mean over batch sizes, before {', '.join(times)}"
 
 
-def why_tuning(case: Case, best: Candidate, table: TuningTable) -> list[str]:
+def why_tuning(problem: PlanningProblem, best: Candidate, table: TuningTable) -> list[str]:
     """A device that is only named has no table: nothing to say of it."""
     tuning = best.runner.tuning
-    if tuning is None or not case.hardware.present:
+    if tuning is None or not problem.hardware.present:
         return []
-    return [tuning.explain(table, case.hardware, deterministic=case.wishes.deterministic)]
+    return [tuning.explain(table, problem.hardware, deterministic=problem.request.deterministic)]
 
 
-def _why_activation(case: Case, best: Candidate) -> str:
-    if case.wishes.activation_format != "auto":
+def _why_activation(problem: PlanningProblem, best: Candidate) -> str:
+    if problem.request.moe_activation_dtype != "auto":
         return "asked for with --moe-activation-dtype"
     if best.activation == Format.NVFP4:
-        units = case.native_fp4 and best.runner.fp4_units
+        units = problem.native_fp4 and best.runner.fp4_units
         return (
             "the checkpoint calibrated them, and FP4 units multiply them" if units else "all the runner takes"
         )
     if best.activation == Format.FP8:
         return "the checkpoint's own scheme, per token and 128 columns"
-    if case.spec.format == Format.BF16:
+    if problem.spec.format == Format.BF16:
         return "the checkpoint is not quantised"
-    if not case.spec.quantized_activations:
+    if not problem.spec.quantized_activations:
         return "weight-only, as the checkpoint asks"
-    if not case.hardware.has_fp4_units:
-        return f"weight-only, for {case.hardware.name} has no FP4 units and emulating them gains no speed"
+    if not problem.hardware.has_fp4_units:
+        return f"weight-only, for {problem.hardware.name} has no FP4 units and emulating them gains no speed"
     return "weight-only, for the runner does not use the FP4 units"
 
 
-def _why_storage(case: Case, best: Candidate) -> str:
-    size = gigabytes(best.weight_bytes * case.num_layers)
-    if case.wishes.weight_storage != "auto":
-        return f"asked for with --moe-weight-storage; {size} for {case.num_layers} layers"
-    packed = case.weight_bytes(WeightStorage.PACKED)
+def _why_storage(problem: PlanningProblem, best: Candidate) -> str:
+    size = gigabytes(best.weight_bytes * problem.num_layers)
+    if problem.request.moe_weight_storage != "auto":
+        return f"asked for with --moe-weight-storage; {size} for {problem.num_layers} layers"
+    packed = problem.weight_bytes(WeightStorage.PACKED)
     if best.storage == WeightStorage.PACKED:
-        decoded = gigabytes(case.weight_bytes(WeightStorage.DECODED) * case.num_layers)
-        return f"{size} for {case.num_layers} layers, where decoded once they would take {decoded}"
+        decoded = gigabytes(problem.weight_bytes(WeightStorage.DECODED) * problem.num_layers)
+        return f"{size} for {problem.num_layers} layers, where decoded once they would take {decoded}"
     if best.weight_bytes <= packed:
-        return f"no larger than packed, {size} for {case.num_layers} layers"
-    if case.decode_once():
-        return f"{size} for {case.num_layers} layers is small, and unpacking at each use is slow on a CPU"
-    return f"the only storage that can run this; {size} for {case.num_layers} layers"
+        return f"no larger than packed, {size} for {problem.num_layers} layers"
+    if problem.decode_once():
+        return f"{size} for {problem.num_layers} layers is small, and unpacking at each use is slow on a CPU"
+    return f"the only storage that can run this; {size} for {problem.num_layers} layers"

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from turnout.moe.budget import gigabytes
 from turnout.moe.planning.candidates import Candidate
-from turnout.moe.planning.problem import Case
+from turnout.moe.planning.problem import PlanningProblem
 from turnout.vocabulary import Layout
 
 WORTH = 1.1
@@ -25,7 +25,7 @@ COPY_PART = 1 / 8
 ALL = 2**31 - 1  # a bound for any batch
 
 Times = Mapping[str, Mapping[int, float]]  # us by runner and tokens of a batch
-Buckets = tuple[tuple[int, str], ...]  # the most tokens of a batch, ascending, and its runner
+BatchSizes = tuple[tuple[int, str], ...]  # the most tokens of a batch, ascending, and its runner
 
 
 def means(measured: Times) -> dict[str, float]:
@@ -38,17 +38,17 @@ def means(measured: Times) -> dict[str, float]:
 
 
 def second(
-    case: Case, best: Candidate, candidates: Sequence[Candidate], measured: Times
-) -> tuple[Candidate, Buckets] | None:
+    problem: PlanningProblem, best: Candidate, candidates: Sequence[Candidate], measured: Times
+) -> tuple[Candidate, BatchSizes] | None:
     """The runner beside `best` that gains most, and who computes what; None where no other is worth it."""
     own = measured.get(best.runner.name, {})
-    if case.wishes.runner != "auto" or case.wishes.deterministic:
+    if problem.request.moe_runner_backend != "auto" or problem.request.deterministic:
         return None
     found: list[tuple[float, Candidate, dict[int, str]]] = []
     for other in candidates:
         theirs = measured.get(other.runner.name, {})
         sizes = sorted(own.keys() & theirs.keys())
-        if other.runner is best.runner or not sizes or not _fits(case, best, other):
+        if other.runner is best.runner or not sizes or not _fits(problem, best, other):
             continue
         faster = {tokens: own[tokens] >= WORTH * theirs[tokens] for tokens in sizes}
         gain = sum(math.log(own[tokens] / theirs[tokens]) for tokens in sizes if faster[tokens])
@@ -60,7 +60,7 @@ def second(
     return (other, _bounds(names)) if gain > 0 else None
 
 
-def _fits(case: Case, best: Candidate, other: Candidate) -> bool:
+def _fits(problem: PlanningProblem, best: Candidate, other: Candidate) -> bool:
     """Whether batches of a plan made for `best` can go to `other`, and its weights beside the others."""
     alike = (
         (best.prefill, best.decode, best.activation, best.storage, best.wire)
@@ -68,10 +68,10 @@ def _fits(case: Case, best: Candidate, other: Candidate) -> bool:
         and best.prefill.layout == best.decode.layout == Layout.TOKENS
         and (other.runner.graph_safe or not best.runner.graph_safe)
     )
-    return alike and other.weight_bytes * case.num_layers <= COPY_PART * case.hardware.memory_bytes
+    return alike and other.weight_bytes * problem.num_layers <= COPY_PART * problem.hardware.memory_bytes
 
 
-def _bounds(names: Mapping[int, str]) -> Buckets:
+def _bounds(names: Mapping[int, str]) -> BatchSizes:
     """Sizes between two that were measured go to the nearer one's runner, as a ratio."""
     found = [
         (math.isqrt(low * high), names[low])
@@ -83,7 +83,7 @@ def _bounds(names: Mapping[int, str]) -> Buckets:
 
 
 def why(
-    best: Candidate, other: Candidate, buckets: Buckets, measured: Times, num_layers: int
+    best: Candidate, other: Candidate, buckets: BatchSizes, measured: Times, num_layers: int
 ) -> tuple[str, ...]:
     """For people."""
     shares, low = [], 1

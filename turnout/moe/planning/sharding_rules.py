@@ -26,7 +26,7 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
                 who="layer",
                 asked=f"top-{spec.top_k} of {spec.num_experts} experts",
                 limit="a token goes to at least one expert and to none twice",
-                remedy="mend num_experts_per_tok or num_experts in config.json",
+                remedy="correct num_experts_per_tok or num_experts in config.json",
             )
         )
     needed = _shard_multiple(spec, topology.expert_tp)

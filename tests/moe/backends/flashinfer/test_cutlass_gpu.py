@@ -13,10 +13,10 @@ from turnout.formats import codec
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.accuracy import BOUNDS, relative_error
+from turnout.moe.backends.flashinfer.declaration import FLASHINFER
 from turnout.moe.backends.flashinfer.workspace_cutlass import workspace_bytes
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.capabilities.packages import FLASHINFER
 from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec

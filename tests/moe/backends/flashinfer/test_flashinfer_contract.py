@@ -183,7 +183,7 @@ def test_no_tokens_launch_nothing_and_too_many_are_refused(name):
         run(runner, TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights))
 
 
-# Layout "experts"
+# Layout "batched_experts"
 
 
 def slabs_of(spec: MoESpec, counts: list[int], seed: int = 2) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ def test_slabs(activation, first):
     spec = spec_of(activation)
     experts = expert_slice(make_experts(spec), first, 4)
     x_ECH, counts_E = slabs_of(spec, [5, 0, 150, 1])
-    runner = made("flashinfer_cutedsl", spec, experts, ("experts", "experts"))
+    runner = made("flashinfer_cutedsl", spec, experts, ("batched_experts", "batched_experts"))
     out, launches = run(runner, ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E))
     expected = slabs_reference(x_ECH, counts_E, experts, spec)
     assert error(launches.result, expected) < (BOUND if activation == "silu" else FLIPPED)
@@ -230,7 +230,7 @@ def test_slabs_quantized_before_the_wire():
     experts = expert_slice(whole, 2, 4)
     x_ECH, counts_E = slabs_of(spec, [3, 130, 0, 7])
     batch = ExpertsBatch(hidden=on_the_wire(x_ECH.nan_to_num(), experts), counts=counts_E)
-    runner = made("flashinfer_cutedsl", spec, experts, ("experts", "experts"))
+    runner = made("flashinfer_cutedsl", spec, experts, ("batched_experts", "batched_experts"))
     _, launches = run(runner, batch)
     expected = slabs_reference(x_ECH, counts_E, replace(experts, input_scales=shared), spec)
     assert error(launches.result, expected) < BOUND
@@ -239,7 +239,7 @@ def test_slabs_quantized_before_the_wire():
 
 def test_empty_slabs_launch_nothing():
     spec = spec_of()
-    runner = made("flashinfer_cutedsl", spec, make_experts(spec), ("experts", "experts"))
+    runner = made("flashinfer_cutedsl", spec, make_experts(spec), ("batched_experts", "batched_experts"))
     empty = ExpertsBatch(
         hidden=Hidden(data=torch.empty(8, 0, 256, dtype=torch.bfloat16)),
         counts=torch.zeros(8, dtype=torch.int32),
@@ -252,7 +252,7 @@ def test_empty_slabs_launch_nothing():
 def test_one_runner_takes_both_layouts_with_weights_of_their_own():
     spec = spec_of()
     experts = make_experts(spec)
-    runner = made("flashinfer_cutedsl", spec, experts, ("tokens", "experts"))
+    runner = made("flashinfer_cutedsl", spec, experts, ("tokens", "batched_experts"))
     x, ids, weights = tokens_of(spec, 5)
     x_ECH, counts_E = slabs_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
     tokens = TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights)
@@ -298,7 +298,11 @@ def test_ranks_sum_up_behind_a_dispatcher_of_either_layout(name, dispatch, ranks
 # Weights
 
 
-CASES = [("flashinfer_cutedsl", "tokens"), ("flashinfer_cutedsl", "experts"), ("flashinfer_trtllm", "tokens")]
+CASES = [
+    ("flashinfer_cutedsl", "tokens"),
+    ("flashinfer_cutedsl", "batched_experts"),
+    ("flashinfer_trtllm", "tokens"),
+]
 
 
 def held(runner: Any) -> list[Any]:
@@ -419,7 +423,7 @@ def test_planted_errors_show(name, layout, plant):
     assert outcome(runner, layout, spec, experts) > 10 * BOUND
 
 
-@pytest.mark.parametrize("layout", ["tokens", "experts"])
+@pytest.mark.parametrize("layout", ["tokens", "batched_experts"])
 def test_strides_of_scales_show(layout, monkeypatch):
     """Values and shape are right, the storage is not: kernels see the storage alone."""
     spec = spec_of()

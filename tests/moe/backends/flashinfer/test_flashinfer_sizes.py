@@ -47,4 +47,4 @@ def test_slabs_by_hand(activation):
     held, tiled = 4 * 130, 4 * 256
     expected = tiled * (128 + 16) + 2 * held * N + tiled * (32 + 4) + 2 * held * 256
     expected += 0 if activation == "silu" else held * (4 * 64 + 14 * 64)
-    assert cutedsl_workspace_bytes(Share(spec=spec, rows=130, layout="experts", **RANK)) == expected
+    assert cutedsl_workspace_bytes(Share(spec=spec, rows=130, layout="batched_experts", **RANK)) == expected

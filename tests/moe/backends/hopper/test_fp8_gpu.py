@@ -24,7 +24,7 @@ def test_rows_sorted_by_expert(activation: str, held: tuple[int, int], tokens: i
     spec = make_spec(activation, "fp8", hidden_size=256, intermediate_size=256, num_experts=4)
     plan = make_plan(
         spec,
-        runner="triton",
+        runner="hopper",
         activation_format="fp8",
         weight_storage="packed",
         compute_dtype="bfloat16",
@@ -33,7 +33,7 @@ def test_rows_sorted_by_expert(activation: str, held: tuple[int, int], tokens: i
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=2048))
     experts = expert_slice(make_experts(spec), *held)
-    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("hopper")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, 256, generator=draw).bfloat16()
@@ -60,7 +60,7 @@ def test_few_tokens(hidden: int, tokens: int):
     spec = make_spec("swiglu", "fp8", hidden_size=hidden, intermediate_size=128, num_experts=8)
     plan = make_plan(
         spec,
-        runner="triton",
+        runner="hopper",
         activation_format="fp8",
         weight_storage="packed",
         compute_dtype="bfloat16",
@@ -68,7 +68,7 @@ def test_few_tokens(hidden: int, tokens: int):
         count=4,
     )
     experts = expert_slice(make_experts(spec), 2, 4)
-    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("hopper")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     assert runner.shape.unsorted(tokens) == (tokens == 1)
     config = runner._tiles(tokens).first

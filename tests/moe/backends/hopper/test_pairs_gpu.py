@@ -30,10 +30,10 @@ def test_few_pairs(format: str, activation: str, held: tuple[int, int], other: b
     spec = make_spec(activation, format, hidden_size=736, intermediate_size=352, num_experts=16, top_k=TOP_K)
     first, count = held
     plan = make_plan(
-        spec, runner="triton", weight_storage="packed", compute_dtype="bfloat16", first=first, count=count
+        spec, runner="hopper", weight_storage="packed", compute_dtype="bfloat16", first=first, count=count
     )
     experts = expert_slice(make_experts(spec), first, count)
-    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("hopper")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     tiles = OTHERS[runner.shape.weights] if other else runner._tiles(1)
     assert isinstance(tiles.first, Pairs)

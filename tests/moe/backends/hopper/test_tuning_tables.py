@@ -16,7 +16,7 @@ from turnout.moe.backends.hopper.kernels import Packed, rule
 from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tuning_tables import Entry, Table, TileFile
 from turnout.moe.budget import Budget
-from turnout.moe.plan import Wishes, plan
+from turnout.moe.plan import PlanRequest, plan
 from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology
 
@@ -152,8 +152,8 @@ def test_plans_carry_tables_for_runners_that_are_cut_by_them(monkeypatch: pytest
     assert [tokens for tokens, _ in planned(spec).tiles] == [1, 64]
     assert planned(spec).reasons[-1] == "tilings as measured on NVIDIA H200 for batches of 1, 64 tokens"
     assert planned(spec, tiles=given).tiles == given
-    assert planned(spec, tiles=given, wishes=Wishes(runner="torch")).tiles == ()
-    assert planned(spec, tiles=given, wishes=Wishes(deterministic=True)).tiles == ()
+    assert planned(spec, tiles=given, request=PlanRequest(moe_runner_backend="torch")).tiles == ()
+    assert planned(spec, tiles=given, request=PlanRequest(deterministic=True)).tiles == ()
 
 
 def shipped_tables() -> tuple[Table, ...]:

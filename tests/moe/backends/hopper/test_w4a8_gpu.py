@@ -22,11 +22,11 @@ def test_every_tile(activation: str, tokens: int):
     """Rows and columns that fill no tile, in batches that take each width."""
     spec = make_spec(activation, "mxfp4", hidden_size=448, intermediate_size=352, num_experts=4)
     plan = make_plan(
-        spec, runner="triton", activation_format="fp8", weight_storage="packed", compute_dtype="bfloat16"
+        spec, runner="hopper", activation_format="fp8", weight_storage="packed", compute_dtype="bfloat16"
     )
     plan = replace(plan, prefill=replace(plan.prefill, max_tokens=2048))
     experts = make_experts(spec)
-    runner = RUNNERS.load("triton")(spec, plan, torch.device("cuda"))
+    runner = RUNNERS.load("hopper")(spec, plan, torch.device("cuda"))
     runner.prepare(experts)
     draw = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, 448, generator=draw).bfloat16()

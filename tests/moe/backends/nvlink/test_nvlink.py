@@ -16,7 +16,7 @@ from turnout.errors import PlanRefused, UserError
 from turnout.moe.backends.nvlink.all_to_all import Regions
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.plan import Wishes, plan
+from turnout.moe.plan import PlanRequest, plan
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
@@ -30,7 +30,7 @@ def planned(
     tokens: int = 100,
     device=H200,
     nnodes: int = 1,
-    wishes: Wishes = Wishes(dispatcher="nvlink"),
+    request: PlanRequest = PlanRequest(moe_a2a_backend="nvlink"),
     capacity: int = 0,
     **fields,
 ):
@@ -48,7 +48,7 @@ def planned(
         ),
         budget=budget,
         hardware=device,
-        wishes=wishes,
+        request=request,
         compute_dtype="bfloat16",
     )
 
@@ -62,9 +62,9 @@ def test_memory_is_counted():
     assert found.dispatch_bytes == 800 * (4 * 14336 + 3 * 64 + 2 * 8) + 128
     more = 800 * (2 * 14336 + 3 * 64 + 2 * 8)
     assert planned(tokens=200).dispatch_bytes == 2 * more + 8 * 128 * 2 * 14336 + 128
-    in_turns = planned(wishes=Wishes(dispatcher="nvlink", two_batches=True))
+    in_turns = planned(request=PlanRequest(moe_a2a_backend="nvlink", enable_two_batch_overlap=True))
     assert in_turns.dispatch_bytes == 2 * found.dispatch_bytes
-    back = planned(wishes=Wishes(dispatcher="nvlink", combine_format="fp8"))
+    back = planned(request=PlanRequest(moe_a2a_backend="nvlink", moe_combine_dtype="fp8"))
     assert found.dispatch_bytes - back.dispatch_bytes == 800 * 2 * (14336 - 7168 - 4 * 56)
     assert found.decode.reduce == "none"
 
@@ -84,7 +84,7 @@ def test_prompts_larger_than_buffers_pass_in_chunks():
     with pytest.raises(PlanRefused, match=r"--max-dispatch-tokens-per-rank 15: .* in one step of decoding"):
         planned(tokens=5000, capacity=15)
     with pytest.raises(PlanRefused, match="use --max-dispatch-tokens-per-rank 5000 or more"):
-        planned(tokens=5000, capacity=2000, wishes=Wishes(dispatcher="collective"))
+        planned(tokens=5000, capacity=2000, request=PlanRequest(moe_a2a_backend="collective"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_prompts_larger_than_buffers_pass_in_chunks():
 )
 def test_they_are_gathered_where_chunks_cost_more(capacity: int, inner: int, takes: str, chunk: int):
     """Experts that are read 20 times, of 2.8 GB, take longer than a gather."""
-    found = planned(tokens=8000, capacity=capacity, wishes=Wishes(), intermediate_size=inner)
+    found = planned(tokens=8000, capacity=capacity, request=PlanRequest(), intermediate_size=inner)
     assert (found.prefill.dispatcher, found.prefill.chunk) == (takes, chunk)
     assert found.decode.dispatcher == "nvlink"
     other = {"nvlink": "none", "none": "nvlink"}[takes]
@@ -120,10 +120,22 @@ def test_a_region_that_does_not_fit_may_be_smaller_than_a_step():
 @pytest.mark.parametrize(
     ("fields", "limit"),
     [
-        ({"wishes": Wishes(dispatcher="none", combine_format="fp8")}, "brings results back in bf16"),
-        ({"wishes": Wishes(dispatcher="flashinfer", combine_format="fp8")}, "brings results back in bf16"),
-        ({"wishes": Wishes(dispatcher="none", combine_format="fp8"), "dp": 1}, "every rank has them all"),
-        ({"wishes": Wishes(combine_format="fp8"), "hidden_size": 7232}, "fp8 needs a multiple of 128"),
+        (
+            {"wishes": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8")},
+            "brings results back in bf16",
+        ),
+        (
+            {"wishes": PlanRequest(moe_a2a_backend="flashinfer", moe_combine_dtype="fp8")},
+            "brings results back in bf16",
+        ),
+        (
+            {"wishes": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8"), "dp": 1},
+            "every rank has them all",
+        ),
+        (
+            {"wishes": PlanRequest(moe_combine_dtype="fp8"), "hidden_size": 7232},
+            "fp8 needs a multiple of 128",
+        ),
     ],
 )
 def test_results_in_fp8_are_refused_where_they_cannot_be(fields, limit):
@@ -133,7 +145,7 @@ def test_results_in_fp8_are_refused_where_they_cannot_be(fields, limit):
     assert said
     assert any(limit in r.limit for r in said)
     assert all("use --moe-combine-dtype auto" in r.remedy for r in said)
-    assert planned(wishes=Wishes(combine_format="fp8")).decode.combine_format == "fp8"
+    assert planned(request=PlanRequest(moe_combine_dtype="fp8")).decode.combine_format == "fp8"
 
 
 @pytest.mark.parametrize(

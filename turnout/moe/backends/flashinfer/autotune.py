@@ -145,5 +145,5 @@ def _load(chosen: str) -> bool:
 def _most(plan: MoEPlan) -> int:
     """Tokens of the largest batch that a runner with tactics gets."""
     most = max(plan.phase(phase).max_tokens for phase in PHASES if plan.phase(phase).layout == Layout.TOKENS)
-    tuned = [bound for bound, name in plan.buckets if name in OURS]
+    tuned = [bound for bound, name in plan.runner_by_batch_size if name in OURS]
     return min(most, tuned[-1]) if tuned else most

@@ -4,8 +4,8 @@ Two routes, taken by the layout of a batch. They share no weights, since their k
 
 * "tokens": `CuteDslMoEWrapper` sorts, multiplies, activates and sums in one call. W1 has up and gate in
   alternating blocks of 64 rows. W4A16 takes the same weights and bf16 tokens.
-* "experts": masked GEMMs over slabs, with a kernel between them that activates and quantises. W1 keeps gate
-  before up. The kernels take a scale per expert, which is the same for all. W4A4 only.
+* "batched_experts": masked GEMMs over slabs, with a kernel between them that activates and quantises. W1
+  keeps gate before up. The kernels take a scale per expert, which is the same for all. W4A4 only.
 
 W4A4 quantises with the scales of formats.scales.resolve, tokens that arrive as NVFP4 before they are routed.
 
@@ -62,9 +62,9 @@ class CuteDslRunner:
     capability = CUTEDSL
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
-        kinds: dict[str, type[TokensRoute] | type[ExpertsRoute]] = {
-            "tokens": TokensRoute,
-            "experts": ExpertsRoute,
+        kinds: dict[Layout, type[TokensRoute] | type[ExpertsRoute]] = {
+            Layout.TOKENS: TokensRoute,
+            Layout.BATCHED_EXPERTS: ExpertsRoute,
         }
         planned = {plan.prefill.layout, plan.decode.layout}
         self._routes: dict[str, Route] = {

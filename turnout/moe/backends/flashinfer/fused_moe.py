@@ -28,6 +28,7 @@ from turnout.moe import arena
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Layout
 
 SCRATCH = "cutlass_fused_moe"
 
@@ -87,7 +88,7 @@ class FusedMoe:
         self._kind = ActivationType.Swiglu if spec.activation.gated else ActivationType.Relu2
         self._parameters = self._activation(held)
         self._size = self._workspace_bytes()
-        self._arena = arena.shared(device, {"tokens": {SCRATCH: self._size}})
+        self._arena = arena.shared(device, {Layout.TOKENS: {SCRATCH: self._size}})
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         assert isinstance(batch, TokensBatch), "declared for the layout of tokens only"
@@ -120,7 +121,7 @@ class FusedMoe:
             use_fused_finalize=False,
             activation_type=self._kind,
             tune_max_num_tokens=self._max_tokens,
-            workspace_buffer=self._arena.take("tokens", SCRATCH, self._size, dtype=torch.uint8),
+            workspace_buffer=self._arena.take(Layout.TOKENS, SCRATCH, self._size, dtype=torch.uint8),
             **self._parameters,
             **self._ranks,
             **w.options,

@@ -9,9 +9,10 @@ from turnout.moe.capabilities.packages import TRITON
 from turnout.vocabulary import Format, Layout, WeightStorage
 
 RUNNER = RunnerCapability(
-    name="triton",
+    name="hopper",
+    aliases=("triton",),
     summary="Gluon and Triton kernels for Hopper: W4A16, W4A8, W8A8, bf16; fused, no host waits",
-    implementation="turnout.moe.backends.hopper.runner:TritonRunner",
+    implementation="turnout.moe.backends.hopper.runner:HopperRunner",
     layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
     weight_formats=frozenset({Format.BF16, Format.MXFP4, Format.NVFP4, Format.FP8}),
     activation_formats=frozenset({Format.BF16, Format.FP8}),

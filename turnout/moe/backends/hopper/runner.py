@@ -1,4 +1,4 @@
-"""Runner "triton": the fused layer on Hopper, its kernels written in Gluon and Triton.
+"""Runner "hopper": the fused layer on Hopper, its kernels written in Gluon and Triton.
 
 Two to four launches, none of which waits for the host: sort the pairs by expert (left out when there are so
 few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 with the routing weights, and the
@@ -37,20 +37,23 @@ from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import multiprocessors
+from turnout.vocabulary import Layout
 
 
-def workspaces(shape: LayerShape, plan: MoEPlan, device: torch.device) -> tuple[Arena, dict[str, Workspace]]:
+def workspaces(
+    shape: LayerShape, plan: MoEPlan, device: torch.device
+) -> tuple[Arena, dict[Layout, Workspace]]:
     """The arena of a plan's layers, and what each of its layouts uses of it."""
-    rows: dict[str, int] = {}
+    rows: dict[Layout, int] = {}
     for phase in (plan.prefill, plan.decode):
         rows[phase.layout] = max(phase.max_tokens, rows.get(phase.layout, 0))
     sets = {layout: regions(shape, layout, most) for layout, most in rows.items()}
     arena = shared(device, sets)
 
-    def all_of(layout: str, name: str, dtype: torch.dtype) -> Tensor:
+    def all_of(layout: Layout, name: str, dtype: torch.dtype) -> Tensor:
         return arena.take(layout, name, sets[layout].get(name, 0) // dtype.itemsize, dtype=dtype)
 
-    def codes(layout: str, name: str) -> tuple[Tensor, Tensor]:
+    def codes(layout: Layout, name: str) -> tuple[Tensor, Tensor]:
         return all_of(layout, name, torch.float8_e4m3fn), all_of(layout, f"{name}_scales", torch.float32)
 
     return arena, {
@@ -68,7 +71,7 @@ def workspaces(shape: LayerShape, plan: MoEPlan, device: torch.device) -> tuple[
     }
 
 
-class TritonRunner:
+class HopperRunner:
     capability = RUNNER
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
@@ -125,7 +128,7 @@ class TritonRunner:
         P = T * k
         if P == 0:
             return out_TH
-        space, tiles = self._space("tokens", T), self._tiles(T)
+        space, tiles = self._space(Layout.TOKENS, T), self._tiles(T)
         pairs = Batch(
             shape=self.shape, space=space, x_TH=x_TH, ids_TK=ids_TK, weights_TK=weights_TK, out_TH=out_TH,
             held=self._held,
@@ -151,7 +154,7 @@ class TritonRunner:
         out_ECH = torch.zeros(E, C, H, dtype=torch.bfloat16, device=self._device)
         if C == 0:
             return out_ECH.to(self._dtype)
-        space = self._space("experts", C)
+        space = self._space(Layout.BATCHED_EXPERTS, C)
         x_RH = batch.hidden.data.to(torch.bfloat16).reshape(E * C, H)
         tiles = slab_rule(self.shape, C)
         tile_slabs[(1,)](batch.counts, space.tiles, C, E, tiles.block_m, power_of_two(E + 1))
@@ -161,7 +164,7 @@ class TritonRunner:
         )  # fmt: skip
         return out_ECH.to(self._dtype)
 
-    def _space(self, layout: str, rows: int) -> Workspace:
+    def _space(self, layout: Layout, rows: int) -> Workspace:
         space = self._spaces.get(layout)
         if space is None:
             raise ValueError(f"a batch of layout {layout!r}, which the plan does not have")

@@ -19,7 +19,7 @@ from turnout.vocabulary import Format, Layout
 FP8_GROUP = FORMATS[Format.FP8].group  # columns that share a float32 scale
 
 
-def regions(shape: LayerShape, layout: str, rows: int) -> dict[str, int]:
+def regions(shape: LayerShape, layout: Layout, rows: int) -> dict[str, int]:
     """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
 
     counts: int32, nine for each of a power of two above E (kernels/hopper/sort.py), zero between calls, hence
