@@ -196,7 +196,7 @@ def test_random_schedules_never_change_an_answer() -> None:
         assert_idle(core)
 
 
-def test_near_ties_are_settled_alike_in_any_company() -> None:
+def test_near_ties_are_decided_alike_in_any_batch() -> None:
     """Every token has a twin whose logit differs in the last bits only, so that rounding would choose."""
     model = ToyModel(seed=5)
     model.head[25:] = model.head[:25] * (1 + 1e-7 * torch.randn(25, 32))
@@ -247,7 +247,7 @@ def test_abort_frees_pages_at_once() -> None:
     assert not core.has_work()
 
 
-def test_a_request_with_poison_ends_alone() -> None:
+def test_a_request_with_poison_ends_and_no_other() -> None:
     """NaN in one request's keys and values never reaches another, not even through reused pages."""
     model = ToyModel()
     model.poison = 48
@@ -382,7 +382,7 @@ def test_requests_without_a_seed_differ_and_a_restart_repeats_them() -> None:
     assert other["0"].token_ids != runs[0][0]
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_company() -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
     asked = prompts(8, seed=12)
     settings = {"max_tokens": 15, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "ignore_eos": True}
     crowd = run(make_core(), [request(str(i), p, seed=100 + i, **settings) for i, p in enumerate(asked)])

@@ -183,7 +183,7 @@ def test_a_cuda_budget_covers_graphs(model):
     assert resolve(model(**few, dtype="bfloat16"), HOST).budget.local == 16
 
 
-def test_a_float32_budget_covers_a_block_that_settles_a_close_call(model):
+def test_a_float32_budget_covers_a_block_that_decides_a_near_tie(model):
     few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
     engine_plan = resolve(model(**few), HOST)
     assert engine_plan.budget.local == engine_plan.budget.capacity == BLOCK

@@ -49,7 +49,7 @@ def test_auto_takes_the_fast_runner():
 
 
 @pytest.mark.gpu
-def test_chunks_and_company_change_nothing_that_matters():
+def test_chunks_and_batches_change_nothing_that_matters():
     whole, _ = answers("cuda")
     cut, _ = answers("cuda", chunked_prefill_size=16, max_running_requests=7)
     assert sum(a == b for a, b in zip(whole, cut, strict=True)) >= 0.98 * QUESTIONS

@@ -75,7 +75,7 @@ def started(rank: Rank, config: Config) -> LLM:
 
 
 @pytest.mark.parametrize("sizes", ARRANGEMENTS, ids=["dp 4", "tp 2"])
-def test_every_rank_gets_what_one_rank_alone_answers(ranks: Pools, folder: Path, sizes: dict):
+def test_every_rank_gets_what_a_single_rank_answers(ranks: Pools, folder: Path, sizes: dict):
     with LLM(str(folder), **SETTINGS) as llm:
         alone = calls(llm)
     config = Config(model=str(folder), **SETTINGS, **sizes)

@@ -31,7 +31,7 @@ def refusals(config, hardware=HOST, **rank):
 # --- hosts ----------------------------------------------------------------------------------------
 
 
-def test_several_hosts_need_an_address_to_meet_at(model):
+def test_several_hosts_need_an_address_for_their_rendezvous(model):
     (asked,) = refusals(model(tp_size=2, nnodes=2))
     assert asked == "--nnodes 2 without --dist-init-addr"
     engine_plan = resolve(model(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:29500"), HOST)

@@ -193,7 +193,7 @@ class PagedAttention(Attention):
             else:
                 k_HLD, v_HLD = cache_HS2D.index_select(1, chunk.slots_L).unbind(2)
             parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL))
-        if not parts:  # nothing but company for other ranks
+        if not parts:  # this rank has no tokens, but takes part
             return q_NHD
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

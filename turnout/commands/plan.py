@@ -79,7 +79,7 @@ def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
     if answer.topology.tp_size > 1:
         console.print(_buffers(answer))
     if plan.refused:
-        console.print("Considered and refused (what would mend it: --json)", style="bold")
+        console.print("Considered and refused (how to change that: --json)", style="bold")
         _print_limits(console, plan.refused)
 
 
@@ -253,7 +253,7 @@ def _print_refusals(console: Console, refusals: Sequence[Refusal]) -> None:
 
 
 def _print_limits(console: Console, refusals: Sequence[Refusal]) -> None:
-    """A line for each backend: of a plan that can run, nobody has to mend anything."""
+    """A line for each backend: of a plan that can run, nothing has to change."""
     limits: dict[str, list[str]] = {}
     for refusal in refusals:
         limits.setdefault(refusal.who, []).append(f"{refusal.asked}: {refusal.limit}")

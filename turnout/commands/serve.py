@@ -20,7 +20,7 @@ from turnout.server.supervise.node_agent import serve_ranks
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until told to stop; the exit code. Raises UserError for what the user can mend."""
+    """Serve until told to stop; the exit code. Raises UserError for what the user can fix."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     require_folder(locate(config.model))
     check_hosts(config)

@@ -36,7 +36,7 @@ from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
 
-NEAR_TIE_BLOCK = 64  # tokens of a forward that settles a close call, in float32 (near_ties.py)
+NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
 QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
 

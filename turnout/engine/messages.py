@@ -61,7 +61,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_token: int | None = None  # the stop token id that ended it, if one did
     error: str | None = None
-    user_error: bool = False  # `error` tells the user what to mend; else it is the engine's fault
+    user_error: bool = False  # `error` tells the user what to change; else it is the engine's fault
 
 
 class EngineStats(msgspec.Struct, kw_only=True, frozen=True):

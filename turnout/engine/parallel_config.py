@@ -25,8 +25,8 @@ def make_topology(config: Config, rank: int | None) -> Topology:
 
 
 def host_refusals(config: Config, topology: Topology, hardware: Hardware, *, launched: bool) -> list[Refusal]:
-    """What is wrong with the hosts. Where the ranks meet is the launcher's business once `launched`, and
-    nobody's for hardware that is only named."""
+    """What is wrong with the hosts. Where the ranks meet is up to the launcher once `launched`, and
+    does not matter for hardware that is only named."""
     found = []
     if config.node_rank >= config.nnodes:
         found.append(

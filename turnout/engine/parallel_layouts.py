@@ -32,7 +32,7 @@ class ParallelLayout:
 
     @property
     def flags(self) -> str:
-        """What asks for it, beside --tp-size."""
+        """What asks for it, in addition to --tp-size."""
         topology = self.topology
         groups = f"--dp {topology.dp_size} --enable-dp-attention " if topology.dp_size > 1 else ""
         return f"{groups}--ep {topology.ep_size}"

@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to continue a prompt. Defaults follow OpenAI's completions, except that the default is greedy.
 
     temperature 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` give how
-    many alternatives to report beside each token's own log-probability (0: only its own; None: off).
+    many alternatives to report with each token's own log-probability (0: only its own; None: off).
     Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL (repetition: over
     prompt and generated tokens). `skip_special_tokens`: leave special tokens out of the text.
     Raises UserError through `check`.

@@ -1,7 +1,7 @@
 """How many CPU threads to compute with: the physical cores this process may really use, but for one, shared
 among the ranks of this host.
 
-The one is for the server, its clients and whatever else runs. Threads meet at a barrier after every
+The one is for the server, its clients and whatever else runs. Threads wait at a barrier after every
 operation, so all wait for the one whose core another process took. Measured on 2 cores (demo model, tokens
 per second at 1 and 32 streams): on a busy machine 277 and 1693 with 1 thread, less than a tenth of that
 with 2 (57 and 714 with OMP_WAIT_POLICY=passive); on a quiet one 258 and 1893 with 1, 268 and 1977 with 2.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/sys/fs/cgroup")
-# What a GPU leaves to its host is small: 63 threads that meet over 100 kB took 1.6 ms, one takes 10 us.
+# What a GPU leaves to its host is small: 63 threads that share 100 kB took 1.6 ms, one takes 10 us.
 BESIDE_GPU = 4
 
 

@@ -264,7 +264,7 @@ def _oracle_logits(
 ) -> Tensor:
     """float32 [N, V] of a forward in float32 throughout, its experts the oracle's."""
     plan, spec = engine_plan.plan, engine_plan.description.moe
-    # Tokens stay where they are, and are rounded as if they had travelled.
+    # Tokens stay where they are, and are rounded as if they had been dispatched.
     plain = replace(plan.prefill, dispatcher="none", layout=Layout.TOKENS, wire_format=Format.BF16)
     plan = replace(plan, compute_dtype="float32", prefill=plain, decode=replace(plain, phase=Phase.DECODE))
     model = _load(

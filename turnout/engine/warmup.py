@@ -1,4 +1,4 @@
-"""What is settled between loading and serving, once for all ranks: the cuts of library kernels, and that all
+"""What is decided between loading and serving, once for all ranks: the cuts of library kernels, and that all
 kernels of prompts are compiled."""
 
 from __future__ import annotations

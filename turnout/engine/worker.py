@@ -73,7 +73,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config:      fields of `Config`
     verify:      "quick" or "full" checks the experts before requests may come
     rank:        of all
-    init_method: where ranks meet, see `parallel.groups.connect`
+    init_method: of the ranks' rendezvous, see `parallel.groups.connect`
     commands:    address of the server's ROUTER, to which this rank is the DEALER named `identity`
     events:      address of the server's PULL
     """
@@ -122,7 +122,7 @@ def run(core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[E
 
     Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
     waits for joins it. Ranks that share requests execute a command when all of them have it, and until then
-    nobody sleeps.
+    no rank sleeps.
     """
     pending: deque[Command] = deque()
     reported = 0.0
@@ -179,7 +179,7 @@ class Noted:
 
 
 def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
-    """Plan, say so, meet the other ranks, load the weights and announce that requests may come.
+    """Plan, say so, join the other ranks, load the weights and announce that requests may come.
 
     Raises UserError.
     """

@@ -113,7 +113,7 @@ def test_random_schedules_answer_as_one_rank(
         assert all(stats.idle_steps for stats in cluster.stats.values())
 
 
-def test_ranks_that_share_requests_obey_together(
+def test_ranks_that_share_requests_execute_commands_together(
     ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
 ):
     """Each command reaches the second rank of a pair up to 20 ms, some steps, after the first; the others may
@@ -132,7 +132,7 @@ def test_ranks_that_share_requests_obey_together(
 
 
 @pytest.mark.parametrize("sizes", [DATA_PARALLEL, PAIRS], ids=["dp 4", "dp 2 x tp 2"])
-def test_close_calls_are_settled_while_others_work(
+def test_near_ties_are_decided_while_others_work(
     ranks: Pools,
     folder: Path,
     model: Path,

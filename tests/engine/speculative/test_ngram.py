@@ -211,7 +211,7 @@ def test_penalties_are_not_drafted_for() -> None:
     assert core.stats().spec_draft_tokens == 0
 
 
-def test_close_calls_among_drafts_are_settled_as_without() -> None:
+def test_near_ties_among_drafts_are_decided_as_without() -> None:
     """Some tokens have a twin whose logit differs in the last bits only, so that rounding would choose."""
     model = Chatterbox(5)
     twins = 1 + 1e-7 * torch.randn(6, 32, generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from turnout.engine.step.near_ties import BLOCK, recomputed_logits
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
-def test_settled_logits_are_the_models(length: int) -> None:
+def test_recomputed_logits_are_the_models(length: int) -> None:
     model = ToyModel()
     tokens = [(7 * i) % 49 for i in range(length)]
     got = recomputed_logits(model, tokens, torch.device("cpu"))

@@ -23,7 +23,7 @@ from turnout.parallel.groups import Groups, connect
 
 
 def rendezvous(engine_plan: EnginePlan, *, init_method: str) -> tuple[Groups, StepSync]:
-    """Join the other ranks of `engine_plan`; collective. A single rank joins nobody.
+    """Join the other ranks of `engine_plan`; collective. A single rank has none to join.
 
     init_method: see `parallel.groups.connect`.
     """
@@ -44,7 +44,7 @@ def rendezvous(engine_plan: EnginePlan, *, init_method: str) -> tuple[Groups, St
 
 
 def _share(groups: Groups) -> SharedExchange:
-    """The exchange of one host's ranks, through a file that nobody else finds and that no death leaves."""
+    """The exchange of one host's ranks, through a file without a name once all have it open."""
     world = groups.world
     descriptor, own = tempfile.mkstemp(prefix="turnout-steps-") if world.rank == 0 else (-1, "")
     path = Path(gather_values(world, own)[0])

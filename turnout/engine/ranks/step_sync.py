@@ -94,8 +94,8 @@ class StepSync:
             self._digest = zlib.crc32(array("q", token_ids).tobytes(), self._digest)
 
     def next_near_tie(self, length: int) -> tuple[int, int]:
-        """This rank would settle a sequence of `length` tokens (0: none): (DP rank whose turn it is, its
-        length), length 0 when nobody has one left. Collective."""
+        """This rank has a near-tie in a sequence of `length` tokens (0: none): (DP rank whose turn it is, its
+        length), length 0 when no rank has one left. Collective."""
         records = self._exchange(StepRecord(settle=length))
         lengths = [record.settle for record in records[:: self.topology.attention_tp]]
         return next(((rank, n) for rank, n in enumerate(lengths) if n), (0, 0))

@@ -64,7 +64,7 @@ class KVBlockPool:
         return pages
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody holds: holding these makes fewer pages available."""
+        """How many of `pages` no request holds: holding these makes fewer pages available."""
         return sum(self._holders[page] == 0 for page in pages)
 
     def hold(self, pages: Iterable[int]) -> None:

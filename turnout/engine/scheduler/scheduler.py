@@ -1,10 +1,10 @@
 """Who computes what in the next step: admission, chunked prefill, preemption, page accounting.
 
 One rule for all requests: whatever tokens lack keys and values are computed next. A decoding request
-lacks one, a new or preempted one lacks many and gets them in chunks, beside the others' decoding.
+lacks one, a new or preempted one lacks many and gets them in chunks, in steps that decode others.
 
   * Decoding goes first; prefill shares what is left of the step's token budget, oldest first; drafts of
-    decoding requests (ngram.py) get what is then left of tokens and pages, and displace nobody.
+    decoding requests (ngram.py) get what is then left of tokens and pages, and displace no request.
   * A request is admitted, in order of arrival, when pages for all its known tokens are there, so that
     only decoding can run out of pages.
   * Out of pages, the latest arrival loses its pages and is computed again later. The oldest is never
@@ -108,7 +108,7 @@ class Scheduler:
                 f"prompt of {num_prompt} tokens and max_tokens {max_tokens} make {total}, but the context "
                 f"holds {self.max_context}; shorten the prompt or lower max_tokens"
             )
-        stored = max(total - 1, num_prompt)  # nobody attends to the last token
+        stored = max(total - 1, num_prompt)  # no token attends to the last one
         room = self.pool.num_pages * self.page_size
         if stored > room:
             return (
@@ -225,7 +225,7 @@ class Scheduler:
     def _take_pages(self, request: Request) -> bool:
         """Give `request` pages for all its tokens, reusing a known prefix, if there are enough.
 
-        Leaves one page for each running request, lest the next tokens of those preempt this one again.
+        Leaves one page for each running request, so that their next tokens do not preempt this one again.
         """
         prefix: list[int] = []
         if self.pool.reuse:

@@ -1,4 +1,4 @@
-"""Steps under --deterministic: what a token gets depends, in no bit, on what else is in the step.
+"""Steps under --deterministic: a token's result does not depend on what else is in the step, to the bit.
 
 Nor on how its prompt was cut into chunks, nor on what was found in the prefix cache: all of it follows from
 the request's own tokens, so that every computation of them gives the same bits.

@@ -106,7 +106,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):  # compiles kernels, settles their workspaces, connects ranks
+            for _ in range(WARM_UPS):  # compiles kernels, allocates their workspaces, connects ranks
                 self._forward(rows_FB)
         torch.cuda.current_stream().wait_stream(side)
         self._pool = self._pool or torch.cuda.graph_pool_handle()

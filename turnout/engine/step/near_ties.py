@@ -1,17 +1,18 @@
-"""Greedy choices that rounding could turn are settled by a computation that nothing else shares.
+"""Greedy choices that rounding could turn (near-ties) are decided by a batch-invariant computation.
 
 Matrix products sum in an order that depends on the number of rows, so the last bits of a request's logits
-depend on its company and on how its prompt was cut into chunks. Where the two best logits are closer than
-such noise, the argmax would too, and with it all that follows. There the request's logits are computed
-anew: alone, from its first token, in blocks of a fixed size, with no cache. That result is a function of
-its tokens only. Where the gap is just above the threshold, all computations agree on the larger one, as
-long as the noise is below half the threshold; so greedy output is the same in any company.
+depend on the other requests of a step and on how its prompt was cut into chunks. Where the two best logits
+are closer than such noise, the argmax would too, and with it all that follows. There the request's logits are
+computed anew: without other requests, from its first token, in blocks of a fixed size, with no cache. That
+result is a function of its tokens only. Where the gap is just above the threshold, all computations agree on
+the larger one, as long as the noise is below half the threshold; so greedy output does not depend on the
+batch.
 
 Measured with a random 5-layer model (hidden 256, 32 experts, float32): log-probabilities of one request
-differ by up to 2e-4 over batch sizes 1 to 24 and chunk sizes 1 to 512, and 3 of 960 tokens were settled.
+differ by up to 2e-4 over batch sizes 1 to 24 and chunk sizes 1 to 512, and 3 of 960 tokens were near-ties.
 Rejected: padding every product to the rows from which MKL's order is constant (two to six times slower for
-one row), and rounding logits, which only moves the boundary. Reduced precision has noise a thousand times
-larger and would settle every tenth token: it is left alone.
+one row), and rounding logits, which only moves the boundary. In reduced precision, whose noise
+is a thousand times larger, every tenth token would be recomputed: nothing is.
 
 Legend: N tokens of a block, L context, Hq/Hkv query/KV heads, G = Hq/Hkv, D head size, V vocabulary.
 """
@@ -78,7 +79,7 @@ def recomputed_logits(
 
 
 def join_recomputation(model: Model, length: int, device: torch.device, place: tuple[int, int]) -> None:
-    """Take part without tokens while the DP rank of `place` settles a sequence of `length`."""
+    """Take part without tokens while the DP rank of `place` recomputes a sequence of `length`."""
     none_N = torch.empty(0, dtype=torch.int64, device=device)
     for start in range(0, length, BLOCK):
         tokens = _brought(min(BLOCK, length - start), *place)

@@ -1,6 +1,6 @@
 """A step as two micro-batches: one computes while the tokens of the other are exchanged between ranks.
 
-All ranks split alike, by what they synced on before the step: each brings the first half of its tokens to the
+All ranks split alike, by what they exchanged before the step: each brings the first half of its tokens to the
 first micro-batch and the rest to the second, which may leave a rank without tokens in one or both. A cut may
 pass through a sequence: its second part finds the keys and values of the first in the cache, because
 micro-batches attend in their order.
