@@ -9,10 +9,6 @@ representation of their arguments into what they compile. Imports no torch.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
-
-Auto = Literal["auto"]  # a choice that is left to the planner
-AUTO: Auto = "auto"
 
 
 class Word(StrEnum):

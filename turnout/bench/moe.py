@@ -52,13 +52,13 @@ from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.groups import ALONE
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Format
+from turnout.vocabulary import ActivationKind, Format
 
 ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
 W4A8 = "w4a8"  # as a format: MXFP4 weights that are multiplied with FP8 activations
 INPUTS = 4  # sets of tokens and routes per point
 TABLE_WIDTH = 110
-GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
+GPT_OSS = Activation(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0)
 PEER_BYTES = 2**31  # a peer that would gather more weights than this is not run
 
 

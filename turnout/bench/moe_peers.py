@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from turnout.bench.contender import Contender, Forward
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.spec import Activation, MoESpec
+from turnout.vocabulary import ActivationKind
 
 TRANSFORMERS = ("eager", "grouped_mm", "batched_mm")
 
@@ -72,7 +73,7 @@ def grouped_mm(experts: ExpertWeights, activation: Activation, dtype: torch.dtyp
 
 def _activate(h: Tensor, activation: Activation) -> Tensor:
     gate, up = h.chunk(2, dim=-1)
-    if activation.kind == "silu":
+    if activation.kind == ActivationKind.SILU:
         return F.silu(gate) * up
     limit = activation.limit
     if limit is not None:
@@ -83,7 +84,7 @@ def _activate(h: Tensor, activation: Activation) -> Tensor:
 def transformers_experts(layer: Layer) -> list[Contender]:
     """transformers' expert implementations, of whole layers without biases."""
     spec, kind = layer.spec, getattr(torch, layer.dtype)
-    if layer.ranks > 1 or spec.expert_bias or spec.activation.kind != "silu":
+    if layer.ranks > 1 or spec.expert_bias or spec.activation.kind != ActivationKind.SILU:
         return []
     from transformers import AutoConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

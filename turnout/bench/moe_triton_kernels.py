@@ -22,6 +22,7 @@ from turnout.bench.contender import Forward, Routes
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe.spec import Activation, MoESpec
+from turnout.vocabulary import ActivationKind
 
 FORMATS = ("mxfp4",)
 NO_ROUTE = -60.0  # as a logit, beside logarithms of weights: never among the largest k
@@ -32,7 +33,7 @@ def refusal(spec: MoESpec) -> str:
     if spec.top_k & (spec.top_k - 1):
         return f"triton_kernels routes to powers of two, not to {spec.top_k} experts"
     activation = spec.activation
-    if activation.kind == "swiglu" and (activation.beta != 1 or activation.limit is None):
+    if activation.kind == ActivationKind.SWIGLU and (activation.beta != 1 or activation.limit is None):
         return "triton_kernels adds 1 to the second half of its clamped activation"
     return "" if activation.gated else f"triton_kernels has no {activation.kind}"
 
@@ -82,7 +83,7 @@ def _activation(activation: Activation) -> Any:
 
     from turnout.kernels.hopper.pairs import silu_of_pairs
 
-    if activation.kind == "silu":
+    if activation.kind == ActivationKind.SILU:
         return FusedActivation(FnSpecs("silu", silu_of_pairs, ()), (), 2)
     return FusedActivation(
         FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (activation.alpha, activation.limit), 2

@@ -35,7 +35,7 @@ from turnout.vocabulary import Format
 
 logger = logging.getLogger(__name__)
 
-# Tensors that turn a stored weight into the real one; a plain weight stands alone.
+# Tensors that turn a stored weight into the real one; a plain weight has none.
 COMPANIONS = (".weight_scale", ".weight_scale_inv", ".weight_packed")
 
 
@@ -47,7 +47,7 @@ class Reader(Protocol):
     def experts(self, wanted: Wanted) -> ExpertWeights: ...
 
 
-# By `Quantization.method`. GPT-OSS's MXFP4 is of experts alone, and not here.
+# By `Quantization.method`. GPT-OSS's MXFP4 is for experts only, and not here.
 READERS: dict[str, Callable[[Quantization], Reader]] = {
     "modelopt": lambda q: nvfp4.Nvfp4(modelopt.SPELLING, q.quantized_activations),
     "compressed-tensors": lambda q: nvfp4.Nvfp4(compressed_tensors.SPELLING, q.quantized_activations),
@@ -122,7 +122,7 @@ class Checkpoint:
     ) -> Tensor:
         """A tensor as stored, or a plain one (bf16, f16, f32) converted to `dtype`; on the CPU.
 
-        `count` (default: all) entries of its leading dimension from `first` on, read alone. Raises
+        `count` (default: all) entries of its leading dimension from `first` on, and reads only them. Raises
         CheckpointError if it is missing, has another shape than `shape`, or is not plain although `dtype`
         was given.
         """
@@ -160,7 +160,7 @@ class Checkpoint:
     ) -> ExpertWeights:
         """Experts `first .. first + count` (default: all from `first`) of the layer at `prefix`.
 
-        Reads these experts alone, except that input scales are those of all experts of the layer.
+        Reads only these experts, except that input scales are those of all experts of the layer.
         """
         count = shape.num_experts - first if count is None else count
         if first < 0 or count < 1 or first + count > shape.num_experts:

@@ -1,4 +1,4 @@
-"""`config.json`, and the quantisation record that some writers keep beside it. Does not import torch."""
+"""`config.json`, and the quantisation record that some writers keep next to it. Does not import torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Two arrangements are found in published checkpoints:
 
 | arrangement | names                                       | matrices                                  |
 |-------------|---------------------------------------------|-------------------------------------------|
-| per expert  | `{prefix}.{e}.{gate,up,down}_proj.weight`   | gate and up apart                         |
+| per expert  | `{prefix}.{e}.{gate,up,down}_proj.weight`   | gate, up separate                         |
 | fused       | `{prefix}.gate_up_proj`, `{prefix}.down_proj` | [E, 2I, H], or transposed, or interleaved |
 
 Interleaved: rows gate 0, up 0, gate 1, up 1, ... as GPT-OSS has them.
@@ -137,7 +137,7 @@ class PerExpert:
             for j, module in enumerate(self._modules(matrix, expert)):
                 name = module + part.suffix
                 meta = part.expect(files, name, shape, why)
-                if out is None:  # the first tensor settles which of the allowed dtypes all have
+                if out is None:  # the first tensor decides which of the allowed dtypes all have
                     part = replace(part, dtypes=(meta.dtype,))
                     columns = len(self._projections[matrix])
                     out = torch.empty((self.wanted.count, columns, *shape), dtype=meta.dtype)

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 24
 _CHECKED_BYTES = 1 << 18  # read and checked at once: what a core's own cache holds
 
 # By dtype, unsigned integers of its size, and the smallest that twice the bits of a NaN or an infinity give:
-# doubling drops the sign, and an exponent of ones then stands on top. e4m3 has NaNs alone.
+# doubling drops the sign, and an exponent of ones then stands on top. e4m3 has only NaNs.
 # e8m0, which has no sign, is only ever a scale: `parts.E8M0_SCALE` checks it.
 _NOT_FINITE: dict[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
     torch.float64: (np.uint64, 0xFFE0_0000_0000_0000),
@@ -75,7 +75,7 @@ class TensorFiles:
         return self._sorted[first:last]
 
     def unread(self) -> list[str]:
-        """Tensors that nobody has read or set aside, sorted."""
+        """Tensors that were neither read nor set aside, sorted."""
         return sorted(self._pending)
 
     def set_aside(self, names: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ class Fp8Blocks:
         )
 
     def _matrix(self, stored: Arrangement, matrix: str, rows: int) -> PackedTensor:
-        """`rows` is the height of one stored weight: gate and up are cut into blocks apart.
+        """`rows` is the height of one stored weight: gate and up are cut into blocks separately.
 
         Where 128 does not divide it, stacking shifts up's blocks; both are then cut into blocks of
         gcd(rows, 128) rows, so that every weight keeps exactly its own scale.

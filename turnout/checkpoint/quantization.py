@@ -21,7 +21,7 @@ INT4_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How a checkpoint was quantised, and which modules were left alone.
+    """How a checkpoint was quantised, and which modules were not.
 
     method: which reader understands it, a name of `checkpoint.READERS`, or "none", or "mxfp4" (GPT-OSS).
     format: what experts are kept in; bf16 where they are decoded while they load. quantized_activations: the
@@ -147,7 +147,7 @@ def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
     if isinstance(nested, dict):
         record = record | nested
     if record.get("quant_algo") is None and record.get("kv_cache_quant_algo") is not None:
-        return Quantization()  # the KV cache alone, which is this engine's own business
+        return Quantization()  # only the KV cache, which is this engine's own business
     scheme = MODELOPT.get(str(record.get("quant_algo")).upper())
     if scheme is None:
         raise _unsupported(file, "quant_algo", record.get("quant_algo"), MODELOPT)
@@ -230,7 +230,7 @@ def _int4(name: str, weights: Any, activations: Any, file: Path | str) -> Quanti
 
 
 def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:
-    """GPT-OSS: the experts alone are MXFP4."""
+    """GPT-OSS: only the experts are MXFP4."""
     return Quantization(
         method="mxfp4",
         format=Format.MXFP4,

@@ -53,7 +53,7 @@ def quantize(
     """Write the checkpoint folder `source` to the new folder `out` with its routed experts in `format`.
 
     calibration (nvfp4 only): InputAmax by expert, such as `model.layers.0.mlp.experts.3`; with it the
-    checkpoint asks for quantised activations (W4A4), without it for weights alone (W4A16). An expert that
+    checkpoint asks for quantised activations (W4A4), without it for weights only (W4A16). An expert that
     is absent or saw no token (0) takes its layer's largest values. A function that returns it is called
     once everything has been checked and `out` is reserved.
 
@@ -247,8 +247,8 @@ def _write_config(folder: Path, source_config: Mapping[str, Any], job: _Job) -> 
             for index in range(layer.num_experts)
             for projection in PROJECTIONS
         ]
-        config["quantization_config"], beside = job.encoder.declare(sorted(kept), quantized)
-        for name, value in beside.items():
+        config["quantization_config"], files = job.encoder.declare(sorted(kept), quantized)
+        for name, value in files.items():
             write_json(folder / name, value)
     write_json(folder / CONFIG, config)
 

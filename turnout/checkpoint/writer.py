@@ -76,7 +76,7 @@ class ShardWriter:
     """The `*.safetensors` files of one folder and their index.
 
     `groups` are the tensors in the order of the files; a group is never split over two of them. A file has
-    more than `shard_bytes` only if one group alone has. It is open from its first tensor to its last, so
+    more than `shard_bytes` only if a single group has. It is open from its first tensor to its last, so
     whoever writes in that order has one open. Threads may write different tensors at once.
     """
 

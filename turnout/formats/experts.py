@@ -76,7 +76,7 @@ def shard(experts: ExpertWeights, index: int, count: int) -> ExpertWeights:
     """Part `index` of `count` of every expert's intermediate dimension; the outputs of all parts sum up.
 
     w13 keeps these rows of gate and of up, w2 these columns, b13 as w13. b2 and the input scales stay whole:
-    a bias of the sum must be added by one part alone. Weights are copied, so that the whole may be freed.
+    a bias of the sum must be added by one part only. Weights are copied, so that the whole may be freed.
     Raises ValueError where a part would cut through a group of weights that share a scale.
     """
     if count == 1:

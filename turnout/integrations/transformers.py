@@ -34,7 +34,7 @@ from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Format
+from turnout.vocabulary import ActivationKind, Format
 
 NAME = "turnout"
 REMEDY = 'use experts_implementation="eager" for this model'
@@ -175,8 +175,8 @@ def _activation(module: Any, device: torch.device) -> Activation:
     limit = getattr(module, "limit", None)
     candidates = [
         Activation(),
-        Activation(kind="swiglu", limit=limit),
-        Activation(kind="swiglu", alpha=getattr(module, "alpha", 1.0), beta=1.0, limit=limit),
+        Activation(kind=ActivationKind.SWIGLU, limit=limit),
+        Activation(kind=ActivationKind.SWIGLU, alpha=getattr(module, "alpha", 1.0), beta=1.0, limit=limit),
     ]
     reach = 2 * max(limit or 0, 16)  # to both sides of every clamp
     grid = torch.linspace(-reach, reach, 65, device=device)
@@ -185,7 +185,7 @@ def _activation(module: Any, device: torch.device) -> Activation:
     if module.has_gate:
         theirs = module._apply_gate(halves if module.is_concatenated else rows)
     else:
-        candidates, halves = [Activation(kind="relu2")], grid[None]
+        candidates, halves = [Activation(kind=ActivationKind.RELU2)], grid[None]
         theirs = module.act_fn(halves)
     for candidate in candidates:
         if torch.allclose(theirs, activate(halves, candidate), rtol=1e-4, atol=1e-4):

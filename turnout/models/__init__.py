@@ -145,4 +145,4 @@ def _refuse_unread(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Reports no progress."""

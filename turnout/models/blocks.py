@@ -3,7 +3,7 @@
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
 matrix product costs mostly its call. For the same reason what lies between products is one kernel each
 (kernels/common/rows.py on CUDA, kernels/cpu/rows.py in float32 on a CPU). Parts that ranks share take the
-`Group` of these ranks, which may be this one alone; their sizes are then this rank's.
+`Group` of these ranks, which may be only this one; their sizes are then this rank's.
 
 Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, Hq/Hkv query/KV heads,
 G = Hq + Hkv, D head size, I intermediate size.
@@ -139,7 +139,7 @@ class Attention:
 
     qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then keys, then values; out: [H, Hq D].
     qk_norm: norm of [N, G, D], every query and key head with its weight, or None.
-    group: the ranks that have the other heads. One of them alone has `out_bias`.
+    group: the ranks that have the other heads. Only one of them has `out_bias`.
     """
 
     def __init__(

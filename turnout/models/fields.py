@@ -109,7 +109,7 @@ class ConfigFields:
         return value
 
     def refuse_unread(self, harmless: Collection[str] = HARMLESS) -> None:
-        """Refuse, all at once, fields that nobody read and that are neither harmless nor switched off."""
+        """Refuse, all at once, fields that were not read and that are neither harmless nor switched off."""
         unknown = [
             f"{name} = {_short(value)}"
             for name, value in self._values.items()

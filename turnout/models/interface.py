@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
 class Step:
     """One forward. `phase` is "prefill" if any sequence of any rank brings more than its decode tokens.
 
-    tokens: how many each data-parallel rank brings; None where this one is alone.
+    tokens: how many each data-parallel rank brings; None if there is one.
     real: which rows are tokens, the others being padding; None: all.
     other: a second micro-batch of the same step, computed in turns with this one; its tokens come after this
     one's, and may attend to them.
@@ -77,7 +77,7 @@ class DenseParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """A model as `config.json` alone describes it: enough to plan, with no weight read."""
+    """A model as `config.json` describes it: enough to plan without reading weights."""
 
     shape: ModelShape
     moe: MoESpec  # of every MoE layer; they are all alike

@@ -13,6 +13,7 @@ from turnout.models.fields import ConfigFields
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
 from turnout.models.rope import Rope, read_rope
 from turnout.moe.spec import MoESpec, Routing
+from turnout.vocabulary import RoutingKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def _read_moe(fields: ConfigFields, hidden_size: int) -> MoESpec:
         intermediate_size=fields.integer("moe_intermediate_size"),
         num_experts=num_experts,
         top_k=top_k,
-        routing=Routing(kind="softmax_topk", renormalize=fields.flag("norm_topk_prob", False)),
+        routing=Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=fields.flag("norm_topk_prob", False)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The two batch layouts, and an activation that travels with its scales.
+"""The two batch layouts, and hidden states with their scales.
 
 Legend: T tokens, H hidden, k top-k, E_loc local experts, C capacity per expert.
 Padding has one name everywhere: expert id -1 with weight 0.

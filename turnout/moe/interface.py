@@ -45,7 +45,7 @@ class Experts(Protocol):
 
 
 class Runner(Experts, Protocol):
-    """What a plan may choose: built from values alone, it holds weights only after `prepare`."""
+    """What a plan may choose: built from plain values; it holds weights only after `prepare`."""
 
     capability: ClassVar[RunnerCapability]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.spec import Activation
-from turnout.vocabulary import Format
+from turnout.vocabulary import ActivationKind, Format
 
 
 def experts_reference(
@@ -61,10 +61,10 @@ def experts_reference(
 
 def activate(h: Tensor, activation: Activation) -> Tensor:
     """GEMM1's output [M, 2I], gate then up ([M, I] when not gated), to GEMM2's input [M, I]."""
-    if activation.kind == "relu2":
+    if activation.kind == ActivationKind.RELU2:
         return h.relu() ** 2
     gate, up = h.chunk(2, dim=-1)
-    if activation.kind == "silu":
+    if activation.kind == ActivationKind.SILU:
         return gate * gate.sigmoid() * up
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)

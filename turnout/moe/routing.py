@@ -1,7 +1,7 @@
 """Routers: logits to expert ids and weights.
 
 Everything that shapes a weight (renormalisation, group limits, correction bias, scaling factor) is
-folded in here, once; nobody downstream scales again. Padding gets its name here too.
+applied here, once, and nowhere downstream. Padding gets its id here too.
 
 The choice of most models is one kernel (kernels/common/route.py on CUDA, kernels/cpu/route.py on a CPU).
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from turnout.kernels import cpu
 from turnout.moe.spec import Routing
+from turnout.vocabulary import RoutingKind
 
-FUSED = ("softmax_topk", "topk_softmax")
+FUSED = (RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX)
 Choose = Callable[..., tuple[Tensor, Tensor]]
 FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
 
@@ -50,7 +51,7 @@ class Router:
             return self._choose(
                 logits,
                 self._top_k,
-                of_all=self._routing.kind == "softmax_topk",
+                of_all=self._routing.kind == RoutingKind.SOFTMAX_TOPK,
                 renormalize=self._routing.renormalize,
                 scaling=self._routing.scaling_factor,
                 real_T=real_T,
@@ -132,8 +133,8 @@ def _topk_softmax(logits_TE: Tensor, _: Routing, top_k: int, __: Tensor | None) 
 
 Choice = Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]
 
-ROUTERS: dict[str, Choice] = {
-    "softmax_topk": _softmax_topk,
-    "sigmoid_topk": _sigmoid_topk,
-    "topk_softmax": _topk_softmax,
+ROUTERS: dict[RoutingKind, Choice] = {
+    RoutingKind.SOFTMAX_TOPK: _softmax_topk,
+    RoutingKind.SIGMOID_TOPK: _sigmoid_topk,
+    RoutingKind.TOPK_SOFTMAX: _topk_softmax,
 }

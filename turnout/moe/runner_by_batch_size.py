@@ -29,14 +29,14 @@ def make_runner(spec: MoESpec, plan: MoEPlan, device: torch.device) -> Experts:
 
 def _named(name: str, spec: MoESpec, plan: MoEPlan, device: torch.device) -> Runner:
     """The runner `name` in the place of the plan's two."""
-    alone = replace(
+    single = replace(
         plan,
         prefill=replace(plan.prefill, runner=name),
         decode=replace(plan.decode, runner=name),
         tiles=plan.tiles if RUNNERS[name].tuning is not None else (),
         runner_by_batch_size=(),
     )
-    runner: Runner = RUNNERS.load(name)(spec, alone, device)
+    runner: Runner = RUNNERS.load(name)(spec, single, device)
     return runner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnout.vocabulary import Format
+from turnout.vocabulary import ActivationKind, Format, RoutingKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,14 @@ class Activation:
     kind "relu2":  relu(x) ** 2, not gated (Nemotron-H)
     """
 
-    kind: str = "silu"
+    kind: ActivationKind = ActivationKind.SILU
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
 
     @property
     def gated(self) -> bool:
-        return self.kind != "relu2"
+        return self.kind != ActivationKind.RELU2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Routing:
     `scaling_factor` multiplies the final weights, here and nowhere else.
     """
 
-    kind: str = "softmax_topk"
+    kind: RoutingKind = RoutingKind.SOFTMAX_TOPK
     renormalize: bool = True
     n_group: int = 1
     topk_group: int = 1

@@ -65,7 +65,7 @@ class Batch:
     name: str
     inputs: Inputs
     prefix: bool = False
-    one_expert_each: bool = False  # token i goes to local expert i alone
+    one_expert_each: bool = False  # token i goes to local expert i only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +349,7 @@ def _some(inputs: Inputs, tokens: int) -> Inputs:
 
 
 def _only(inputs: Inputs, experts: Sequence[int]) -> Inputs:
-    """Token i at expert i of `experts` alone, with weight 1; at none if that is -1."""
+    """Token i at expert i of `experts` only, with weight 1; at none if that is -1."""
     ids_TK = torch.full_like(inputs.ids_TK, -1)
     ids_TK[:, 0] = torch.tensor(experts, dtype=torch.int32)
     return replace(inputs, ids_TK=ids_TK, weights_TK=(ids_TK >= 0).float())

@@ -53,7 +53,7 @@ def fp8_columns(H: int) -> tuple[tuple[torch.dtype, int], ...]:
 
 
 class Wire:
-    """How tokens of one layer travel in one phase: `encode`, `pack`, and `unpack` on the other side."""
+    """The wire format of one layer in one phase: `encode` and `pack` to send, `unpack` to receive."""
 
     def __init__(self, setup: DispatchSetup) -> None:
         """Its input scale is needed for "nvfp4", whose receivers do not compute scales."""

@@ -19,7 +19,7 @@ from turnout.moe.capabilities.rank_share import DispatchShare, Share, received_b
 from turnout.moe.capabilities.tuning import Tuning
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Exchange, Format, Layout, Phase, WeightStorage
+from turnout.vocabulary import ActivationKind, Exchange, Format, Layout, Phase, WeightStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class RunnerCapability:
     weight_only_formats: frozenset[Format] = frozenset(WEIGHT_FORMATS)
     weight_only_layouts: frozenset[Layout] = frozenset(Layout)  # in which it does so
     compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
-    activations: frozenset[str] = frozenset({"silu", "swiglu", "relu2"})
+    activations: frozenset[ActivationKind] = frozenset(ActivationKind)
     expert_bias: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any

@@ -45,7 +45,7 @@ class NumbaRunner:
             w2=self._store(experts.w2),
             b13=_bias(experts.b13),
             b2=_bias(experts.b2),
-            activation=kind.kind,
+            activation=str(kind.kind),
             alpha=kind.alpha,
             beta=kind.beta,
             limit=float("inf") if kind.limit is None else kind.limit,

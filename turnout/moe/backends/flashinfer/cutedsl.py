@@ -39,7 +39,7 @@ from turnout.moe.backends.flashinfer.weights_blackwell import (
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import Activation, MoESpec
-from turnout.vocabulary import Format, Layout
+from turnout.vocabulary import ActivationKind, Format, Layout
 
 MASKED_GEMM = {
     "ab_dtype": "float4_e2m1fn",
@@ -232,7 +232,7 @@ class ExpertsRoute:
                 batch.hidden.data.contiguous(), counts, scales["a1"], nvfp4_4over6=None
             )
         self._gemm(x, w.w13, scales["alpha1"], counts, h_ECN)
-        if self._activation.kind == "silu":
+        if self._activation.kind == ActivationKind.SILU:
             a = silu_and_mul_scaled_nvfp4_experts_quantize(h_ECN, counts, scales["a2"], nvfp4_4over6=None)
         else:
             activated_ECI = _activate(h_ECN, self._activation).contiguous()
@@ -271,7 +271,7 @@ def _plain(hidden: Hidden) -> Tensor:
 
 def _activate(h_ECN: Tensor, activation: Activation) -> Tensor:
     """What the library's masked kernel does not activate; [E, C, I] in the dtype of `h_ECN`."""
-    if activation.kind == "relu2":
+    if activation.kind == ActivationKind.RELU2:
         return h_ECN.relu().square()
     gate, up = h_ECN.float().chunk(2, dim=-1)
     if activation.limit is not None:

@@ -12,7 +12,7 @@ from turnout.moe.backends.flashinfer.workspace_cutlass import workspace_bytes as
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability, RunnerCapability
 from turnout.moe.capabilities.limits import Limits
 from turnout.moe.capabilities.packages import Package
-from turnout.vocabulary import Exchange, Format, Layout, WeightStorage
+from turnout.vocabulary import ActivationKind, Exchange, Format, Layout, WeightStorage
 
 FLASHINFER = Package(
     module="flashinfer",
@@ -63,7 +63,7 @@ TRTLLM = RunnerCapability(
     weight_only_formats=frozenset(),
     fp4_units=True,
     compute_dtypes=frozenset({"bfloat16"}),
-    activations=frozenset({"silu"}),
+    activations=frozenset({ActivationKind.SILU}),
     expert_bias=False,
     workspace=trtllm_workspace_bytes,
     checked="what FlashInfer is handed is decoded and computed on a CPU, where the demo answers as "

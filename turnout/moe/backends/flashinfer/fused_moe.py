@@ -28,7 +28,7 @@ from turnout.moe import arena
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.vocabulary import Layout
+from turnout.vocabulary import ActivationKind, Layout
 
 SCRATCH = "cutlass_fused_moe"
 
@@ -130,7 +130,7 @@ class FusedMoe:
     def _activation(self, held: int) -> dict[str, Tensor]:
         """Per expert; without any, the library computes silu(gate) * up, or relu2."""
         activation = self._spec.activation
-        if activation.kind != "swiglu":
+        if activation.kind != ActivationKind.SWIGLU:
             return {}
         limit = float("inf") if activation.limit is None else activation.limit
         values = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta, "swiglu_limit": limit}

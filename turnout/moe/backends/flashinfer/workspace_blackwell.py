@@ -12,7 +12,7 @@ from __future__ import annotations
 from turnout.formats.spec import FORMATS
 from turnout.moe.budget import aligned
 from turnout.moe.capabilities.rank_share import Share
-from turnout.vocabulary import Format, Layout
+from turnout.vocabulary import ActivationKind, Format, Layout
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
 SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
@@ -44,7 +44,7 @@ def cutedsl_workspace_bytes(share: Share) -> int:
         return nvfp4(rows, H) + maps + max(nvfp4(S, I), 2 * S * (H + I)) + itemsize * rows * H
     held, N = num_local_experts * rows, share.gemm1
     tiled = num_local_experts * (aligned(rows, SCALE_ROWS))  # rows that have scales
-    plain = 0 if spec.activation.kind == "silu" else held * (4 * N + (4 * 3 + itemsize) * I)
+    plain = 0 if spec.activation.kind == ActivationKind.SILU else held * (4 * N + (4 * 3 + itemsize) * I)
     return nvfp4(tiled, H) + itemsize * held * N + plain + nvfp4(tiled, I) + itemsize * held * H
 
 

@@ -105,7 +105,7 @@ class Gemm:
 
     @property
     def kind(self) -> str:
-        return self.activation.kind if self.first else "none"
+        return str(self.activation.kind) if self.first else "none"
 
 
 def count_pairs(batch: Batch) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ from turnout.moe.backends.torch.declaration import TORCH
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.vocabulary import Format, WeightStorage
+from turnout.vocabulary import ActivationKind, Format, WeightStorage
 
 # Up to so many pairs per local expert products are gathered. They read a matrix once per pair, but pay no
 # call per expert. Measured on one AVX2 core with 4 pairs per expert, against a GEMM per expert: 64 experts of
@@ -269,10 +269,10 @@ class TorchRunner:
     def _activate(self, h_PN: Tensor) -> Tensor:
         """GEMM1's output, gate then up, to GEMM2's input [P, I]; may overwrite `h_PN`."""
         kind = self._activation
-        if kind.kind == "relu2":
+        if kind.kind == ActivationKind.RELU2:
             return h_PN.relu_().square_()
         gate, up = h_PN.chunk(2, dim=1)
-        if kind.kind == "silu":
+        if kind.kind == ActivationKind.SILU:
             return F.silu(gate).mul_(up)
         if kind.limit is not None:
             gate, up = gate.clamp_(max=kind.limit), up.clamp_(-kind.limit, kind.limit)

@@ -71,7 +71,7 @@ class Fp8Sorted(TileConfig, frozen=True, tag="fp8_sorted"):
         rows = _halves(g.space.y, P, K) if g.first else (h, h_scale)
         gemm(
             *rows, g.w.codes, g.w.scales, g.w.bias, h if g.first else g.out, h_scale, g.order, g.table,
-            g.any_weights, first=g.first, activation=(g.activation.kind, *g.numbers),
+            g.any_weights, first=g.first, activation=(str(g.activation.kind), *g.numbers),
             stages=self.num_stages, group=self.group_m, programs=g.processors,
         )  # fmt: skip
 
