@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tiny import write_model
+from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.engine.sampling.near_ties import find_near_ties
 from turnout.engine.sampling.sampler import Sampler
@@ -113,3 +114,19 @@ def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Pat
         assert first == [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
     tokens = sum(len(prompt) for prompt in prompts(9)) + 9 * 39
     assert routed == tokens * 2 * 2  # layers, experts of a token
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
+def test_nothing_is_compiled_while_serving(tmp_path: Path, format: str) -> None:
+    """Prompts of random lengths, alone and together, after ever other numbers of decoding requests."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 64}
+    config = QWEN3_30B | sizes | {"vocab_size": 4096, "eos_token_id": 4095}
+    write(tmp_path / "model", config, format=format)
+    draw = random.Random(0)
+    settings = {"max_prefill_tokens": 2048, "max_running_requests": 32, "max_total_tokens": 2**16}
+    with LLM(str(tmp_path / "model"), load_progress=False, mem_fraction_static=0.3, **settings) as llm:
+        for _ in range(60):
+            lengths = [round(2000 ** draw.random()) for _ in range(round(40 ** draw.random()))]
+            ids = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+            llm.generate(ids, SamplingParams(max_tokens=draw.randint(1, 8), ignore_eos=True))
+        assert llm.stats().kernels_compiled == 0

@@ -21,7 +21,7 @@ from turnout.engine.step import batch_invariant
 from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
-from turnout.engine.warmup import Tuner, first_prompts
+from turnout.engine.warmup import Tuner, count_compilations, first_prompts
 from turnout.models import load_model
 from turnout.models.interface import Model, ModelShape, ProgressFn
 from turnout.parallel.groups import ALONE, Groups
@@ -80,6 +80,7 @@ def build_engine(
         step_sync=step_sync,
         watch=watch or Unwatched(),
         loaded={"num_threads": num_threads, "verify": verified},
+        compilations=count_compilations(device),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,14 @@ class EngineCore:
         step_sync: StepSync,
         watch: Progress,
         loaded: Mapping[str, Any],
+        compilations: Callable[[], int] = lambda: 0,
     ):
-        """watch: told how far a step is. loaded: what `info` says beyond the plan, plain values."""
+        """watch: told how far a step is. loaded: what `info` says beyond the plan, plain values.
+        compilations: how many kernels were compiled since the engine could serve."""
         self.engine_plan = engine_plan
         self._model, self._attention, self._loaded = model, attention, loaded
         self._scheduler, self._forward, self._commit = scheduler, forward, commit
-        self._step_sync, self._watch = step_sync, watch
+        self._step_sync, self._watch, self._compilations = step_sync, watch, compilations
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
@@ -137,7 +139,13 @@ class EngineCore:
             expert_tokens = self._model.expert_counts()
         rank = self._step_sync.topology.rank
         if not self._step_sync.leads:  # its group's requests are counted once, by the rank that leads
-            return EngineStats(rank=rank, pid=os.getpid(), steps=self._steps, idle_steps=self._idle_steps)
+            return EngineStats(
+                rank=rank,
+                pid=os.getpid(),
+                steps=self._steps,
+                idle_steps=self._idle_steps,
+                kernels_compiled=self._compilations(),
+            )
         pool, tokens = self._scheduler.pool, self._commit.counters
         return EngineStats(
             rank=rank,
@@ -155,6 +163,7 @@ class EngineCore:
             preemptions=self._scheduler.preemptions,
             spec_draft_tokens=tokens.drafted,
             spec_accepted_tokens=tokens.accepted,
+            kernels_compiled=self._compilations(),
             expert_tokens=expert_tokens,
         )
 

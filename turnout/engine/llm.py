@@ -23,7 +23,7 @@ from turnout.config import Config, Launched, launched, load
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
-from turnout.engine.messages import AddRequest, TokenLogprobs, encoder
+from turnout.engine.messages import AddRequest, EngineStats, TokenLogprobs, encoder
 from turnout.engine.progress_bars import counting_bar, loading_bar
 from turnout.engine.ranks.rendezvous import check_launch, rendezvous
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
@@ -117,6 +117,10 @@ class LLM:
     def info(self) -> dict[str, Any]:
         """Resolved configuration, plan, memory and model shape."""
         return self._open().info()
+
+    def stats(self) -> EngineStats:
+        """Counters of this rank since it was made."""
+        return self._open().stats()
 
     def generate(
         self,

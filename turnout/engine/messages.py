@@ -83,6 +83,7 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
     preemptions: int = 0
     spec_draft_tokens: int = 0  # proposed by speculative decoding
     spec_accepted_tokens: int = 0  # those of them that became output
+    kernels_compiled: int = 0  # since this rank could serve: each kept its requests waiting
     expert_tokens: list[list[int]] | None = None  # [layer][expert], cumulative
 
 

@@ -3,7 +3,9 @@ kernels of prompts are compiled."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -18,14 +20,18 @@ from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.forward import Forward
 from turnout.models.interface import Model, ProgressFn
 from turnout.moe.autotune import autotune
-from turnout.moe.interface import Experts
-from turnout.moe.runner_by_batch_size import make_runner
+from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.interface import Experts, Runner
+from turnout.moe.plan import MoEPlan
+from turnout.moe.runner_by_batch_size import RunnerByBatchSize, make_runner
+from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
-from turnout.vocabulary import Phase
+from turnout.vocabulary import Layout, Phase
 
 
 class Tuner:
-    """Makes the runners of a model's layers, and tunes with the first: all layers have the same sizes."""
+    """Makes the runners of a model's layers; compiles and tunes with the first, as all have the same
+    sizes."""
 
     def __init__(
         self,
@@ -47,6 +53,9 @@ class Tuner:
         engine_plan, runner, self._first = self._engine_plan, self._first, None
         if runner is None:
             return
+        if self._device.type == "cuda":
+            threads = max(1, (os.cpu_count() or 1) // engine_plan.topology.ranks_per_node)
+            compile_experts(runner, engine_plan.description.moe, engine_plan.plan, self._device, threads)
         autotune(
             runner,
             engine_plan.description.moe,
@@ -63,9 +72,58 @@ class Tuner:
         return make_runner(self._engine_plan.description.moe, plan, self._device)
 
 
+def compile_experts(
+    runner: Experts, spec: MoESpec, plan: MoEPlan, device: torch.device, threads: int
+) -> list[int]:
+    """Compile, in `threads`, every variant of a kernel that a batch within the plan's bounds may need.
+
+    Returns the batch sizes, in tokens, that need them all; none where a runner launches other kernels than
+    Triton's, which would run.
+    """
+    from turnout.kernels.common.compilation import can_record, compiling, covering
+
+    if not can_record():
+        return []
+    most = max((p.max_tokens for p in (plan.prefill, plan.decode) if p.layout == Layout.TOKENS), default=0)
+    dtype, found = getattr(torch, plan.compute_dtype), []
+    parts = list(runner.parts.values()) if isinstance(runner, RunnerByBatchSize) else [cast(Runner, runner)]
+    for part in parts:
+        if most and part.capability.all_triton:
+
+            def call(tokens: int, part: Runner = part) -> None:
+                part(empty_batch(spec, tokens, dtype, device))
+
+            sizes = covering(call, most)
+            with compiling(threads):
+                for size in sizes:
+                    call(size)
+            found += sizes
+    return found
+
+
+def count_compilations(device: torch.device) -> Callable[[], int]:
+    """Count kernels that are compiled from now on; what is returned says how many."""
+    if device.type != "cuda":
+        return lambda: 0
+    from turnout.kernels.common.compilation import CompilationCounter
+
+    counter = CompilationCounter()
+    counter.start()
+    return lambda: counter.count
+
+
+def empty_batch(spec: MoESpec, tokens: int, dtype: torch.dtype, device: torch.device) -> TokensBatch:
+    """A batch whose values are nothing in particular, for calls that launch nothing."""
+    return TokensBatch(
+        hidden=Hidden(data=torch.empty(tokens, spec.hidden_size, dtype=dtype, device=device)),
+        topk_ids=torch.empty(tokens, spec.top_k, dtype=torch.int32, device=device),
+        topk_weights=torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device),
+    )
+
+
 def prompt_sizes(most: int) -> list[int]:
-    """Tokens of steps that between them take every kernel a prompt may: runners cut batches by powers of two
-    or more, and kernels are compiled for sizes that are multiples of 16 and for others."""
+    """Tokens of steps that between them take every kernel of a prompt outside the experts, whose sizes
+    `compile_experts` finds: all of those change at powers of two."""
     powers = [1 << i for i in range(most.bit_length())]
     return sorted({size for power in powers for size in (power, power - 1) if size} | {most})
 

@@ -93,6 +93,10 @@ class EngineCollector(Collector):
                 "Proposed tokens that became output.",
                 sum(s.spec_accepted_tokens for s in ranks),
             ),
+            "kernels_compiled_after_ready": (
+                "GPU kernels compiled, or loaded from disk, while requests waited.",
+                sum(s.kernels_compiled for s in ranks),
+            ),
         }
         for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in family.items():

@@ -1,21 +1,30 @@
-"""Compiling many kernels ahead, in processes: tuning asks for hundreds, and each takes a second of one core.
+"""Compiling kernels before they are needed, and counting those that were not.
 
-What is to be compiled is recorded by calling for it: Triton's hook sees every kernel that is not compiled
-yet, with all that specialises it, and keeps it from being compiled there and then. Processes compile the
-records into Triton's cache on disk, where the next real call finds them. Meanwhile nothing is launched, not
-even what is compiled: a GEMM would follow a table of tiles that no sort has written.
+What is to be compiled is found by calling for it, while nothing is launched, not even what is compiled: a
+GEMM would follow a table of tiles that no sort has written. Two ways:
 
-This is the only file that patches Triton: `JITFunction.run`, the hook `jit_cache_hook` and `dtype.is_dtype`
-are its internals, and may change with any minor version. With a Triton other than PATCHED nothing is
-recorded, so that kernels are compiled one by one as they are called.
+* `recording` leaves a record of every kernel that is not compiled yet: Triton's hook sees it, with all that
+  specialises it, and keeps it from being compiled there and then. Processes compile the records into Triton's
+  cache on disk, where the next real call finds them. Tuning asks for hundreds, and each takes a second of a
+  core.
+* `compiling` compiles in threads of this process, which then has the kernels loaded: for the few dozens of a
+  model that starts.
+
+`variants` tells, without compiling, which variants of kernels calls ask for, so that `covering` can find a
+few batch sizes that between them need every variant that any batch size does.
+
+This is the only file that patches Triton: `JITFunction.run`, its parameters, the hook `jit_cache_hook` and
+`dtype.is_dtype` are its internals, and may change with any minor version. With a Triton other than PATCHED
+nothing is found ahead, so that kernels are compiled one by one as they are called.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -24,13 +33,17 @@ from unittest.mock import patch
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from torch import Tensor
 from triton import __version__, knobs
 from triton.errors import TritonError
 from triton.language import dtype
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
+log = logging.getLogger(__name__)
 PATCHED = SpecifierSet(">=3.6,<3.7")  # versions of Triton whose internals are known
 MOST_PROCESSES = 16
+EVERY = 2048  # tokens of batches, up to which `covering` tries every size
 FAILURES = (TritonError,)  # of a kernel that cannot be compiled or needs too much of the GPU
 
 
@@ -52,10 +65,6 @@ def can_record() -> bool:
 def recording() -> Iterator[dict[Record, None]]:
     """Calls of kernels launch nothing; those of kernels that are not compiled yet leave a record here."""
     records: dict[Record, None] = {}
-    run = JITFunction.run
-
-    def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         records[Record(module=fn.module, name=fn.name, specialization=compile["specialization_data"])] = None
@@ -64,10 +73,103 @@ def recording() -> Iterator[dict[Record, None]]:
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
-        with patch.object(JITFunction, "run", prepare):
+        with _launching_nothing():
             yield records
     finally:
         knobs.runtime.jit_cache_hook = before
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Calls of kernels launch nothing; those that are not compiled yet are, by the end of the block."""
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), _launching_nothing():
+        yield
+
+
+Variant = tuple[Any, ...]  # a kernel, and all that Triton compiles it anew for
+
+
+@contextmanager
+def variants() -> Iterator[set[Variant]]:
+    """Calls of kernels launch nothing and compile nothing: what they would have needed is in the set."""
+    found: set[Variant] = set()
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        params = self.params
+        found.add(
+            (
+                self,
+                *(_specialised(param, arg) for param, arg in zip(params, args, strict=False)),
+                *sorted(options.items()),
+            )
+        )
+
+    with patch.object(JITFunction, "run", note):
+        yield found
+
+
+def _specialised(param: Any, arg: Any) -> Any:
+    """What of an argument a compiled kernel depends on, as Triton's own binder has it: the whole value of a
+    constant, of an integer whether it is 1 or a multiple of 16, of a pointer its type and alignment."""
+    if param.is_constexpr:
+        return arg
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int) and not isinstance(arg, bool):
+        return int if param.do_not_specialize else (arg == 1, arg % 16 == 0, arg.bit_length() > 31)
+    if isinstance(arg, float | bool) or arg is None:
+        return type(arg)
+    return arg.base.dtype, tuple(arg.block_shape), arg.layout  # a TensorDescriptor
+
+
+def covering(call: Callable[[int], object], most: int) -> list[int]:
+    """Batch sizes up to `most` that need every variant that `call`, of a batch of so many tokens, asks for.
+
+    All sizes up to EVERY are tried. Above, variants last for longer ranges of sizes, so a sixteenth is.
+    """
+    seen: set[Variant] = set()
+    sizes = []
+    for size in (*range(1, min(most, EVERY) + 1), *range(EVERY + 16, most, 16), most):
+        with variants() as needed:
+            call(size)
+        if not needed <= seen:
+            seen |= needed
+            sizes.append(size)
+    return sizes
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    run = JITFunction.run
+
+    def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    with patch.object(JITFunction, "run", prepare):
+        yield
+
+
+class CompilationCounter:
+    """How many kernels were compiled, or loaded from Triton's cache on disk, since `start`, in this process.
+
+    A kernel that is compiled while requests are served holds all of them up for a second, so each is logged
+    with what specialises it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> None:
+        """Count from now on, in place of whatever counted before."""
+        self.count = 0
+        knobs.runtime.jit_post_compile_hook = self._note
+
+    def stop(self) -> None:
+        knobs.runtime.jit_post_compile_hook = None
+
+    def _note(self, *, repr: str, **_: Any) -> None:
+        self.count += 1
+        log.warning("compiled while serving: %s", repr)
 
 
 def compilers() -> Executor:

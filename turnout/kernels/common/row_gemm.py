@@ -14,7 +14,7 @@ COLUMNS = 64
 WIDTHS = (16, 32, 64, 128)  # rows of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def multiply_rows(
     x_ptr, w_ptr, bias_ptr, y_ptr, N, M, K, x_stride, w_stride,
     BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,

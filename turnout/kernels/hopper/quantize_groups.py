@@ -40,7 +40,7 @@ def _quantize_block(
     tl.store(scale_ptr + row * GROUPS + g % GROUPS, scale, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quantize_rows(
     x_ptr, q_ptr, scale_ptr, rows, K, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -51,7 +51,7 @@ def quantize_rows(
     _quantize_block(tl.program_id(0), x_ptr, q_ptr, scale_ptr, rows, K, x_stride, GROUPS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "tile_tokens", "programs", "rows"])
 def sort_and_quantize(
     ids_ptr, counts_ptr, order_ptr, tiles_ptr, x_ptr, q_ptr, scale_ptr,
     P, first, E, tile_tokens, programs, rows, K, x_stride,

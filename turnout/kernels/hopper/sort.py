@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 APART = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def count_pairs(ids_ptr, counts_ptr, P, first, E, BLOCK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
     """counts[e] += pairs of local expert e, for the ids of this program. EP: above E."""
     if PDL:
@@ -77,7 +77,7 @@ def _write_tile(entry, e, row, end, exists):
     tl.store(entry + 2, end, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "tile_tokens", "programs"])
 def place_pairs(
     ids_ptr, counts_ptr, order_ptr, place_ptr, tiles_ptr, P, first, E, tile_tokens, programs,
     BLOCK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr, WIDEST_FIRST: tl.constexpr,
@@ -117,7 +117,7 @@ def place_pairs(
         tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "tile_tokens"])
 def tile_slabs(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr):
     """The table of tiles for slabs [E, capacity], of which the first counts[e] rows are in use."""
     e = tl.arange(0, EP)

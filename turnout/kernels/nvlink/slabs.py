@@ -18,7 +18,7 @@ PAIRS = 1024  # that are counted at once
 WORDS = 1024  # or values that are moved at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "C"])
 def find_places(ids_ptr, places_ptr, counts_ptr, pairs, first, C, PAIRS: tl.constexpr):
     """counts[e]: how many of the ids are expert first + e; places of those: their rows in all slabs."""
     expert = tl.program_id(0)

@@ -59,6 +59,8 @@ class RunnerCapability:
     graph_safe: bool = True
     autotuner: str = ""  # "package.module:function" that chooses among its kernels before it serves
     deterministic: bool = True  # the same batch gives the same bits
+    # Every launch is of a Triton kernel, so what its batches need is found, and compiled, without running it.
+    all_triton: bool = False
     tuning: Tuning | None = None  # how its GEMMs are cut, where that is measured
     checked: str = ""  # what stands in for a run on its hardware (planning/hardware_evidence.py)
     # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.

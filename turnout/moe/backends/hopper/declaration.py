@@ -28,6 +28,7 @@ RUNNER = RunnerCapability(
     workspace=workspace_bytes,
     preference=10,
     grounds="ahead of torch at every point measured on an H200",
+    all_triton=True,
     tuning=HopperTuning(),
     batch_invariant=True,
     requires=(TRITON,),
