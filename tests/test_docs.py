@@ -12,7 +12,7 @@ from tests.test_cli_flags import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model", "--model_args"}  # of other programs
 

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tools.performance import tables
 from tools.pictures import pictures
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.registry import ARCHITECTURES
@@ -69,6 +71,13 @@ def test_results_are_shown_as_they_were_measured(generator, tmp_path):
     assert generator.main([], root=tmp_path) == 0
     assert "| nvfp4 | 4 | 2.00 (float32) | 5.00 (b, float32) | 2.50 |" in page.read_text()
     assert "commit `abc`" in page.read_text()
+
+
+def test_every_result_stands_on_one_page_and_every_page_asks_for_one_that_exists(generator):
+    pages = [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "notes").glob("*.md"))]
+    asked = [name for page in pages for name in re.findall(r"<!-- generated: (.+?) -->", page.read_text())]
+    results = tables(ROOT / "benchmarks" / "results", ROOT / "turnout" / "assets" / "tuning")
+    assert sorted(asked) == sorted(results)
 
 
 def test_pictures_are_those_of_the_results():

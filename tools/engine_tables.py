@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md about whole steps of the engine and serving, on GPUs."""
+"""Tables of docs/performance.md and docs/notes about whole steps of the engine and serving, on GPUs."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def in_turns(content: dict[str, Any]) -> str:
         ]
         for row in content["rows"]
     ]
-    columns = ["dispatcher", "phase", "tokens of a rank", "one batch, ms", "two in turns, ms", "ratio"]
+    columns = ["dispatcher", "phase", "tokens of a rank", "one batch, ms", "two micro-batches, ms", "ratio"]
     return table(columns, lines)

@@ -1,6 +1,6 @@
 """Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
 between their markers the support table of README.md, the error bounds in docs/operations.md and the results
-in docs/performance.md.
+in docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -98,12 +98,12 @@ def wanted(root: Path) -> dict[Path, str]:
     table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
+    results = tables(root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning")
+    notes = sorted((root / "docs" / "notes").glob("*.md"))
     blocks = {
         root / "README.md": {"support": support(), "headline": headline(root / "benchmarks" / "results")},
         root / "docs" / "operations.md": {"bounds": bounds()},
-        root / "docs" / "performance.md": tables(
-            root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning"
-        ),
+        **dict.fromkeys((root / "docs" / "performance.md", *notes), results),
     }
     for page, bodies in blocks.items():
         if page.is_file():

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from the newest results under benchmarks/results."""
+"""The tables of docs/performance.md and docs/notes, from the newest results under benchmarks/results."""
 
 from __future__ import annotations
 
