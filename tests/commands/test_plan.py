@@ -159,9 +159,9 @@ def test_a_refusal_prints_every_reason_and_exits_with_2(model, as_json):
 
 
 def test_the_page_about_ranks_shows_what_is_printed():
-    shown = PAGE.read_text().partition("```text\nArrangements")[2].partition("```")[0]
+    shown = PAGE.read_text().partition("```text\nParallel layouts")[2].partition("```")[0]
     _, text = run(Config(device="cpu", tp_size=4))
-    printed = text.partition("\nArrangements")[2].partition("  ask with")[0]
+    printed = text.partition("\nParallel layouts")[2].partition("  ask with")[0]
     assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 

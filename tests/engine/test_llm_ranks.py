@@ -221,7 +221,7 @@ def alive(pid: int) -> bool:
 def test_one_command_starts_the_ranks_and_passes_its_input_on(folder: Path, tmp_path: Path):
     with LLM(str(folder), **SETTINGS) as llm:
         expected = llm.generate(PROMPTS[1], SamplingParams(max_tokens=8))[0].text
-    command = Command(folder, tmp_path / "files", "--max-tokens", "8")
+    command = Command(folder, tmp_path / "files", "--max-tokens", "8", "--no-chat")
     code, out, errors = command.end(PROMPTS[1])
     assert (code, out) == (0, expected + "\n"), errors
     assert command.leaves_nothing([])

@@ -1,4 +1,4 @@
-"""Arrangements of 1 to 1024 ranks: each planned so that it adds up, or refused with advice that works."""
+"""Parallel layouts of 1 to 1024 ranks: each planned so that it adds up, or refused with advice that works."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def large(folder, **fields):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_every_arrangement_is_planned_or_refused_with_advice_that_works(model, name, tp_size):
+def test_every_layout_is_planned_or_refused_with_advice_that_works(model, name, tp_size):
     config = model(MODELS[name], tp_size=tp_size)
     seen = list(parallel_layouts(config, read_model(config), H200))
     divisors = [n for n in (1, 2, 4, 8) if tp_size % n == 0]
@@ -246,7 +246,7 @@ def shown(config, as_json=False):
 def test_the_table_has_a_row_for_each_and_reasons_for_the_rest(model):
     code, text = shown(model(QWEN3_30B, tp_size=8, ep_size=4))
     assert code == 0
-    table = text.partition("Arrangements of 8 ranks")[2]
+    table = text.partition("Parallel layouts of 8 ranks")[2]
     rows = [[c.strip() for c in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
     assert [(r[0], r[1]) for r in rows] == [(str(d), str(e)) for d in (1, 2, 4, 8) for e in (1, 2, 4, 8)]
     experts = 48 * 128 * 3 * 2048 * 768 // 8
@@ -261,20 +261,21 @@ def test_the_table_has_a_row_for_each_and_reasons_for_the_rest(model):
     assert "dp x ep 1 x 1, 2 x 1, 4 x 1, 8 x 1: layer: expert intermediate size 768 over 8" in text
 
 
-def test_a_refused_arrangement_comes_with_those_that_work(model):
+def test_a_refused_layout_comes_with_those_that_work(model):
     code, text = shown(model(tp_size=8, ep_size=8))
     assert code == 2
-    assert "4 heads, 2 of KV, over 8 attention-TP ranks" in text.partition("Arrangements of 8 ranks")[0]
+    assert "4 heads, 2 of KV, over 8 attention-TP ranks" in text.partition("Parallel layouts of 8 ranks")[0]
     assert "│ 2  │" in text
 
 
-def test_json_holds_arrangements_and_buffers(model):
+def test_json_holds_parallel_layouts_and_buffers(model):
     for flags, code in (({"ep_size": 4}, 0), ({"ep_size": 3}, 2)):
         got, text = shown(model(QWEN3_30B, tp_size=8, **flags), as_json=True)
         values = json.loads(text)
         assert (got, values["refused"]) == (code, code == 2)
         assert len(values["parallel_layouts"]) == 16
         assert all(a["supported"] or a["refusals"] for a in values["parallel_layouts"])
+    assert values["arrangements"] == values["parallel_layouts"]
     first = values["parallel_layouts"][5]
     assert (first["flags"], first["experts_per_rank"]) == ("--dp 2 --enable-dp-attention --ep 2", 64)
     assert first["prefill_dispatcher"] == "nvlink"
@@ -291,7 +292,7 @@ def test_json_holds_arrangements_and_buffers(model):
 def test_one_rank_has_nothing_to_arrange(model):
     code, text = shown(model())
     assert code == 0
-    assert "Arrangements" not in text
+    assert "Parallel layouts" not in text
     assert "parallel_layouts" not in json.loads(shown(model(), as_json=True)[1])
 
 

@@ -57,6 +57,7 @@ def _print_json(console: Console, answer: EnginePlan | PlanRefused, others: Sequ
         value |= answer.describe() | {"receive_buffers": [b.describe() for b in receive_buffers(answer)]}
     if others:
         value["parallel_layouts"] = [other.describe() for other in others]
+        value["arrangements"] = value["parallel_layouts"]  # as it was called before
     console.file.write(json.dumps(value, indent=2) + "\n")
 
 
@@ -210,7 +211,7 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
     if not others:
         return
     columns = ("dp", "ep", "attention TP", "expert TP", "experts", "moved by", "weights", "buffers")
-    table = _table(f"Arrangements of {config.tp_size} ranks, bytes per rank", columns)
+    table = _table(f"Parallel layouts of {config.tp_size} ranks, bytes per rank", columns)
     table.columns[5].overflow, table.columns[5].min_width = "fold", 10
     for other in others:
         if other.engine_plan is None:
@@ -237,7 +238,7 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
         for refusal in other.refusals[:1]:
             reasons.setdefault(refusal, []).append(other)
     if reasons:
-        console.print(Text(f"Refused parallel_layouts of {config.tp_size} ranks", style="bold"))
+        console.print(Text(f"Refused parallel layouts of {config.tp_size} ranks", style="bold"))
     for refusal, refused in reasons.items():
         places = ", ".join(f"{o.topology.dp_size} x {o.topology.ep_size}" for o in refused)
         console.print(Text(f"  dp x ep {places}: {refusal}"))
