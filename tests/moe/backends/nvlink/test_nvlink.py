@@ -121,19 +121,19 @@ def test_a_region_that_does_not_fit_may_be_smaller_than_a_step():
     ("fields", "limit"),
     [
         (
-            {"wishes": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8")},
+            {"request": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8")},
             "brings results back in bf16",
         ),
         (
-            {"wishes": PlanRequest(moe_a2a_backend="flashinfer", moe_combine_dtype="fp8")},
+            {"request": PlanRequest(moe_a2a_backend="flashinfer", moe_combine_dtype="fp8")},
             "brings results back in bf16",
         ),
         (
-            {"wishes": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8"), "dp": 1},
+            {"request": PlanRequest(moe_a2a_backend="none", moe_combine_dtype="fp8"), "dp": 1},
             "every rank has them all",
         ),
         (
-            {"wishes": PlanRequest(moe_combine_dtype="fp8"), "hidden_size": 7232},
+            {"request": PlanRequest(moe_combine_dtype="fp8"), "hidden_size": 7232},
             "fp8 needs a multiple of 128",
         ),
     ],
