@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
@@ -27,6 +27,8 @@ from turnout.server.supervise.node_protocol import head_address
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
+WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
+ACCEPTED_AT_ONCE = 16  # of these, in one turn of the event loop; all requests in them begin in the next
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,6 +41,11 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        await super().startup(list(sockets or ()))
+        for listener in sockets or ():  # asyncio has one number for both: accepted at once, and kept waiting
+            listener.listen(WAITING_CONNECTIONS)
 
 
 def check_hosts(config: ServerConfig) -> None:
@@ -65,7 +72,9 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen(2048)  # now, since two sockets may be bound to a port that neither listens on
+        listener.listen(
+            WAITING_CONNECTIONS
+        )  # now, since two sockets may be bound to a port that neither listens on
     except OSError as error:
         listener.close()
         remedy = (
@@ -165,6 +174,7 @@ class Supervisor:
                 ws="none",
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )
         )

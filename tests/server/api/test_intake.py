@@ -290,6 +290,32 @@ def test_a_client_that_reads_no_answer_is_disconnected(small_server: str):
         assert len(until_closed(client)) < 64 * MB
 
 
+def chunked(pieces: list[bytes]) -> bytes:
+    lines = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
+    return HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + b"".join(lines) + b"0\r\n\r\n"
+
+
+def test_bodies_in_tiny_chunks_are_refused(small_server: str):
+    body = json.dumps({"prompt": "abc", "user": "y" * 100_000}).encode()
+    with closing(connect(small_server)) as client:
+        client.sendall(chunked([body[i : i + 1] for i in range(len(body))]))
+        head, _, content = until_closed(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert "too many chunks" in json.loads(content)["error"]["message"]
+    for size in (256, 50_000):
+        with closing(connect(small_server)) as client:
+            client.sendall(chunked([body[i : i + size] for i in range(0, len(body), size)]))
+            assert until_closed(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_is_not_http_is_answered_in_the_shape_of_errors(small_server: str):
+    with closing(connect(small_server)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nno colon\r\n\r\n")
+        head, _, content = until_closed(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request")
+        assert "illegal header line" in json.loads(content)["error"]["message"]
+
+
 def test_a_connection_serves_many_requests(small_server: str):
     """Also after longer pauses than a head may take."""
     with httpx.Client(base_url=small_server, timeout=60) as http:

@@ -112,14 +112,14 @@ def _generation_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         tokenizer = service.check_ready()
         body, prompts = await service.intake.read(CompletionBody, request)
-        generation = service.complete(body, prompts)
+        generation = await service.complete(body, prompts)
         return await _answer(service, request, body, generation, CompletionRenderer(tokenizer, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         tokenizer = service.check_ready()
         body, prompts = await service.intake.read(ChatBody, request)
-        generation = service.chat(body, prompts)
+        generation = await service.chat(body, prompts)
         return await _answer(service, request, body, generation, ChatRenderer(tokenizer, body))
 
     @router.post("/tokenize")

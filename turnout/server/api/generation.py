@@ -53,7 +53,7 @@ Item = tuple[Choice, RequestOutput | EngineFailed | ApiError]
 
 
 class Generation:
-    """The choices of one request. Whoever makes one must close it, however the request ends."""
+    """The choices of one request, each to be submitted. Whoever makes one must close it, however it ends."""
 
     def __init__(
         self, key: str, id: str, engine: EngineSupervisor, metrics: Metrics, choices: Sequence[Choice]
@@ -68,10 +68,10 @@ class Generation:
         self._arrival = time.perf_counter()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished = len(choices)
-        for choice in choices:
-            self._submit(choice)
 
-    def _submit(self, choice: Choice) -> None:
+    def submit(self, choice: Choice) -> None:
+        """Hand one of the choices to the engine, which must be serving."""
+
         def sink(output: RequestOutput | EngineFailed) -> None:
             self._queue.put_nowait((choice, output))
 

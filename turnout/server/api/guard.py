@@ -1,8 +1,10 @@
-"""HTTP connections that give slow clients a limited time: uvicorn's protocol, which waits for ever."""
+"""HTTP connections that give clients a limited time and a limited number of chunks: uvicorn's protocol, which
+waits for ever and parses whatever comes at once."""
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -14,18 +16,56 @@ from turnout.server.api.errors import ApiError
 REQUEST_SECONDS = 10  # for a request's head, from its first byte; and for a body after its answer
 WRITE_SECONDS = 60  # without reading what was sent, until a client is cut off
 READ_BYTES = 64 * 2**10  # at once; asyncio's default is four times as much, held for every connection
+FREE_CHUNKS = 512  # of one body, of any size
+CHUNK_BYTES = 256  # that a body needs for each further one; to parse one takes about 10 us
+
+
+class BoundedConnection(h11.Connection):
+    """Refuses bodies that come in many tiny chunks: 64 KiB of one-byte chunks take 100 ms to parse."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER)
+        self.fault = ""  # what the client did wrong
+        self._chunks = self._size = 0  # of the present body
+
+    def next_event(self) -> Any:
+        """See h11. Raises RemoteProtocolError also for too many chunks."""
+        try:
+            event = super().next_event()
+            self._count(event)
+            return event
+        except h11.RemoteProtocolError as error:
+            self.fault = str(error)
+            raise
+
+    def _count(self, event: Any) -> None:
+        if isinstance(event, h11.Request):
+            self._chunks = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._size += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._size // CHUNK_BYTES:
+                raise h11.RemoteProtocolError(
+                    f"the body comes in too many chunks: {FREE_CHUNKS} are allowed, and one more for every "
+                    f"{CHUNK_BYTES} bytes; send larger ones, or the whole body with Content-Length"
+                )
 
 
 class GuardedProtocol(H11Protocol):
-    """Answers 408 to a client that does not complete its request's head, and closes.
+    """Answers 408 to a client that does not complete its request's head, 400 to one that does not speak HTTP
+    or sends too many chunks, and closes.
 
-    One that reads no answer is disconnected. Bodies have their own limit, in `connection.read_body`.
+    One that reads no answer is disconnected. Bodies have their own limits, in `connection.read_body`.
     """
+
+    conn: BoundedConnection
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._patience: asyncio.TimerHandle | None = None  # with the request
         self._writing: asyncio.TimerHandle | None = None
+        self._refused = False
+        self.conn = BoundedConnection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
@@ -33,6 +73,8 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         self._watch()
 
@@ -57,6 +99,8 @@ class GuardedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Let the time run while no request is being answered, from the moment it began: more data does not
         prolong it."""
+        if self._refused:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._patience = _stopped(self._patience)
         elif self._patience is None and not self.transport.is_closing():
@@ -67,18 +111,34 @@ class GuardedProtocol(H11Protocol):
             return
         began = self.conn.trailing_data[0] or self.conn.their_state is not h11.IDLE
         if began and self.conn.our_state is h11.IDLE:  # a connection that was only opened is only closed
-            self._refuse(ApiError(408, f"the request's head did not arrive within {REQUEST_SECONDS} s"))
+            self._answer(ApiError(408, f"the request's head did not arrive within {REQUEST_SECONDS} s"))
         self.transport.close()
 
-    def _refuse(self, error: ApiError) -> None:
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong. What the client still sends is thrown away: else it sees a reset, no answer."""
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # nothing more comes, nor is anything sent, for those who wait
+            self.cycle.message_event.set()
+        self._patience = _stopped(self._patience)
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # it has its answer already
+            self.transport.close()
+            return
+        self._answer(ApiError(400, f"the request cannot be read: {self.conn.fault}"))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._patience = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+
+    def _answer(self, error: ApiError) -> None:
         content = msgspec.json.encode(error.body())
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(content))),
             ("connection", "close"),
         ]
+        reason = HTTPStatus(error.status).phrase.encode()
         for event in (
-            h11.Response(status_code=error.status, headers=headers, reason=b"Request Timeout"),
+            h11.Response(status_code=error.status, headers=headers, reason=reason),
             h11.Data(data=content),
             h11.EndOfMessage(),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 import uuid
@@ -25,6 +26,7 @@ from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+TURN_SECONDS = 0.002  # of the event loop, for one request to start what it asks for
 
 
 class Service:
@@ -41,6 +43,7 @@ class Service:
         self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
         self.intake = Intake(config.max_request_bytes)
         self._active: set[Generation] = set()
+        self._promised = 0  # sequences that were let in and are yet to be submitted
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -70,17 +73,17 @@ class Service:
             raise unavailable(f"restarting: {self.engine.last_failure}", "restarting")
         return self.tokenizer
 
-    def complete(self, body: CompletionBody, prompts: list[list[int]]) -> Generation:
+    async def complete(self, body: CompletionBody, prompts: list[list[int]]) -> Generation:
         """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
-        return self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
+        return await self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
 
-    def chat(self, body: ChatBody, prompts: list[list[int]]) -> Generation:
+    async def chat(self, body: ChatBody, prompts: list[list[int]]) -> Generation:
         """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return self._start("chatcmpl", body, prompts, None)
+        return await self._start("chatcmpl", body, prompts, None)
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length as other engines add it."""
@@ -137,34 +140,66 @@ class Service:
                 unavailable("the server shut down before the answer was complete", "shutting_down")
             )
 
-    def _start(
+    async def _start(
         self, kind: str, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
     ) -> Generation:
-        tokenizer = self.check_ready()  # again: things may have changed while the prompts were encoded
-        n = body.n or 1
-        self._admit(n * len(prompts))
+        """Thousands of sequences may be asked for at once: other requests have their turns in between."""
+        self.check_ready()  # again: things may have changed while the prompts were encoded
+        promised = (body.n or 1) * len(prompts)
+        self._admit(promised)
+        self._promised += promised
+        try:
+            choices = await self._choices(body, prompts, default_tokens)
+            self.check_ready()
+            key = f"{kind}-{uuid.uuid4().hex}"
+            generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
+        finally:
+            self._promised -= promised
+        self._active.add(generation)
+        self._idle.clear()
+        try:
+            await self._submit(generation)
+        except BaseException:
+            self.release(generation)
+            raise
+        return generation
+
+    async def _choices(
+        self, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
+    ) -> list[Choice]:
+        tokenizer, turn = self.check_ready(), Turn()
+        sampling_of = functools.cache(functools.partial(body.sampling, vocab_size=self.limits.vocab_size))
         choices: list[Choice] = []
         for whole_ids in prompts:
             prompt_ids = self._truncate(whole_ids, body, default_tokens)
-            limit = self._token_limit(len(prompt_ids), body.max_tokens, default_tokens)
-            sampling = body.sampling(limit, self.limits.vocab_size)
-            for choice in range(n):
+            sampling = sampling_of(self._token_limit(len(prompt_ids), body.max_tokens, default_tokens))
+            for choice in range(body.n or 1):
                 own = _for_choice(sampling, choice)
                 choices.append(Choice(len(choices), prompt_ids, own, TextStream(tokenizer, own)))
-        key = f"{kind}-{uuid.uuid4().hex}"
-        generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
-        self._active.add(generation)
-        self._idle.clear()
-        return generation
+            await turn.share()
+        return choices
+
+    async def _submit(self, generation: Generation) -> None:
+        """Raises ApiError 503 if the engine stops serving meanwhile."""
+        turn, left = Turn(), len(generation.choices)
+        self._promised += left
+        try:
+            for choice in generation.choices:
+                generation.submit(choice)
+                self._promised -= 1
+                left -= 1
+                if await turn.share():
+                    self.check_ready()
+        finally:
+            self._promised -= left
 
     def _admit(self, count: int) -> None:
         room = self.config.max_running_requests + self.config.max_queued_requests
         if count > room:
             raise invalid(f"n times the number of prompts is {count}, but at most {room} are served at once")
-        if self.engine.num_requests + count > room:
-            raise unavailable(
-                f"{self.engine.num_requests} sequences are running or queued; try again later", "queue_full"
-            )
+        present = self.engine.num_requests + self._promised
+        if present + count > room:
+            raise unavailable(f"{present} sequences are running or queued; try again later", "queue_full")
 
     def _truncate(self, prompt_ids: list[int], body: GenerationBody, default_tokens: int | None) -> list[int]:
         """The last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
@@ -188,6 +223,21 @@ class Service:
                 "context_length_exceeded",
             )
         return asked
+
+
+class Turn:
+    """One task's use of the event loop, a little at a time."""
+
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + TURN_SECONDS
+
+    async def share(self) -> bool:
+        """Let others run if this turn has been long enough; whether that was so."""
+        if time.perf_counter() < self._end:
+            return False
+        await asyncio.sleep(0)
+        self._end = time.perf_counter() + TURN_SECONDS
+        return True
 
 
 def model_name(model: str) -> str:
