@@ -14,14 +14,13 @@ import argparse
 import asyncio
 import ipaddress
 import json
-import multiprocessing
 import os
+import shlex
 import socket
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,191 +28,17 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from tools.attacks import ATTACKS, CLIENTS, PATIENCE, Found, Target, connected, status, streaming
 from turnout.bench.events import post
-from turnout.bench.results import cpu_name, result, save
+from turnout.bench.results import check_output, cpu_name, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
 from turnout.server.launch import launch
 
-BODY = 4 * 2**20  # bytes, the server's default limit
 PROBE_SECONDS = 0.02  # between questions for /health, and readings of memory
 SETTLE_SECONDS = 3.0  # after an attack
-PATIENCE = 60.0  # seconds for one answer
+TOKENS = 200  # of each stream
 MB = 2**20
-
-
-def numbers(size: int = BODY) -> bytes:
-    """Messages that are numbers, of which a validator could find two million faults."""
-    return b'{"messages":[' + b"0," * (size // 2 - 10) + b"0]}"
-
-
-def text(size: int = BODY) -> bytes:
-    """A prompt that takes seconds to tokenise."""
-    words = "the quick brown fox " * (size // 20 - 5)
-    return json.dumps({"prompt": words, "max_tokens": 1}).encode()
-
-
-@dataclass(frozen=True)
-class Target:
-    host: str
-    port: int
-    model: str
-
-    @property
-    def base_url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
-
-
-@dataclass
-class Found:
-    """What an attack got: how its requests ended, and after how many seconds."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, end: str, start: float) -> None:
-        self.ends[end] += 1
-        self.seconds.append(time.perf_counter() - start)
-
-
-@asynccontextmanager
-async def connected(target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(target.host, target.port)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-def head(path: str, length: int, *more: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: siege", f"Content-Length: {length}", *more]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-async def status(reader: asyncio.StreamReader) -> str:
-    """The status of the answer; "closed" if there is none."""
-    words = (await reader.readline()).split()
-    return words[1].decode() if len(words) > 1 else "closed"
-
-
-Attack = Callable[[Target, Found, float], Awaitable[None]]  # until time.perf_counter() reaches the third
-
-
-def sending(path: str, body: Callable[[], bytes]) -> Attack:
-    """One body again and again, on a new connection each time."""
-
-    async def attack(target: Target, found: Found, until: float) -> None:
-        content = body()
-        while time.perf_counter() < until:
-            start = time.perf_counter()
-            async with connected(target) as (reader, writer):
-                writer.write(head(path, len(content), "Connection: close"))
-                writer.write(content)
-                found.add(await status(reader), start)
-
-    return attack
-
-
-def trickling(first: bytes, piece: bytes) -> Attack:
-    """A piece each half second, until the server has had enough."""
-
-    async def attack(target: Target, found: Found, until: float) -> None:
-        while time.perf_counter() < until:
-            start = time.perf_counter()
-            async with connected(target) as (reader, writer):
-                writer.write(first)
-                answer = asyncio.create_task(status(reader))
-                while not answer.done() and time.perf_counter() < until:
-                    with suppress(OSError):
-                        writer.write(piece)
-                    await asyncio.wait({answer}, timeout=0.5)
-                found.add(answer.result() if answer.done() else "still open", start)
-                answer.cancel()
-
-    return attack
-
-
-def streaming(target: Target, **fields: Any) -> bytes:
-    body = {"model": target.model, "prompt": "Ann has 3 pears.", "stream": True, "ignore_eos": True}
-    return json.dumps(body | fields).encode()
-
-
-async def not_reading(target: Target, found: Found, until: float) -> None:
-    """Many tokens asked for, and none read."""
-    start = time.perf_counter()
-    content = streaming(target, n=4, max_tokens=300, logprobs=5)
-    connection = socket.create_connection((target.host, target.port))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    with connection:
-        connection.sendall(head("/v1/completions", len(content)) + content)
-        await asyncio.sleep(max(0.0, until - time.perf_counter()))
-        connection.setblocking(False)
-        words = connection.recv(64).split()
-        found.add(words[1].decode() if len(words) > 1 else "closed", start)
-
-
-async def vanishing(target: Target, found: Found, until: float) -> None:
-    """In turns: amid a large body, before the answer to one, amid a stream."""
-    large, stream = text(), streaming(target, max_tokens=200)
-    while time.perf_counter() < until:
-        for content, part in ((large, len(large) // 2), (large, len(large)), (stream, len(stream))):
-            start = time.perf_counter()
-            async with connected(target) as (reader, writer):
-                writer.write(head("/v1/completions", len(content)) + content[:part])
-                await writer.drain()
-                if content is stream:
-                    await reader.readline()
-            found.add("left", start)
-
-
-async def flooding(target: Target, found: Found, until: float) -> None:
-    """Small requests as fast as they are answered, fifty at once for each client."""
-
-    async def one() -> None:
-        content = json.dumps({"model": target.model, "prompt": [7], "max_tokens": 1}).encode()
-        while time.perf_counter() < until:
-            start = time.perf_counter()
-            async with connected(target) as (reader, writer):
-                writer.write(head("/v1/completions", len(content)) + content)
-                found.add(await status(reader), start)
-
-    await asyncio.gather(*(one() for _ in range(50)))
-
-
-PARTIAL = head("/v1/completions", BODY) + b'{"prompt":"'
-ATTACKS: dict[str, Attack] = {
-    "messages": sending("/v1/chat/completions", numbers),
-    "texts": sending("/v1/completions", text),
-    "slow heads": trickling(b"POST /v1/completions HTTP/1.1\r\nHost: siege\r\n", b"X-Slow: a\r\n"),
-    "slow bodies": trickling(PARTIAL, b"a"),
-    "slow readers": not_reading,
-    "vanishing": vanishing,
-    "flood": flooding,
-}
-CLIENTS = {"slow heads": 50, "slow bodies": 50}  # where sockets cost the clients nothing
-
-
-def besiege(name: str, target: Target, clients: int, seconds: float, answer: Any) -> None:
-    """Run one attack in this process; a `Found` goes to the connection `answer`."""
-    found = Found()
-
-    async def client(until: float) -> None:
-        while time.perf_counter() < until:
-            start = time.perf_counter()
-            try:
-                async with asyncio.timeout(until - start + PATIENCE):
-                    await ATTACKS[name](target, found, until)
-            except (OSError, TimeoutError) as error:
-                found.add(type(error).__name__, start)
-                await asyncio.sleep(0.1)
-
-    async def everyone() -> None:
-        until = time.perf_counter() + seconds
-        await asyncio.gather(*(client(until) for _ in range(clients)))
-
-    asyncio.run(everyone())
-    answer.send(found)
 
 
 class Witness:
@@ -244,7 +69,7 @@ class Witness:
             await asyncio.sleep(PROBE_SECONDS)
 
     async def _stream(self, done: asyncio.Event) -> None:
-        content = streaming(self._target, max_tokens=200, logprobs=0)
+        content = streaming(self._target, max_tokens=TOKENS, logprobs=0)
         while not done.is_set():
             last, is_first = time.perf_counter(), True
             try:
@@ -275,6 +100,24 @@ def memory(pid: int) -> tuple[int, int]:
     return server.memory_info().rss, bodies
 
 
+async def attackers(name: str, target: Target, clients: int, seconds: float) -> Found:
+    """One attack, in a process of its own. Raises UserError if that fails or does not end."""
+    arguments = (name, target.host, target.port, target.model, clients, seconds)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tools.attacks", *map(str, arguments)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(seconds + 2 * PATIENCE):
+            said, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise UserError(f"the clients of {name!r} did not come to an end") from None
+    if process.returncode:
+        raise UserError(f"the clients of {name!r} ended with exit code {process.returncode}")
+    answer = json.loads(said)
+    return Found(Counter(answer["ends"]), answer["seconds"])
+
+
 async def phase(name: str, target: Target, pid: int, options: argparse.Namespace) -> dict[str, Any]:
     """One attack and what was seen of it, as a row; "none" is the same without an attack."""
     clients = 0 if name == "none" else max(options.clients, CLIENTS.get(name, 0))
@@ -282,18 +125,7 @@ async def phase(name: str, target: Target, pid: int, options: argparse.Namespace
     witness, done, found = Witness(target, pid, options.streams), asyncio.Event(), Found()
     watching = asyncio.create_task(witness.watch(done))
     if clients:
-        spawn = multiprocessing.get_context("spawn")
-        receiving, sending_end = spawn.Pipe(duplex=False)
-        attackers = spawn.Process(
-            target=besiege, args=(name, target, clients, options.seconds, sending_end), daemon=True
-        )
-        attackers.start()
-        wait = asyncio.to_thread(receiving.poll, options.seconds + 2 * PATIENCE)
-        if not await wait:
-            attackers.kill()
-            raise UserError(f"the clients of {name!r} did not come to an end")
-        found = receiving.recv()
-        attackers.join()
+        found = await attackers(name, target, clients, options.seconds)
     else:
         await asyncio.sleep(options.seconds)
     done.set()
@@ -375,14 +207,15 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    if options.output is not None:
+        check_output(options.output)
     server: AbstractContextManager[str] = nullcontext(options.base_url)
     if not options.base_url:
         server = launch(load(ServerConfig, {"model": options.model, "port": 0}))
     with server as base_url:
         rows = siege(base_url, options)
     if options.output is not None:
-        subject = f"--base-url {options.base_url}" if options.base_url else options.model
-        command = f"python -m tools.siege {subject} --clients {options.clients} --seconds {options.seconds:g}"
+        command = shlex.join(["python", "-m", "tools.siege", *sys.argv[1:]])
         save(result("siege", rows, device=cpu_name(), command=command), options.output)
 
 

@@ -30,11 +30,12 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
         short = Background(root, tokens=20)
         engine.suspend()
         server.process.terminate()
-        while httpx.get(f"{root}/ready").status_code == 200:
-            time.sleep(0.01)
-        ready = httpx.get(f"{root}/ready")
-        refused = httpx.post(f"{root}/v1/completions", json={"prompt": "late"})
-        assert httpx.get(f"{root}/health").status_code == 200
+        with httpx.Client(base_url=root) as http:  # one: to make it takes long where others compute
+            while http.get("/ready").status_code == 200:
+                time.sleep(0.01)
+            ready = http.get("/ready")
+            refused = http.post("/v1/completions", json={"prompt": "late"})
+            assert http.get("/health").status_code == 200
         assert ready.status_code == refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
         engine.resume()
