@@ -16,7 +16,7 @@ from turnout.server.api.errors import ApiError
 REQUEST_SECONDS = 10  # for a request's head, from its first byte; and for a body after its answer
 WRITE_SECONDS = 60  # without reading what was sent, until a client is cut off
 READ_BYTES = 64 * 2**10  # at once; asyncio's default is four times as much, held for every connection
-FREE_CHUNKS = 512  # of one body, of any size
+FREE_CHUNKS = 128  # of one body, of any size
 CHUNK_BYTES = 256  # that a body needs for each further one; to parse one takes about 10 us
 
 
