@@ -20,6 +20,7 @@ from turnout.server.api.errors import ApiError
 from turnout.server.api.protocol import CompletionBody
 from turnout.server.api.service import Service
 from turnout.server.api.sizes import Limits
+from turnout.server.api.turns import BEGUN_AT_ONCE, Turns
 from turnout.server.run import ACCEPTED_AT_ONCE, HttpServer, bind
 
 
@@ -124,6 +125,29 @@ def test_a_start_ends_with_the_engine(opened: tuple[Service, Engine]):
         assert made.num_active == engine.num_requests == 0
         engine.serving = True
         await start(made, 16, 128)  # nothing remains promised
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_come_together_begin_a_few_at_a_time_and_probes_first():
+    begun: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+
+    async def scenario() -> None:
+        gate, unused = Turns(app), None
+        async with Ticks(lambda: len(begun)) as ticks:
+            paths = [f"/{i}" for i in range(200)]
+            calls = [
+                asyncio.create_task(gate({"type": "http", "path": path}, unused, unused))  # type: ignore[arg-type]
+                for path in [*paths, "/health"]
+            ]
+            calls[100].cancel()
+            await asyncio.wait(calls)
+        assert begun.index("/health") == BEGUN_AT_ONCE
+        assert [path for path in begun if path != "/health"] == paths[:100] + paths[101:]
+        assert 0 < ticks.most <= BEGUN_AT_ONCE + 1
 
     asyncio.run(scenario())
 

@@ -26,6 +26,7 @@ from turnout.server.api.protocol import (
 )
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
 from turnout.server.api.service import Service
+from turnout.server.api.turns import Turns
 
 GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
@@ -42,6 +43,7 @@ def create_app(service: Service) -> FastAPI:
                 401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
             )
 
+    app.add_middleware(Turns)
     app.include_router(_open_routes(service))
     app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])

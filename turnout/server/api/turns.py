@@ -1,0 +1,49 @@
+"""Requests that come together begin a few at a time, and probes before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+BEGUN_AT_ONCE = 16  # requests, of about 1 ms each, in one turn of the event loop
+PROBES = ("/health", "/ready", "/metrics")
+
+
+class Turns:
+    """ASGI middleware. Between the requests that it lets begin, streams and probes have their turns."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._left = 0  # that may begin in this turn
+        self._counting = False  # whether `_next` will be called
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            await self._turn()
+        await self._app(scope, receive, send)
+
+    async def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._counting:
+            self._counting, self._left = True, BEGUN_AT_ONCE
+            loop.call_soon(self._next)
+        if self._left:
+            self._left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._left = BEGUN_AT_ONCE
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # it has not been cancelled
+                turn.set_result(None)
+                self._left -= 1
+        self._counting = bool(self._waiting)
+        if self._counting:
+            asyncio.get_running_loop().call_soon(self._next)
