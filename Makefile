@@ -34,8 +34,8 @@ test: $(VENV)/.test
 test-more: $(VENV)/.test  ## what takes minutes: installing as the images do, building the wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
 
-test-gpu:  ## on a machine with GPUs, with whatever python holds torch
-	$(PYTHON) -m pytest -m 'gpu or multigpu'
+test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps what passed
+	$(PYTHON) -m pytest -m 'gpu or multigpu' $(if $(JUNIT),--junitxml=$(JUNIT))
 
 lint: $(VENV)/.lint
 	$(BIN)/pre-commit run --all-files

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.evidence import pytest_runtest_setup as pytest_runtest_setup
 from tests.ranks import Pools
 from tests.serving import tiny_config
 from turnout.server.launch import ServerProcess

@@ -35,7 +35,7 @@ def result(
         "driver": driver,
         "versions": _versions(),
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": command or shlex.join(["turnout", *sys.argv[1:]]),
         "ceilings": ceilings or {},
         "rows": rows,
@@ -92,7 +92,7 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | found
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the code that ran; "-dirty" if the package differs from it, "" outside a checkout."""
     package = Path(__file__).parents[1]
 
