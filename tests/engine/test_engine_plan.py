@@ -18,6 +18,8 @@ from turnout.engine.engine_plan import resolve
 from turnout.engine.memory_plan import CPU_KV_BYTES
 from turnout.engine.step.near_ties import BLOCK
 from turnout.errors import PlanRefused, UserError
+from turnout.moe.backends.hopper.kernels.packed import Packed
+from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.parallel.hardware import GB, Hardware, named
 
 HOST = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=32 * GB, present=True)
@@ -47,6 +49,15 @@ def test_a_published_model_on_a_gpu(model):
     page = memory.kv // engine_plan.num_pages
     assert memory.total <= memory.available < memory.total + page  # what is left goes to KV
     assert engine_plan.max_context == 40960
+
+
+def test_a_plan_with_tuned_kernels_is_plain_values(model):
+    """As /server_info and `plan --json` report it; a kernel's configuration is a type of its runner."""
+    answer = resolve(model(QWEN3_30B | NVFP4), named("h200"))
+    tiles = LayerTiles(Packed(128, 16, 64, 4, 4), Packed(64, 16, 64, 4, 4))
+    tuned = replace(answer, plan=replace(answer.plan, tiles=((16, tiles),)))
+    [[tokens, (first, second)]] = json.loads(json.dumps(tuned.describe()))["plan"]["tiles"]
+    assert (tokens, first["kernel"], first["block_n"], second["block_n"]) == (16, "packed", 128, 64)
 
 
 def test_ranks_share_experts_and_attention(model):

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
@@ -87,7 +89,7 @@ class EnginePlan:
             "compute_dtype": self.compute_dtype,
             "budget": dataclasses.asdict(self.budget)
             | {"gathered": self.budget.gathered, "received": self.budget.received},
-            "plan": dataclasses.asdict(self.plan),
+            "plan": msgspec.to_builtins(self.plan),  # tables hold configurations of a runner's own types
             "kv": {
                 "page_size": self.page_size,
                 "num_pages": self.num_pages,
