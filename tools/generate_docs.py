@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def wanted(root: Path) -> dict[Path, str]:
-    """What each generated file should hold. A page without markers is left alone."""
+    """What each generated file should hold. A page without markers stays as it is."""
     names = {name: name for name in (*RUNNERS, *DISPATCHERS)} | RUNNERS.aliases | DISPATCHERS.aliases
     runs = backends_run(root / "benchmarks" / "results", names)
     files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
@@ -147,7 +147,7 @@ def backends(runs: Runs = RUNS) -> str:
             NOTICE,
             "A plan joins a runner, which multiplies the experts' weights, with a dispatcher, which brings "
             "it its tokens. They fit together by what they declare: the layout of a batch, the formats in "
-            "which tokens travel, the devices. `turnout plan MODEL` says which it takes for a model, why, "
+            "which tokens are dispatched, the devices. `turnout plan MODEL` says which it takes, why, "
             "and what stands against the others.",
             "## Runners (`--moe-runner-backend`)",
             _columns([_runner(r, runs) for r in runners()]),
@@ -202,7 +202,7 @@ def _runner(r: RunnerCapability, runs: Runs) -> dict[str, str]:
 
 
 def _emulated(r: RunnerCapability) -> str:
-    """Which of what it multiplies with are numerics alone, without units for them."""
+    """Which of what it multiplies with are only numerics, without units for them."""
     units = {"fp8": r.fp8_units, "nvfp4": r.fp4_units}
     names = [name for name in sorted(r.activation_formats & units.keys()) if not units[name]]
     return f" ({', '.join(names)} emulated)" if names else ""
@@ -218,8 +218,8 @@ def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
         "sums over ranks": SUMS[d.exchange],
         "tokens a rank may receive": ROWS[d.exchange]
         + (", for every local expert" * (d.layout == "batched_experts")),
-        "tokens travel in": _list(d.wire_formats),
-        "results travel back in": _list(d.combine_formats),
+        "tokens are dispatched in": _list(d.wire_formats),
+        "results are combined in": _list(d.combine_formats),
         "prefill in chunks, where buffers hold less": _yes(d.in_chunks),
         "devices": _list(d.devices),
         "several hosts": _yes(d.multi_host),

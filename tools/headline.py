@@ -1,4 +1,4 @@
-"""The few measured numbers that README.md shows, each beside its peer in the same table."""
+"""The few measured numbers that README.md shows, each next to its peer in the same table."""
 
 from __future__ import annotations
 

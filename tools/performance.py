@@ -151,7 +151,7 @@ def beside_hopper(content: dict[str, Any]) -> str:
 
 
 def layer_on_cpu(content: dict[str, Any]) -> str:
-    """Our faster compute type beside the fastest peer of any."""
+    """Our faster compute type next to the fastest peer of any."""
     lines = []
     for format, tokens in dict.fromkeys((row["format"], row["tokens"]) for row in content["rows"]):
         rows = [
@@ -175,7 +175,7 @@ def layer_on_cpu(content: dict[str, Any]) -> str:
 
 
 def serving(content: dict[str, Any]) -> str:
-    """Output tokens per second at each concurrency beside transformers' best at the same batch."""
+    """Output tokens per second at each concurrency next to transformers' best at the same batch."""
     rows = [row for row in content["rows"] if "output_throughput" in row]
     peers: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -204,7 +204,7 @@ def serving(content: dict[str, Any]) -> str:
 
 
 def beside_gathering(content: dict[str, Any]) -> str:
-    """An exchange by stores, replayed as a graph, beside gathering as `none` does and NCCL's bare collectives
+    """An exchange by stores, as a graph, next to gathering as `none` does and NCCL's bare collectives
     in bf16, of one run."""
     found: dict[tuple[str, str, str, int], dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
@@ -267,7 +267,7 @@ def exchange(content: dict[str, Any]) -> str:
 
 
 def shared_beside(content: dict[str, Any]) -> str:
-    """us of a layer with its shared expert after the routed ones, and beside them."""
+    """us of a layer with its shared expert after the routed ones, and on a second stream."""
     lines = [
         [f"`{row['dispatcher']}`", str(row["tokens"])]
         + [f"{row[name]:.0f}" for name in ("one_stream_us", "two_streams_us")]

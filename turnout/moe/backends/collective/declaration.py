@@ -21,7 +21,7 @@ TOKENS = DispatcherCapability(
 
 BATCHED_EXPERTS = DispatcherCapability(
     name="collective-experts",
-    summary="the same exchange, laid out as a slab per expert for masked runners",
+    summary="the same exchange, batched by expert for masked runners",
     implementation="turnout.moe.backends.collective.batched_experts:CollectiveExpertsDispatch",
     layout=Layout.BATCHED_EXPERTS,
     exchange=Exchange.ALL_TO_ALL,

@@ -65,7 +65,7 @@ NORMAL = DispatcherCapability(
 
 LOW_LATENCY = DispatcherCapability(
     name="deepep-low-latency",
-    summary="DeepEP's low-latency kernels: a slab per expert, made for small steps",
+    summary="DeepEP's low-latency kernels: rows batched by expert, made for small steps",
     implementation="turnout.moe.backends.deepep.dispatcher:LowLatencyDispatch",
     layout=Layout.BATCHED_EXPERTS,
     exchange=Exchange.ALL_TO_ALL,

@@ -25,7 +25,7 @@ HOPPER, BLACKWELL = frozenset({90}), frozenset({100, 103})
 
 CUTEDSL = RunnerCapability(
     name="flashinfer_cutedsl",
-    summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones for slabs",
+    summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones too",
     implementation="turnout.moe.backends.flashinfer.cutedsl:CuteDslRunner",
     layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
     weight_formats=frozenset({Format.NVFP4}),

@@ -38,7 +38,7 @@ TOKENS = DispatcherCapability(
 
 BATCHED_EXPERTS = DispatcherCapability(
     name="nvlink-experts",
-    summary="the same stores, laid out as a slab per expert for masked runners",
+    summary="the same stores, batched by expert for masked runners",
     implementation="turnout.moe.backends.nvlink.batched_experts:NvlinkExpertsDispatch",
     layout=Layout.BATCHED_EXPERTS,
     exchange=Exchange.ALL_TO_ALL,
