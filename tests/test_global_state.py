@@ -27,7 +27,7 @@ LISTED = {
     ("turnout.parallel.symmetric", "_ALIVE"): "symmetric memory whose faults each step asks about",
     # Handles to what a process or a device has one of.
     ("turnout.kernels.cpu.threads", "_pool"): "threads that compute",
-    ("turnout.moe.overlap", "_stream"): "a device's second stream",
+    ("turnout.moe.in_flight", "_stream"): "a device's second stream",
     # Constants, computed when first asked for.
     ("turnout.formats.e2m1", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.formats.e2m1", "_values"): "a table of values on a device",

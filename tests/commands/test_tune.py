@@ -38,7 +38,7 @@ def test_the_runner_measured_faster_is_taken_from_then_on(
     assert resolve(config).plan.prefill.runner == "Dawdles"
     text = run(config)
     assert "`auto` now takes runner numba" in text
-    assert "not measured: runner triton: device cpu: runs on cuda" in text
+    assert "not measured: runner hopper: device cpu: runs on cuda" in text
     assert len(list(cache.rglob("*.json"))) == 1
     after = resolve(config).plan
     assert after.prefill.runner == after.decode.runner == "numba"

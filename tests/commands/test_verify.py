@@ -67,7 +67,7 @@ def test_every_setting_of_a_w4a4_checkpoint_passes_on_its_own_inputs(w4a4: Path)
     assert found.inputs == "text"
     assert found.logits.error < 1e-4
     refused = " ".join(map(str, found.refused))
-    assert "runner triton: device cpu: runs on cuda" in refused
+    assert "runner hopper: device cpu: runs on cuda" in refused
 
 
 def test_a_model_with_shared_experts_in_bfloat16(tmp_path: Path):

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import turnout.server.run
+import turnout.commands.serve
 from turnout.cli import app
 from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
@@ -40,7 +40,7 @@ def test_every_field_survives_the_command_line(monkeypatch):
             changed[field.name] = field.default + 1 if maximum != 1 else 0.5
     config = ServerConfig(**changed)
     served = []
-    monkeypatch.setattr(turnout.server.run, "serve", lambda config: served.append(config) or 0)
+    monkeypatch.setattr(turnout.commands.serve, "serve", lambda config: served.append(config) or 0)
     for name, value in environment(config).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TURNOUT_PORT", "1")

@@ -248,12 +248,11 @@ class OracleExperts:
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         assert isinstance(batch, TokensBatch), "the dispatcher that moves nothing gives tokens"
-        x_TH, experts = as_sent(batch.hidden.data, self._experts, self._plan.prefill.wire_format)
         return experts_reference(
-            x_TH,
+            as_sent(batch.hidden.data, self._experts, self._plan.prefill.wire_format),
             batch.topk_ids,
             batch.topk_weights,
-            experts,
+            self._experts,
             self._spec.activation,
             activation_format=self._plan.activation_format,
         )
