@@ -18,20 +18,22 @@ PARTS = {  # of a step: words in the names of its kernels
 
 def serving_on_gpu(content: dict[str, Any]) -> str:
     """What clients saw of each model at each concurrency."""
-    first = content["rows"][0]
     lines = [
         [
             row["model"],
+            f"{row['input_len']:,} / {row['output_len']}",
             str(row["max_concurrency"]),
             f"{row['output_throughput']:,.0f}",
             f"{row['median_ttft_ms']:.0f}",
             f"{row['p99_ttft_ms']:.0f}",
             f"{row['median_tpot_ms']:.2f}",
         ]
-        for row in sorted(content["rows"], key=lambda row: (row["model"], row["max_concurrency"]))
+        for row in sorted(
+            content["rows"], key=lambda row: (row["model"], row["input_len"], row["max_concurrency"])
+        )
     ]
-    head = f"{first['input_len']} tokens in, {first['output_len']} out, `{content['command']}`.\n\n"
-    columns = ["model", "concurrency", "output tokens/s", "TTFT, ms", "its p99", "TPOT, ms"]
+    head = f"`{content['command']}`.\n\n"
+    columns = ["model", "in / out", "concurrency", "output tokens/s", "TTFT, ms", "its p99", "TPOT, ms"]
     return head + table(columns, lines)
 
 

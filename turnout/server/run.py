@@ -29,7 +29,7 @@ READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
 WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
-ACCEPTED_AT_ONCE = 16  # of these, in one turn of the event loop; all requests in them begin in the next
+ACCEPTED_AT_ONCE = 64  # of these, in one turn of the event loop; all requests in them begin in the next
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
