@@ -98,10 +98,20 @@ def run(root: Path, *arguments: str) -> str:
     ("backend", "flag", "names", "taken"),
     [
         ("cpu", "moe_runner_backend", ["numba"], "torch none"),
-        ("hopper", "moe_runner_backend", ["hopper", "triton"], "numba none"),
-        ("flashinfer", "moe_runner_backend", ["flashinfer_cutedsl", "flashinfer_mxfp4"], "numba none"),
+        pytest.param(
+            "hopper", "moe_runner_backend", ["hopper", "triton"], "numba none", marks=pytest.mark.more
+        ),
+        pytest.param(
+            "flashinfer",
+            "moe_runner_backend",
+            ["flashinfer_cutedsl", "flashinfer_mxfp4"],
+            "numba none",
+            marks=pytest.mark.more,
+        ),
         ("nvlink", "moe_a2a_backend", ["nvlink", "nvlink-experts"], "numba none"),
-        ("deepep", "moe_a2a_backend", ["deepep", "deepep-normal"], "numba none"),
+        pytest.param(
+            "deepep", "moe_a2a_backend", ["deepep", "deepep-normal"], "numba none", marks=pytest.mark.more
+        ),
     ],
 )
 def test_a_backend_can_be_deleted(package, tmp_path, backend, flag, names, taken):
