@@ -79,8 +79,9 @@ def headline(folder: Path) -> str:
                 lines.append(["1 x H200", what, *cells])
     ours, public = newest(folder, "moe-nvidia-h200*.json"), newest(folder, "moe-public-nvidia-h200*.json")
     if ours and public:
-        for format, ratio, count in layer_ratios(ours, public):
-            what = f"the MoE layer in {format}, {count} sizes of six models"
+        for format, ratios in layer_ratios(ours, public).items():
+            what = f"the MoE layer in {format}, {len(ratios)} sizes of six models"
+            ratio = statistics.geometric_mean(ratios.values())
             lines.append(["1 x H200", what, "", "fastest public kernel of each size", f"{ratio:.2f}"])
     if exchange := newest(folder, "a2a-nvlink-nvidia-h200-x4*.json"):
         rows = {(r["dispatcher"], r["format"], r["tokens"]): r["graph_us"] for r in exchange["rows"]}
@@ -102,16 +103,20 @@ def headline(folder: Path) -> str:
     return table(["on", "what", "Turnout", "peer", "times as fast"], lines)
 
 
-def layer_ratios(ours: dict[str, Any], public: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """(format, geometric mean of how many times as fast as the fastest public kernel, points)."""
-    times = {
-        (row["format"], row["shape"], row["tokens"]): row["time_us"]
-        for row in ours["rows"]
-        if row["routing"] == "uniform" and not row.get("peer")
-    }
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for row in public["rows"]:
-        if row["routing"] == "uniform":
-            point = (row["format"], row["shape"], row["tokens"])
-            ratios[row["format"]].append(row["time_us"] / times[point])
-    return [(format, statistics.geometric_mean(all_), len(all_)) for format, all_ in ratios.items()]
+Point = tuple[str, str, int]  # format, shape, tokens
+
+
+def layer_ratios(ours: dict[str, Any], public: dict[str, Any]) -> dict[str, dict[Point, float]]:
+    """How many times as fast as the fastest public kernel, timed in another run, by format and point."""
+    mine, theirs = (
+        {
+            (row["format"], row["shape"], row["tokens"]): row["time_us"]
+            for row in content["rows"]
+            if row["routing"] == "uniform" and not row.get("peer")
+        }
+        for content in (ours, public)
+    )
+    ratios: dict[str, dict[Point, float]] = defaultdict(dict)
+    for point, us in theirs.items():
+        ratios[point[0]][point] = us / mine[point]
+    return ratios

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engine_tables import in_turns, prompts, serving_on_gpu, steps
-from tools.headline import newest, next_to_vllm
+from tools.headline import layer_ratios, newest, next_to_vllm
 from tools.tables import table
 
 HOPPER = ("hopper", "triton")  # the runner, and its name in older results
@@ -115,18 +115,8 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
 
 def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
     """How many times as fast as the fastest public kernel of each point, which was timed in another run."""
-
-    def points(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
-        return {
-            (row["format"], row["shape"], row["tokens"]): row["time_us"]
-            for row in rows
-            if row["routing"] == "uniform" and not row.get("peer")
-        }
-
-    ours, theirs = points(content["rows"]), points(public["rows"])
     lines = []
-    for format in dict.fromkeys(format for format, *_ in theirs):
-        ratios = {point: us / ours[point] for point, us in theirs.items() if point[0] == format}
+    for format, ratios in layer_ratios(content, public).items():
         behind = [f"{shape} T={T} {ratio:.2f}" for (_, shape, T), ratio in ratios.items() if ratio < 1]
         cells = [f"{of(ratios.values()):.2f}" for of in (statistics.geometric_mean, min, max)]
         lines.append([format, *cells, ", ".join(behind) or "none"])
