@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import torch
 
@@ -128,6 +129,61 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_once() -> None:
         assert other is not None
         assert (one.token_id, one.rank) == (other.token_id, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def resumed(message: AddRequest, output_ids: list[int]) -> AddRequest:
+    return msgspec.structs.replace(message, output_ids=output_ids)
+
+
+RESUMED: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 5, "top_p": 0.9, "min_p": 0.01},
+    "scores": {"temperature": 0.7, "seed": -3, "logprobs": 2, "prompt_logprobs": 1},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.9, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {3: 5.0, 7: -5.0}, "temperature": 0.5, "seed": 1},
+    "minimum": {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": tuple(range(20, 49))},
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_request_resumed_on_another_engine_gets_what_it_would_have_got(kind: str, drafts: int) -> None:
+    """From after each of its tokens, with others in the batch."""
+    flags: dict[str, object] = {"max_running_requests": 16}
+    if drafts:
+        flags |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": drafts}
+    asked = prompts(3, seed=11, low=6, high=30)
+    wanted: dict[str, object] = {"max_tokens": 14, "ignore_eos": True} | RESUMED[kind]
+    whole = run(make_core(**flags), requests_of(asked, **wanted))
+    longest = max(len(output.token_ids) for output in whole.values())
+    assert longest >= 9
+    core = make_core(**flags)
+    for cut in range(1, longest):
+        left = [
+            resumed(message, whole[message.id].token_ids[:cut])
+            for message in requests_of(asked, **wanted)
+            if cut < len(whole[message.id].token_ids)
+        ]
+        before = core.stats()
+        got = run(core, left)
+        after = core.stats()
+        rest = {message.id: whole[message.id].token_ids[cut:] for message in left}
+        assert {id: output.token_ids for id, output in got.items()} == rest
+        assert after.prompt_tokens == before.prompt_tokens  # counted where they were first answered
+        assert after.generation_tokens - before.generation_tokens == sum(map(len, rest.values()))
+        for id, output in got.items():
+            assert (output.finish_reason, output.stop_token) == (
+                whole[id].finish_reason,
+                whole[id].stop_token,
+            )
+            assert output.prompt_logprobs is None
+            assert output.cached_tokens == 0
+            logprobs = whole[id].logprobs
+            if logprobs is not None:
+                assert output.logprobs is not None
+                pairs = zip(output.logprobs, logprobs[cut:], strict=True)
+                assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
+    assert_idle(core)
 
 
 def test_prefix_cache_changes_nothing_but_the_work() -> None:
@@ -348,6 +404,8 @@ def test_min_tokens_and_stop_token_ids() -> None:
         (request("x", [1], max_tokens=1, stop_token_ids=(99,)), "stop_token_ids: token id 99"),
         (request("x", [1], max_tokens=1, top_p=0.0), "top_p=0.0"),
         (request("busy", [1], max_tokens=1), "already in use"),
+        (resumed(request("x", [1], max_tokens=4), [3, 50]), "output_ids: token id 50"),
+        (resumed(request("x", [1], max_tokens=2), [3, 4]), "nothing is left to generate"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_and_harms_none(message: AddRequest, says: str) -> None:

@@ -188,6 +188,7 @@ class EngineCore:
         sampling.check()
         for name, ids in (
             ("prompt", prompt),
+            ("output_ids", message.output_ids),
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
         ):
@@ -199,6 +200,11 @@ class EngineCore:
             raise UserError(
                 f"min_tokens={sampling.min_tokens}: stop_token_ids and the end-of-sequence ids cover all "
                 f"{vocab_size} token ids, so that no token may come before the minimum; drop one of the two"
+            )
+        if message.output_ids and len(message.output_ids) >= sampling.max_tokens:
+            raise UserError(
+                f"output_ids: {len(message.output_ids)} tokens are there already, and max_tokens is "
+                f"{sampling.max_tokens}: nothing is left to generate"
             )
         refusal = self._scheduler.refuse(len(prompt), sampling.max_tokens)
         if refusal is not None:

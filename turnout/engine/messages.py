@@ -14,11 +14,16 @@ from turnout.engine.sampling_params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Generate from `prompt_ids`; `id` is chosen by the sender and unique."""
+    """Generate from `prompt_ids`; `id` is chosen by the sender and unique.
+
+    output_ids: what another engine generated before it was lost. The output goes on after them as if they had
+    been generated here. They are not sent again, nor is what came with the first of them.
+    """
 
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    output_ids: list[int] = []
     arrival: float = 0.0  # time.time() at the server
 
 

@@ -41,12 +41,12 @@ class Request:
         return cls(
             id=message.id,
             sampling=sampling,
-            tokens=list(message.prompt_ids),
+            tokens=[*message.prompt_ids, *message.output_ids],
             num_prompt=len(message.prompt_ids),
             seed=seed if sampling.seed is None else sampling.seed,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
             plain=_is_plain(sampling),
-            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
+            prompt_logprobs=None if sampling.prompt_logprobs is None or message.output_ids else [None],
         )
 
     @property
