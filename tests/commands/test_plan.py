@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.checkpoint.test_formats import SIZE
+from tests.checkpoint.writers import write_checkpoint
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.commands.plan import explain
 from turnout.config import Config
@@ -62,6 +64,22 @@ def test_every_hardware_can_be_planned_for(model, hardware):
     assert f"1 x {hardware} (" in text
     for part in ("runner", "dispatcher", "Why", "Bytes per rank", "KV cache", "Token bounds per rank"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("int4-g32", "the files hold experts in int4 (int4)"),
+        ("fp8-dynamic", "the files hold experts in fp8 (fp8_channel)"),
+        ("bf16", ""),
+    ],
+)
+def test_experts_that_are_decoded_while_they_load_are_named(format, said, tmp_path):
+    write_checkpoint(tmp_path, format, **SIZE)
+    code, text = run(Config(model=str(tmp_path), device="cpu"))
+    assert code == 0
+    assert said in text
+    assert ("which no runner multiplies in" in text) == bool(said)
 
 
 def test_reasons_and_sizes_are_shown(model):

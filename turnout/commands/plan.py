@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
@@ -96,6 +97,12 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}"
         f"{each if topology.tp_size > 1 else ''}), computing in {engine_plan.compute_dtype}",
     ]
+    stored = parse_quantization(read_config(engine_plan.folder))
+    if stored.decodes_experts:
+        lines.append(
+            f"the files hold experts in {stored.stored} ({stored.method}), which no runner multiplies in: "
+            f"they are decoded to {moe.format} while they load, and take its memory"
+        )
     if hardware.device == "cuda":
         reason = why_no_graphs(engine_plan)
         lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")

@@ -153,7 +153,8 @@ def test_large_requests_delay_nobody_and_leave_no_memory_behind(root: str, http:
         peak = server.memory_info().rss
     assert found == [(400, code) for _, _, code in REQUESTS] * 4
     assert health.count > 20
-    assert health.longest < 0.5, "the server's loop was blocked"  # 12.8 s when bodies were parsed by it
+    # 12.8 s when bodies were parsed by it; a second or so on two cores that run other tests too
+    assert health.longest < 4, "the server's loop was blocked"
     assert peak < before + 150 * MB
     assert server.memory_info().rss < before + 50 * MB
 
@@ -211,7 +212,7 @@ def small_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         return Response("never mind")
 
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=guard.GuardedProtocol, log_level="error", lifespan="off")
+        uvicorn.Config(app, port=0, http=guard.GuardedProtocol, log_level="warning", lifespan="off")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -308,12 +309,15 @@ def test_bodies_in_tiny_chunks_are_refused(small_server: str):
             assert until_closed(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_what_is_not_http_is_answered_in_the_shape_of_errors(small_server: str):
+def test_what_is_not_http_is_answered_in_the_shape_of_errors(
+    small_server: str, caplog: pytest.LogCaptureFixture
+):
     with closing(connect(small_server)) as client:
         client.sendall(b"GET / HTTP/1.1\r\nno colon\r\n\r\n")
         head, _, content = until_closed(client).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 Bad Request")
         assert "illegal header line" in json.loads(content)["error"]["message"]
+    assert not caplog.records  # a line for each would let anybody fill the disk
 
 
 def test_a_connection_serves_many_requests(small_server: str):

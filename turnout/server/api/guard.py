@@ -4,6 +4,7 @@ waits for ever and parses whatever comes at once."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +19,9 @@ WRITE_SECONDS = 60  # without reading what was sent, until a client is cut off
 READ_BYTES = 64 * 2**10  # at once; asyncio's default is four times as much, held for every connection
 FREE_CHUNKS = 128  # of one body, of any size
 CHUNK_BYTES = 256  # that a body needs for each further one; to parse one takes about 10 us
+# A client's fault is told to the client: logged too, a flood of them would fill the disk.
+log = logging.getLogger("turnout.server.connection")
+log.setLevel(logging.ERROR)
 
 
 class BoundedConnection(h11.Connection):
@@ -65,6 +69,7 @@ class GuardedProtocol(H11Protocol):
         self._patience: asyncio.TimerHandle | None = None  # with the request
         self._writing: asyncio.TimerHandle | None = None
         self._refused = False
+        self.logger = log
         self.conn = BoundedConnection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -110,21 +115,28 @@ class GuardedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         began = self.conn.trailing_data[0] or self.conn.their_state is not h11.IDLE
-        if began and self.conn.our_state is h11.IDLE:  # a connection that was only opened is only closed
-            self._answer(ApiError(408, f"the request's head did not arrive within {REQUEST_SECONDS} s"))
-        self.transport.close()
+        if began and self.conn.our_state is h11.IDLE:
+            self._refuse(ApiError(408, f"the request's head did not arrive within {REQUEST_SECONDS} s"))
+        else:  # a connection that was only opened is only closed
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong. What the client still sends is thrown away: else it sees a reset, no answer."""
-        self._refused = True
+        """Say what is wrong with the request, and read no further."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # nothing more comes, nor is anything sent, for those who wait
             self.cycle.message_event.set()
-        self._patience = _stopped(self._patience)
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # it has its answer already
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(ApiError(400, f"the request cannot be read: {self.conn.fault}"))
+        else:  # it has its answer already
+            self._refused = True
+            self._patience = _stopped(self._patience)
             self.transport.close()
-            return
-        self._answer(ApiError(400, f"the request cannot be read: {self.conn.fault}"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, and throw away what the client still sends: else it sees a reset instead of the answer."""
+        self._refused = True
+        self._patience = _stopped(self._patience)
+        self._answer(error)
         self.transport.write_eof()
         self.flow.resume_reading()
         self._patience = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
