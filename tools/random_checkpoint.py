@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Nvfp4
+from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.formats import fp8, nvfp4
 
@@ -152,7 +153,7 @@ def entries(config: Mapping[str, Any], encoder: Encoder | None) -> Iterator[list
         if encoder is not None:
             yield from encoder.groups(experts)
             continue
-        for e in range(experts.num_experts):
+        for e in range(experts.experts.num_experts):
             yield [_entry(f"{experts.expert(e)}.{p}", *experts.shape(p)) for p in PROJECTIONS]
     yield [_entry("model.norm", hidden)]
     yield [_entry("lm_head", vocab, hidden)]
@@ -187,7 +188,10 @@ def _declare(
     kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]
     layers = [_experts(config, i) for i in range(config["num_hidden_layers"])]
     names = [
-        f"{layer.expert(e)}.{p}" for layer in layers for e in range(layer.num_experts) for p in PROJECTIONS
+        f"{layer.expert(e)}.{p}"
+        for layer in layers
+        for e in range(layer.experts.num_experts)
+        for p in PROJECTIONS
     ]
     quantization, files = encoder.declare(kept, names)
     for name, value in files.items():
@@ -218,12 +222,12 @@ def _linear(module: str, shape: tuple[int, int]) -> list[Entry]:
 
 
 def _experts(config: Mapping[str, Any], layer: int) -> ExpertLayer:
-    return ExpertLayer(
-        prefix=f"model.layers.{layer}.mlp.experts",
+    shape = ExpertShape(
         num_experts=config["num_experts"],
-        intermediate_size=config["moe_intermediate_size"],
-        hidden_size=config["hidden_size"],
+        hidden=config["hidden_size"],
+        intermediate=config["moe_intermediate_size"],
     )
+    return ExpertLayer(prefix=f"model.layers.{layer}.mlp.experts", experts=shape)
 
 
 def _stays(entry: Entry) -> bool:

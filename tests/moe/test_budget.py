@@ -14,7 +14,7 @@ from turnout.formats.spec import FORMATS, matrix_bytes, token_bytes
 from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.rank_share import DispatchShare, received_bytes
-from turnout.moe.spec import Activation, MoESpec
+from turnout.moe.spec import Activation, MoESpec, RankShape
 from turnout.parallel.groups import shares
 from turnout.parallel.topology import Topology
 
@@ -61,12 +61,12 @@ def test_expert_bytes_is_the_sum_of_the_shards(ep, expert_tp, activation):
     biases = torch.zeros(rows).nbytes + torch.zeros(256).nbytes
     scales = 2 * torch.zeros(spec.num_experts).nbytes
     local = spec.num_experts // ep
-    shard = {"num_local_experts": local, "expert_tp": expert_tp}
-    assert sizes.expert_bytes(spec, **shard, decoded=False, itemsize=2) == (
+    shard = RankShape.of(spec, num_local_experts=local, expert_tp=expert_tp)
+    assert sizes.expert_bytes(spec, shard, decoded=False, itemsize=2) == (
         local * (w13.nbytes + w2.nbytes + biases) + scales
     )
     plain = (rows * 256 + 256 * inner) * 4
-    assert sizes.expert_bytes(spec, **shard, decoded=True, itemsize=4) == local * (plain + biases) + scales
+    assert sizes.expert_bytes(spec, shard, decoded=True, itemsize=4) == local * (plain + biases) + scales
 
 
 def test_token_bytes():
@@ -80,7 +80,9 @@ def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
     """EP 32, C 8192, H 7168: the figure that makes it worth showing before anything is allocated."""
     spec = MoESpec(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8)
     rows = 32 * 8192
-    share = DispatchShare(layout="tokens", rows=rows, spec=spec, num_local_experts=8, wire_format="fp8")
+    share = DispatchShare(
+        layout="tokens", rows=rows, shape=RankShape.of(spec, num_local_experts=8), wire_format="fp8"
+    )
     tokens = received_bytes(share)
     assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
     assert 5e9 < tokens < 6e9

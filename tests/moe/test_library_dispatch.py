@@ -32,7 +32,7 @@ from turnout.moe.capabilities.limits import Limits
 from turnout.moe.capabilities.rank_share import DispatchShare
 from turnout.moe.plan import MoEPlan, PlanRequest, Wishes, plan
 from turnout.moe.reference import experts_reference
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, RankShape
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
@@ -146,10 +146,9 @@ def test_a_one_sided_workspace_is_as_large_as_the_library_asks(ranks_count, toke
     assert sizes.total_bytes == wanted
     spec = MoESpec(hidden_size=4096, intermediate_size=1024, num_experts=128, top_k=8)
     share = DispatchShare(
-        spec=spec,
+        shape=RankShape.of(spec, num_local_experts=8),
         layout="tokens",
         rows=ranks_count * tokens,
-        num_local_experts=8,
         wire_format="bf16",
         ranks=ranks_count,
     )

@@ -19,7 +19,7 @@ from turnout.moe.budget import ARENA_ALIGN, arena_bytes
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, RankShape
 
 CPU = torch.device("cpu")
 FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
@@ -28,11 +28,10 @@ FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
 def planned(spec: MoESpec, layout: str, rows: int) -> int:
     assert RUNNERS["hopper"].workspace is workspace_bytes
     share = Share(
-        spec=spec,
+        shape=RankShape.of(spec, num_local_experts=spec.num_experts),
+        activation=spec.activation.kind,
         rows=rows,
         layout=layout,
-        num_local_experts=spec.num_experts,
-        expert_tp=1,
         decoded=False,
         itemsize=2,
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from turnout import __version__
+from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter
 from turnout.errors import UserError
 from turnout.formats import fp8, layouts, mxfp4, nvfp4
@@ -35,15 +36,13 @@ class ExpertLayer:
     """The routed experts of one layer: `{prefix}.{e}.gate_proj.weight [I, H]` and so on."""
 
     prefix: str
-    num_experts: int
-    intermediate_size: int
-    hidden_size: int
+    experts: ExpertShape
 
     def expert(self, index: int) -> str:
         return f"{self.prefix}.{index}"
 
     def shape(self, projection: str) -> tuple[int, int]:
-        rows, columns = self.intermediate_size, self.hidden_size
+        rows, columns = self.experts.intermediate, self.experts.hidden
         return (columns, rows) if projection == "down_proj" else (rows, columns)
 
 
@@ -83,7 +82,7 @@ class Nvfp4:
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
             [e for p in PROJECTIONS for e in self._entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
-            for i in range(layer.num_experts)
+            for i in range(layer.experts.num_experts)
         ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
@@ -139,7 +138,7 @@ class Nvfp4:
     def _amax(self, layer: ExpertLayer, index: int) -> InputAmax:
         """What was calibrated; of the whole layer where no token reached this expert."""
         calibrated = self._calibration or {}
-        everyone = [calibrated.get(layer.expert(i), (0.0, 0.0)) for i in range(layer.num_experts)]
+        everyone = [calibrated.get(layer.expert(i), (0.0, 0.0)) for i in range(layer.experts.num_experts)]
         own = everyone[index]
         values = [own[n] or max(amax[n] for amax in everyone) for n in range(2)]
         if not all(math.isfinite(value) and value > 0 for value in values):
@@ -156,7 +155,7 @@ class Mxfp4:
     format = Format.MXFP4
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
-        experts, inner, hidden = layer.num_experts, layer.intermediate_size, layer.hidden_size
+        experts, inner, hidden = layer.experts.num_experts, layer.experts.intermediate, layer.experts.hidden
         return [
             [
                 *self._entries(f"{layer.prefix}.gate_up_proj", (experts, 2 * inner, hidden)),
@@ -197,7 +196,7 @@ class Fp8:
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
             [e for p in PROJECTIONS for e in self.entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
-            for i in range(layer.num_experts)
+            for i in range(layer.experts.num_experts)
         ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:

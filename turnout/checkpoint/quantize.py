@@ -23,6 +23,7 @@ import torch
 from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
 from turnout.checkpoint.errors import CheckpointError
+from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
@@ -108,7 +109,7 @@ class _Job:
             self._copy(name, writer)
         for layer in self.layers:
             assert self.encoder is not None
-            for index in range(layer.num_experts):
+            for index in range(layer.experts.num_experts):
                 names = {p: f"{layer.expert(index)}.{p}.weight" for p in PROJECTIONS}
                 weights = {p: self.files.read(name) for p, name in names.items()}
                 self.encoder.write(layer, index, weights, writer)
@@ -197,7 +198,8 @@ def _expert_layer(files: TensorFiles, prefix: str, count: int) -> ExpertLayer:
     if len(first.shape) != 2:
         raise files.wrong(f"{prefix}.0.gate_proj.weight", "is not a matrix", "[I, H]", list(first.shape))
     rows, columns = first.shape
-    layer = ExpertLayer(prefix=prefix, num_experts=count, intermediate_size=rows, hidden_size=columns)
+    shape = ExpertShape(num_experts=count, intermediate=rows, hidden=columns)
+    layer = ExpertLayer(prefix=prefix, experts=shape)
     for index in range(count):
         for projection in PROJECTIONS:
             name = f"{layer.expert(index)}.{projection}.weight"
@@ -217,7 +219,7 @@ def _declared_experts(config: Mapping[str, Any]) -> int | None:
 
 
 def _check_calibration(calibration: Calibration | None, layers: tuple[ExpertLayer, ...]) -> None:
-    known = {layer.expert(index) for layer in layers for index in range(layer.num_experts)}
+    known = {layer.expert(index) for layer in layers for index in range(layer.experts.num_experts)}
     for name in calibration or {}:
         if name not in known:
             example = layers[0].expert(0)
@@ -244,7 +246,7 @@ def _write_config(folder: Path, source_config: Mapping[str, Any], job: _Job) -> 
         quantized = [
             f"{layer.expert(index)}.{projection}"
             for layer in job.layers
-            for index in range(layer.num_experts)
+            for index in range(layer.experts.num_experts)
             for projection in PROJECTIONS
         ]
         config["quantization_config"], files = job.encoder.declare(sorted(kept), quantized)

@@ -17,6 +17,7 @@ from turnout.moe.budget import moves
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.capabilities.rank_share import DispatchShare
 from turnout.moe.planning.backend_refusals import dispatcher_refusals
+from turnout.moe.spec import RankShape
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors
 from turnout.vocabulary import Layout, Phase
@@ -91,6 +92,9 @@ class ReceiveBuffers:
 def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
     """Of every dispatcher of this version that can move tokens between these ranks."""
     spec, plan, budget = engine_plan.description.moe, engine_plan.plan, engine_plan.budget
+    shape = RankShape.of(
+        spec, num_local_experts=plan.num_local_experts, expert_tp=engine_plan.topology.expert_tp
+    )
     return [
         ReceiveBuffers(
             dispatcher=declared.name,
@@ -99,10 +103,9 @@ def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
             sizes={
                 wire: declared.buffers(
                     DispatchShare(
-                        spec=spec,
+                        shape=shape,
                         layout=declared.layout,
                         rows=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
-                        num_local_experts=plan.num_local_experts,
                         wire_format=wire,
                         itemsize=ITEMSIZE[engine_plan.compute_dtype],
                         ranks=engine_plan.topology.tp_size,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from turnout.errors import Refusal
 from turnout.formats.spec import matrix_bytes
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, RankShape
 from turnout.vocabulary import Exchange, Format, Phase
 
 ARENA_ALIGN = 256  # bytes; regions of an arena begin at multiples
@@ -153,21 +153,18 @@ def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool], *, in_chunks: b
     return [f"lower {flags} to {most} or less"]
 
 
-def expert_bytes(
-    spec: MoESpec, *, num_local_experts: int, expert_tp: int, decoded: bool, itemsize: int
-) -> int:
-    """The experts of one layer as kept for use: packed as in the checkpoint, or decoded once.
+def expert_bytes(spec: MoESpec, shape: RankShape, *, decoded: bool, itemsize: int) -> int:
+    """This rank's experts of one layer as kept for use: packed as in the checkpoint, or decoded once.
 
     `itemsize` is that of unquantised weights: as stored if packed, of the compute dtype if decoded.
     """
     weight_format = Format.BF16 if decoded else spec.format
-    rows, inner = spec.w13_rows // expert_tp, spec.intermediate_size // expert_tp
-    one = matrix_bytes(weight_format, rows, spec.hidden_size, itemsize=itemsize)
-    one += matrix_bytes(weight_format, spec.hidden_size, inner, itemsize=itemsize)
+    one = matrix_bytes(weight_format, shape.w13_rows, shape.hidden, itemsize=itemsize)
+    one += matrix_bytes(weight_format, shape.hidden, shape.inner, itemsize=itemsize)
     if spec.expert_bias:
-        one += 4 * (rows + spec.hidden_size)
+        one += 4 * (shape.w13_rows + shape.hidden)
     input_scales = 8 * spec.num_experts if spec.quantized_activations else 0
-    return num_local_experts * one + input_scales
+    return shape.local_experts * one + input_scales
 
 
 def kv_bytes_per_token(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from turnout.vocabulary import ActivationKind, Format, RoutingKind
 
@@ -64,3 +65,29 @@ class MoESpec:
     @property
     def w13_rows(self) -> int:
         return (2 if self.activation.gated else 1) * self.intermediate_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShape:
+    """The sizes of one rank's part of a layer: what weights, kernels, workspaces and buffers depend on."""
+
+    format: str  # of the weights
+    hidden: int  # columns of GEMM1, rows of GEMM2
+    inner: int  # columns of GEMM2
+    w13_rows: int
+    num_experts: int  # of all ranks
+    local_experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, spec: MoESpec, *, num_local_experts: int, expert_tp: int = 1) -> Self:
+        """expert_tp: ranks that divide the intermediate size of each expert."""
+        return cls(
+            format=spec.format,
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size // expert_tp,
+            w13_rows=spec.w13_rows // expert_tp,
+            num_experts=spec.num_experts,
+            local_experts=num_local_experts,
+            top_k=spec.top_k,
+        )

@@ -333,10 +333,9 @@ def _dispatch_bytes(
             continue
         size = dispatcher.buffers(
             DispatchShare(
-                spec=problem.spec,
+                shape=problem.shape,
                 layout=dispatcher.layout,
                 rows=problem.rows(dispatcher, phase),
-                num_local_experts=problem.num_local_experts,
                 wire_format=wire[phase],
                 combine_format=problem.combine_format,
                 itemsize=problem.itemsize,

@@ -9,7 +9,7 @@ from turnout.moe import budget as sizes
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.capabilities.rank_share import Share
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, RankShape
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
@@ -63,6 +63,13 @@ class PlanningProblem:
         return self.spec.num_experts // self.topology.ep_size
 
     @property
+    def shape(self) -> RankShape:
+        """This rank's part of the layer."""
+        return RankShape.of(
+            self.spec, num_local_experts=self.num_local_experts, expert_tp=self.topology.expert_tp
+        )
+
+    @property
     def native_fp4(self) -> bool:
         """Whether W4A4 is what the checkpoint was made for and the device multiplies."""
         return self.spec.quantized_activations and self.hardware.has_fp4_units
@@ -73,8 +80,7 @@ class PlanningProblem:
         decoded = ITEMSIZE["bfloat16"] if in_bf16 else self.itemsize
         return sizes.expert_bytes(
             self.spec,
-            num_local_experts=self.num_local_experts,
-            expert_tp=self.topology.expert_tp,
+            self.shape,
             decoded=storage == WeightStorage.DECODED,
             itemsize=decoded if storage == WeightStorage.DECODED else self.stored_itemsize,
         )
@@ -127,11 +133,10 @@ class PlanningProblem:
     ) -> Share:
         """What a runner makes room for behind `dispatcher`."""
         return Share(
-            spec=self.spec,
+            shape=self.shape,
+            activation=self.spec.activation.kind,
             rows=self.rows(dispatcher, phase),
             layout=dispatcher.layout,
-            num_local_experts=self.num_local_experts,
-            expert_tp=self.topology.expert_tp,
             decoded=storage == WeightStorage.DECODED,
             # GEMM libraries for CPUs are fast in float32, and runners compute in it there.
             itemsize=4 if self.hardware.device == "cpu" else self.itemsize,

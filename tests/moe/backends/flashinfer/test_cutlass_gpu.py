@@ -19,7 +19,7 @@ from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.reference import experts_reference
-from turnout.moe.spec import Activation, MoESpec
+from turnout.moe.spec import Activation, MoESpec, RankShape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,11 +158,10 @@ def test_the_planned_workspace_covers_what_the_library_asks(name: str):
     spec = SPECS[name]
     runner = runner_of(spec, weights_of(spec))
     share = Share(
-        spec=spec,
+        shape=RankShape.of(spec, num_local_experts=spec.num_experts),
+        activation=spec.activation.kind,
         rows=TOKENS[-1],
         layout="tokens",
-        num_local_experts=spec.num_experts,
-        expert_tp=1,
         decoded=False,
         itemsize=2,
     )

@@ -12,8 +12,14 @@ from turnout.moe.backends.flashinfer.workspace_blackwell import (
     trtllm_workspace_bytes,
 )
 from turnout.moe.capabilities.rank_share import Share
+from turnout.moe.spec import MoESpec, RankShape
 
-RANK = {"num_local_experts": 4, "expert_tp": 2, "decoded": False, "itemsize": 2}
+
+def share(spec: MoESpec, rows: int, layout: str) -> Share:
+    """Of the first of two ranks that hold 4 experts each, by two that divide every expert."""
+    shape = RankShape.of(spec, num_local_experts=4, expert_tp=2)
+    kind = spec.activation.kind
+    return Share(shape=shape, activation=kind, rows=rows, layout=layout, decoded=False, itemsize=2)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17, 512, 8192])
@@ -32,11 +38,11 @@ def test_tokens_by_hand():
     spec = make_spec(format="nvfp4", hidden_size=256, intermediate_size=128)
     quantized, out, maps = 3 * (128 + 16), 2 * 3 * 256, 4 * (6 + 1024 + 8)
     expected = quantized + maps + 2 * 1024 * (256 + 64) + out
-    assert cutedsl_workspace_bytes(Share(spec=spec, rows=3, layout="tokens", **RANK)) == expected
+    assert cutedsl_workspace_bytes(share(spec, 3, "tokens")) == expected
     # TensorRT-LLM counts all 8 experts: 6 pairs may be in 6 tiles.
     maps = 4 * (6 + 2 * 1536 + 12 + 16)
     expected = quantized + maps + 1536 * (32 + 4) + 2 * 1536 * 256 + out
-    assert trtllm_workspace_bytes(Share(spec=spec, rows=3, layout="tokens", **RANK)) == expected
+    assert trtllm_workspace_bytes(share(spec, 3, "tokens")) == expected
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
@@ -47,4 +53,4 @@ def test_slabs_by_hand(activation):
     held, tiled = 4 * 130, 4 * 256
     expected = tiled * (128 + 16) + 2 * held * N + tiled * (32 + 4) + 2 * held * 256
     expected += 0 if activation == "silu" else held * (4 * 64 + 14 * 64)
-    assert cutedsl_workspace_bytes(Share(spec=spec, rows=130, layout="batched_experts", **RANK)) == expected
+    assert cutedsl_workspace_bytes(share(spec, 130, "batched_experts")) == expected

@@ -10,7 +10,7 @@ def workspace_bytes(share: Share) -> int:
     """For a batch of `rows` tokens, or slabs of as many rows: input and output in float32, and for each pair
     the activation's output, its token and its weight. What threads unpack a panel into is not counted."""
     held = share.rows
-    pairs = held * min(share.spec.top_k, share.num_local_experts)
+    pairs = held * min(share.shape.top_k, share.shape.local_experts)
     if share.layout == Layout.BATCHED_EXPERTS:
-        pairs = held = share.rows * share.num_local_experts
-    return pairs * (4 * share.inner + 8 + 4) + 2 * held * share.spec.hidden_size * 4
+        pairs = held = share.rows * share.shape.local_experts
+    return pairs * (4 * share.shape.inner + 8 + 4) + 2 * held * share.shape.hidden * 4

@@ -16,9 +16,9 @@ def normal_bytes(share: DispatchShare) -> int:
 
 def low_latency_bytes(share: DispatchShare) -> int:
     """Queues hold whole steps, and the batch is a copy."""
-    spec = share.spec
-    queues = low_latency_size_hint(share.capacity, spec.hidden_size, spec.num_experts)
-    return queues + share.rows * share.num_local_experts * share.token
+    shape = share.shape
+    queues = low_latency_size_hint(share.capacity, shape.hidden, shape.num_experts)
+    return queues + share.rows * shape.local_experts * share.token
 
 
 def nvl_size_hint(row: int, ranks: int) -> int:

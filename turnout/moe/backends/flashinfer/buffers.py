@@ -16,7 +16,7 @@ def buffer_bytes(share: DispatchShare) -> int:
     sizes = WorkspaceSizes(
         ranks=share.ranks,
         capacity=share.capacity,
-        sent=share.token + 8 * share.spec.top_k,
+        sent=share.token + 8 * share.shape.top_k,
         returned=share.result,
     )
     return sizes.total_bytes

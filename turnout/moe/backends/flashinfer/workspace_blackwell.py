@@ -35,23 +35,23 @@ def cutedsl_workspace_bytes(share: Share) -> int:
     """Tokens: the input quantised, maps of the pairs, the output, and of W4A4 or W4A16 what is more: GEMM1's
     output in NVFP4, or both GEMMs' inputs in bf16. Slabs: the input quantised, GEMM1's output, the same
     activated and quantised, the output; other activations than silu pass through float32."""
-    spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
-    H, I, itemsize = spec.hidden_size, share.inner, share.itemsize
+    shape, rows, itemsize = share.shape, share.rows, share.itemsize
+    H, I, E = shape.hidden, shape.inner, shape.local_experts
     if share.layout == Layout.TOKENS:
-        pairs = rows * spec.top_k
-        S = slots(pairs, num_local_experts)
+        pairs = rows * shape.top_k
+        S = slots(pairs, E)
         maps = 4 * (pairs + S + 2 * S // TILE)
         return nvfp4(rows, H) + maps + max(nvfp4(S, I), 2 * S * (H + I)) + itemsize * rows * H
-    held, N = num_local_experts * rows, share.gemm1
-    tiled = num_local_experts * (aligned(rows, SCALE_ROWS))  # rows that have scales
-    plain = 0 if spec.activation.kind == ActivationKind.SILU else held * (4 * N + (4 * 3 + itemsize) * I)
+    held, N = E * rows, shape.w13_rows
+    tiled = E * aligned(rows, SCALE_ROWS)  # rows that have scales
+    plain = 0 if share.activation == ActivationKind.SILU else held * (4 * N + (4 * 3 + itemsize) * I)
     return nvfp4(tiled, H) + itemsize * held * N + plain + nvfp4(tiled, I) + itemsize * held * H
 
 
 def trtllm_workspace_bytes(share: Share) -> int:
     """The input quantised, maps of the pairs, GEMM1's output in NVFP4, GEMM2's in bf16, the output."""
-    spec, rows, itemsize = share.spec, share.rows, share.itemsize
-    H, I, pairs = spec.hidden_size, share.inner, rows * spec.top_k
-    S = slots(pairs, spec.num_experts)
-    maps = 4 * (pairs + 2 * S + 2 * S // TILE + 2 * spec.num_experts)
+    shape, rows, itemsize = share.shape, share.rows, share.itemsize
+    H, I, pairs = shape.hidden, shape.inner, rows * shape.top_k
+    S = slots(pairs, shape.num_experts)
+    maps = 4 * (pairs + 2 * S + 2 * S // TILE + 2 * shape.num_experts)
     return nvfp4(rows, H) + maps + nvfp4(S, I) + 2 * S * H + itemsize * rows * H

@@ -19,7 +19,7 @@ FP8_GROUP = FORMATS[Format.FP8].group
 GEMM_BYTES = 32 * 2**20
 
 
-def padded(size: int, weight_format: Format) -> int:
+def padded(size: int, weight_format: str) -> int:
     multiple = PADDED.get(weight_format, 1)
     return aligned(size, multiple)
 
@@ -27,20 +27,20 @@ def padded(size: int, weight_format: Format) -> int:
 def workspace_bytes(share: Share) -> int:
     """Two buffers that inputs and outputs of both GEMMs take in turn, maps of the pairs, what the GEMMs
     themselves ask for; then the output that a call hands out, and the input where it is padded."""
-    spec, rows, num_local_experts = share.spec, share.rows, share.num_local_experts
-    pairs = rows * spec.top_k
-    hidden = padded(spec.hidden_size, spec.format)
-    inner = padded(share.inner, spec.format)
-    gemm1 = inner * (2 if spec.activation.gated else 1)
+    shape, rows, num_local_experts = share.shape, share.rows, share.shape.local_experts
+    pairs = rows * shape.top_k
+    hidden = padded(shape.hidden, shape.format)
+    inner = padded(shape.inner, shape.format)
+    gemm1 = inner * (shape.w13_rows // shape.inner)
     buffers = 2 * pairs * (max(hidden, inner) + max(hidden, gemm1))
     maps = 4 * (4 * pairs + rows * num_local_experts)
-    outside = 2 * rows * (hidden + (2 * spec.hidden_size if hidden != spec.hidden_size else 0))
+    outside = 2 * rows * (hidden + (2 * shape.hidden if hidden != shape.hidden else 0))
     total = buffers + maps + outside + GEMM_BYTES
-    if spec.format == Format.FP8:  # inputs of a GEMM in e4m3, with a scale per row and 128 columns
+    if shape.format == Format.FP8:  # inputs of a GEMM in e4m3, with a scale per row and 128 columns
         slots = pairs + 32 * num_local_experts
         total += slots * max(hidden, inner) + 4 * slots * max(hidden, inner) // FP8_GROUP
-    if spec.format == Format.MXFP4:  # two inputs of a GEMM in bf16, for a smoothing that is not asked for
+    if shape.format == Format.MXFP4:  # two inputs of a GEMM in bf16, for a smoothing that is not asked for
         total += 4 * pairs * max(hidden, inner)
-    if spec.format == Format.NVFP4:
+    if shape.format == Format.NVFP4:
         total += (pairs + 128 * num_local_experts) * max(hidden, inner) // 16
     return total

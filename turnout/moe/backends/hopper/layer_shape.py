@@ -1,4 +1,4 @@
-"""The sizes of one rank's share of a layer, and what even routes make of a batch there.
+"""What the Hopper kernels ask of a layer's sizes, and what even routes make of a batch there.
 
 No torch here: plans hold these values.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import RankShape
 
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations
 # By `LayerShape.weights`: raise it when tables must be measured again with the kernels that take those.
@@ -19,31 +19,8 @@ DISTINCT = 0.87
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """One rank's share of a layer, as far as tile configurations depend on it."""
-
-    format: str  # of the weights, or W4A8
-    hidden: int  # columns of GEMM1, rows of GEMM2
-    inner: int  # columns of GEMM2
-    w13_rows: int
-    num_experts: int  # of all ranks
-    local_experts: int
-    top_k: int
-
-    @classmethod
-    def of(
-        cls, spec: MoESpec, *, num_local_experts: int, expert_tp: int, activations: str = "bf16"
-    ) -> LayerShape:
-        """One rank's share of `spec`. activations: the format that the GEMMs multiply with."""
-        return cls(
-            format=W4A8 if (spec.format, activations) == ("mxfp4", "fp8") else spec.format,
-            hidden=spec.hidden_size,
-            inner=spec.intermediate_size // expert_tp,
-            w13_rows=spec.w13_rows // expert_tp,
-            num_experts=spec.num_experts,
-            local_experts=num_local_experts,
-            top_k=spec.top_k,
-        )
+class LayerShape(RankShape):
+    """One rank's part of a layer, with what its kernels ask of it. `format`: of the weights, or W4A8."""
 
     @property
     def weights(self) -> str:

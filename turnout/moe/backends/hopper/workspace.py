@@ -8,6 +8,8 @@ a slab.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.kernels.fp8_sorted import Fp8Sorted
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
@@ -52,19 +54,16 @@ def regions(shape: LayerShape, layout: Layout, rows: int) -> dict[str, int]:
 
 def layer_shape(share: Share) -> LayerShape:
     """What of `share` the kernels' sizes follow from."""
-    return LayerShape.of(
-        share.spec,
-        num_local_experts=share.num_local_experts,
-        expert_tp=share.expert_tp,
-        activations=share.activations,
-    )
+    sizes = asdict(share.shape)
+    w4a8 = (share.shape.format, share.activations) == (Format.MXFP4, Format.FP8)
+    return LayerShape(**sizes | ({"format": W4A8} if w4a8 else {}))
 
 
 def workspace_bytes(share: Share) -> int:
     """The arena for batches in one layout, and the output that a call hands out."""
     shape = layer_shape(share)
-    rows_out = share.rows * (share.num_local_experts if share.layout == Layout.BATCHED_EXPERTS else 1)
-    output = share.itemsize * rows_out * share.spec.hidden_size
+    rows_out = share.rows * (shape.local_experts if share.layout == Layout.BATCHED_EXPERTS else 1)
+    output = share.itemsize * rows_out * shape.hidden
     return arena_bytes(regions(shape, share.layout, share.rows)) + output
 
 

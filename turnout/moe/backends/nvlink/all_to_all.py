@@ -128,7 +128,8 @@ def _make(
 ) -> Region:
     wire_formats, combine_format = formats
     sizes = buffers.region_parts(
-        spec,
+        hidden=spec.hidden_size,
+        top_k=spec.top_k,
         ranks=world.size,
         capacity=capacity,
         wire_formats=wire_formats,

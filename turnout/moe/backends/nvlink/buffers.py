@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from turnout.formats.spec import token_bytes, token_parts
 from turnout.moe.budget import aligned
 from turnout.moe.capabilities.rank_share import DispatchShare
-from turnout.moe.spec import MoESpec
 from turnout.vocabulary import Format, Layout
 
 FEW_TOKENS = 128  # of a rank, that are sent in words (kernels/nvlink)
@@ -19,7 +18,8 @@ FEW_TOKENS = 128  # of a rank, that are sent in words (kernels/nvlink)
 def buffer_bytes(share: DispatchShare) -> int:
     """For each batch that may be in flight a region, and the batch's ids and weights; slabs are copies."""
     parts = region_parts(
-        share.spec,
+        hidden=share.shape.hidden,
+        top_k=share.shape.top_k,
         ranks=share.ranks,
         capacity=share.capacity,
         wire_formats=(share.wire_format,),
@@ -28,13 +28,14 @@ def buffer_bytes(share: DispatchShare) -> int:
     )
     slabs = 0
     if share.layout == Layout.BATCHED_EXPERTS:
-        slabs = share.rows * share.num_local_experts * (share.token + share.result)
-    return share.batches * (sum(parts.values()) + share.rows * 8 * share.spec.top_k + slabs)
+        slabs = share.rows * share.shape.local_experts * (share.token + share.result)
+    return share.batches * (sum(parts.values()) + share.rows * 8 * share.shape.top_k + slabs)
 
 
 def region_parts(
-    spec: MoESpec,
     *,
+    hidden: int,
+    top_k: int,
     ranks: int,
     capacity: int,
     wire_formats: Iterable[Format],
@@ -47,11 +48,11 @@ def region_parts(
     ids and weights (8 k). Where a rank's first FEW_TOKENS land, both again, at 16 bytes. And counts.
     """
     rows, few = ranks * capacity, ranks * min(capacity, FEW_TOKENS)
-    sent = [token_parts(f, spec.hidden_size, itemsize=itemsize) for f in wire_formats]
-    result = aligned(token_bytes(combine_format, spec.hidden_size, itemsize=itemsize), 16)
+    sent = [token_parts(f, hidden, itemsize=itemsize) for f in wire_formats]
+    result = aligned(token_bytes(combine_format, hidden, itemsize=itemsize), 16)
     sizes = {
         "counts": 2 * 8 * ranks,
-        "meta": 2 * 8 * rows * spec.top_k,
+        "meta": 2 * 8 * rows * top_k,
         "arrived": 8 * rows,
         "returned": 8 * rows,
         "scales": rows * max(scales for _, scales in sent),

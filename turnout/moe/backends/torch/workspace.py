@@ -16,10 +16,8 @@ def workspace_bytes(share: Share) -> int:
     the activated value in float32; packed weights add one expert decoded at a time, in float32 and in the
     compute dtype. Measured peaks of runner "torch" on a CPU, 2048 tokens, lie within 5 % of this.
     """
-    H, itemsize, columns = share.spec.hidden_size, share.itemsize, share.gemm1 + share.inner
-    experts = share.num_local_experts
-    pairs = share.rows * (
-        experts if share.layout == Layout.BATCHED_EXPERTS else min(share.spec.top_k, experts)
-    )
+    shape, itemsize = share.shape, share.itemsize
+    H, columns, experts = shape.hidden, shape.w13_rows + shape.inner, shape.local_experts
+    pairs = share.rows * (experts if share.layout == Layout.BATCHED_EXPERTS else min(shape.top_k, experts))
     total = pairs * (2 * H * itemsize + 4 * columns)
     return total if share.decoded else total + columns * H * (itemsize + 4)
