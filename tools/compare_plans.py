@@ -40,6 +40,7 @@ RENAMED = (
     (r"no token travels, for every", "no token is dispatched: every"),
     (r"no result travels", "no result is sent"),
     (r"mend num_experts", "correct num_experts"),
+    (r"shared_expert_beside", "overlap_shared_expert"),
 )
 
 

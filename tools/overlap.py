@@ -120,7 +120,7 @@ class Bench:
         )
         return MoELayer(
             self._spec,
-            replace(chosen, shared_expert_beside=beside),
+            replace(chosen, overlap_shared_expert=beside),
             router_weight=self._router_EH,
             experts=self._experts,
             shared_expert=self._shared,

@@ -27,7 +27,7 @@ from turnout.engine.verify import Report, examine
 from turnout.engine.worker import Start, load
 from turnout.errors import UserError
 from turnout.models import load_model
-from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.groups import SINGLE_RANK, Groups
 
 CPU = torch.device("cpu")
 SMALL = {"max_prefill_tokens": 64, "chunked_prefill_size": 64, "max_running_requests": 16}
@@ -257,7 +257,7 @@ def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
     model = load_model(
         open_checkpoint(engine_plan.folder),
         engine_plan.plan,
-        groups=ALONE,
+        groups=SINGLE_RANK,
         device=CPU,
         dtype=torch.float32,
         make_runner=check.make_runner,

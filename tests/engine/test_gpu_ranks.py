@@ -78,7 +78,7 @@ def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
         steps, idle = core.stats().steps, core.stats().idle_steps
         return {
             "graphs": llm.info()["decode_graphs"],
-            "beside": llm.info()["plan"]["shared_expert_beside"],
+            "beside": llm.info()["plan"]["overlap_shared_expert"],
             "tokens": first,
             "repeated": answers(llm) == first,
             "routed": routed,

@@ -13,7 +13,7 @@ from tests.moe.build import make_plan, make_spec
 from turnout.engine import warmup
 from turnout.engine.warmup import Tuner
 from turnout.moe.backends.flashinfer import autotune
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 
 SPEC = make_spec("silu", "bf16", intermediate_size=128)
 
@@ -30,7 +30,7 @@ def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lay
     made = [object() for _ in range(layers)]
     tuner = Tuner(engine_plan, torch.device("cpu"), made.__getitem__)
     assert [tuner.make_runner(layer) for layer in range(layers)] == made
-    tuner.tune(ALONE, None)
+    tuner.tune(SINGLE_RANK, None)
     return made, calls
 
 
@@ -38,7 +38,7 @@ def test_the_first_layer_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_pat
     made, [(args, options)] = tuned_with("flashinfer_cutlass", monkeypatch, tmp_path)
     assert args[0] is made[0]
     assert args[1] is SPEC
-    assert options["world"] is ALONE.world
+    assert options["world"] is SINGLE_RANK.world
     assert options["folder"] == tmp_path / "turnout"
     assert options["device_name"] == "made up"
 

@@ -16,7 +16,7 @@ from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
-from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
 
@@ -41,7 +41,7 @@ def load(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     progress: ProgressFn | None = None,
-    groups: Groups = ALONE,
+    groups: Groups = SINGLE_RANK,
     device: str = "cpu",
     **wishes: str,
 ) -> Model:

@@ -13,7 +13,7 @@ from turnout.formats.packed import PackedTensor
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import Activation, MoESpec
-from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.groups import SINGLE_RANK, Groups
 
 MAX_TOKENS = 64  # the plans' budget
 
@@ -132,7 +132,7 @@ def make_setup(
     plan: MoEPlan,
     phase: str = "decode",
     *,
-    groups: Groups = ALONE,
+    groups: Groups = SINGLE_RANK,
     device: torch.device = torch.device("cpu"),
     input_scale: Tensor | None = None,
 ) -> DispatchSetup:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moe.batched_dispatch import BatchedDispatch
 from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, make_setup, make_spec
-from tests.moe.slabs import SlabDispatch
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.spec import FORMATS
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
@@ -26,7 +26,7 @@ from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
-LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"slabs": SlabDispatch}
+LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"slabs": BatchedDispatch}
 # The others send tokens even to themselves, and are tested between processes.
 LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange != "all_to_all"}
 

@@ -104,7 +104,7 @@ def test_bounds_follow_from_limits():
     assert (crowded.tokens_per_request, crowded.decode, crowded.local) == (4, 1024, 1024)
     assert crowded.gathered == crowded.received == 8192
     settling = Budget.from_limits(
-        chunked_prefill_size=16, max_prefill_tokens=16, max_running_requests=8, settled_tokens=64
+        chunked_prefill_size=16, max_prefill_tokens=16, max_running_requests=8, near_tie_tokens=64
     )
     assert (settling.local, settling.decode, settling.capacity) == (64, 8, 64)
 

@@ -23,7 +23,7 @@ def said(rank: int, number: int) -> StepRecord:
     return StepRecord(
         tokens=1000 * number + rank,
         phase=number % 3,
-        settle=rank,
+        near_tie_tokens=rank,
         received=2**40 + number,
         executed=2**40 - number,
         digest=-number,

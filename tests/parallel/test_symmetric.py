@@ -10,7 +10,7 @@ import torch
 from tests.ranks import Pools, Rank
 from turnout.errors import UserError
 from turnout.parallel import symmetric
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 from turnout.parallel.symmetric import PeerError, SymmetricMemory, agree, allocate
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def told(memory: SymmetricMemory, phase: int, peer: int, number: int) -> str:
 
 
 def test_what_a_kernel_leaves_becomes_an_error():
-    memory = allocate(ALONE.world, 128, CPU)
+    memory = allocate(SINGLE_RANK.world, 128, CPU)
     symmetric.check_all()
     assert told(memory, 1, 3, 5 << 20).startswith(
         "rank 0 gave up waiting for rank 3 in dispatch of epoch 5242880"

@@ -50,7 +50,7 @@ from turnout.moe.plan import PlanRequest, plan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import ActivationKind, Format
 
@@ -258,7 +258,7 @@ class LayerBench:
                     chosen,
                     device=device,
                     device_name=self._machine.name,
-                    world=ALONE.world,
+                    world=SINGLE_RANK.world,
                     folder=cache_folder(),
                 )
             return lambda x_TH, ids_TK, weights_TK: runner(

@@ -24,7 +24,7 @@ from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts
 from turnout.models import load_model
 from turnout.models.interface import Model, ModelShape, ProgressFn
-from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
 
 
@@ -32,7 +32,7 @@ def build_engine(
     engine_plan: EnginePlan,
     *,
     model: Model | None = None,
-    groups: Groups = ALONE,
+    groups: Groups = SINGLE_RANK,
     step_sync: StepSync | None = None,
     watch: Progress | None = None,
     progress: ProgressFn | None = None,
@@ -136,7 +136,7 @@ def _make_attention(engine_plan: EnginePlan, shape: ModelShape, device: torch.de
 
 def _use_threads(wanted: int, ranks: int, device: torch.device) -> int:
     """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
-    threads = wanted or min(torch.get_num_threads(), default_threads(ranks, beside_gpu=device.type != "cpu"))
+    threads = wanted or min(torch.get_num_threads(), default_threads(ranks, with_gpu=device.type != "cpu"))
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads

@@ -31,7 +31,7 @@ from turnout.models.interface import ProgressFn
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.reference import activate
 from turnout.moe.spec import Activation
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 
 Sample = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
 
@@ -55,7 +55,7 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
     loaded = load_model(
         open_checkpoint(engine_plan.folder),
         engine_plan.plan,
-        groups=ALONE,
+        groups=SINGLE_RANK,
         device=device,
         dtype=getattr(torch, engine_plan.compute_dtype),
         progress=progress,

@@ -231,7 +231,7 @@ def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: str) 
         max_running_requests=config.max_running_requests,
         graph_max_batch=config.cuda_graph_max_bs if graphs else 0,
         draft_tokens=drafts,
-        settled_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
+        near_tie_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )

@@ -37,7 +37,7 @@ from turnout.moe.planning import measured
 from turnout.moe.planning.measured import Measured
 from turnout.moe.tune import TOKENS, times
 from turnout.moe.verify import Inputs
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 from turnout.parallel.topology import Topology
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ def _choose_tactics(
         plan,
         device=device,
         device_name=engine_plan.hardware.name,
-        world=ALONE.world,
+        world=SINGLE_RANK.world,
         folder=cache_folder(),
         progress=progress,
     )
@@ -200,7 +200,7 @@ def _first_layer(
     model = load_model(
         open_checkpoint(alone.folder),
         alone.plan,
-        groups=ALONE,
+        groups=SINGLE_RANK,
         device=device,
         dtype=getattr(torch, alone.compute_dtype),
         progress=progress,

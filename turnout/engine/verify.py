@@ -37,7 +37,7 @@ from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import Inputs, Oracle, as_sent, make_batches
 from turnout.moe.verify import verify as verify_layer
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 from turnout.vocabulary import Format, Layout, Phase
 
 PROMPT_TOKENS = 48  # of the forward whose logits are compared
@@ -223,7 +223,7 @@ def _load(
     return load_model(
         open_checkpoint(engine_plan.folder),
         plan,
-        groups=ALONE,
+        groups=SINGLE_RANK,
         device=device,
         dtype=getattr(torch, plan.compute_dtype),
         progress=progress,

@@ -26,7 +26,7 @@ from turnout.models import interface
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished
-from turnout.parallel.groups import ALONE, Group
+from turnout.parallel.groups import SINGLE_RANK, Group
 
 
 def one_kernel(weight: Tensor, size: int) -> ModuleType | None:
@@ -152,7 +152,7 @@ class Attention:
         out: Tensor,
         out_bias: Tensor | None = None,
         qk_norm: Norm | None = None,
-        group: Group = ALONE.attention_tp,
+        group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = F.linear,
     ):
         self._layer, self._group, self._linear = layer, group, linear
@@ -216,7 +216,7 @@ class GatedMLP:
         self,
         gate_up: Tensor,
         down: Tensor,
-        group: Group = ALONE.attention_tp,
+        group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = F.linear,
     ):
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear

@@ -45,7 +45,7 @@ from turnout.moe.in_flight import InFlight
 from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
-from turnout.parallel.groups import ALONE, Groups, shares
+from turnout.parallel.groups import SINGLE_RANK, Groups, shares
 from turnout.vocabulary import Phase, SharedExpert
 
 # The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
@@ -261,7 +261,7 @@ class Decoder:
         inner = split(self._spec.shared_intermediate_size, ranks)
         if self._plan.shared_expert == SharedExpert.WHOLE:
             inner = whole(self._spec.shared_intermediate_size)
-        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, ALONE.world)
+        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, SINGLE_RANK.world)
         return GatedSharedExpert(
             mlp,
             self._weights.linear(f"{prefix}.shared_expert_gate", whole(1), whole(H)),

@@ -25,7 +25,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import ALONE, Groups
+from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.vocabulary import Phase, Reduce, SharedExpert
 
 
@@ -45,7 +45,7 @@ class MoELayer:
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         shared_expert: Callable[[Tensor], Tensor] | None = None,
-        groups: Groups = ALONE,
+        groups: Groups = SINGLE_RANK,
         runner: Experts | None = None,
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
@@ -60,7 +60,7 @@ class MoELayer:
         self._shared_expert, self._groups = shared_expert, groups
         self._linear = rowwise.linear if plan.deterministic else F.linear
         device = router_weight.device
-        self._fork_shared: Fork = fork_on(device, "shared") if plan.shared_expert_beside else at_once
+        self._fork_shared: Fork = fork_on(device, "shared") if plan.overlap_shared_expert else at_once
         self._router = Router(
             spec.routing,
             num_experts=spec.num_experts,

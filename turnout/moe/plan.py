@@ -104,7 +104,7 @@ class MoEPlan:
     dispatch_bytes: int
     deterministic: bool = False  # a token's bits depend on nothing else in the batch
     shared_expert: SharedExpert = SharedExpert.WHOLE
-    shared_expert_beside: bool = False  # on a stream of its own, during dispatch and combine
+    overlap_shared_expert: bool = False  # on a stream of its own, during dispatch and combine
     two_batches: bool = False  # large steps run as two micro-batches (in_flight.py)
     # The most tokens of a batch, and its runner; empty: the phases' runner computes all.
     runner_by_batch_size: BatchSizes = ()
@@ -203,7 +203,7 @@ def _made(problem: PlanningProblem, together: Sequence[Candidate]) -> MoEPlan:
         dispatch_bytes=best.dispatch_bytes,
         deterministic=problem.request.deterministic,
         shared_expert=SharedExpert.SHARDED if owed else SharedExpert.WHOLE,
-        shared_expert_beside=problem.hardware.device == "cuda"
+        overlap_shared_expert=problem.hardware.device == "cuda"
         and not problem.request.disable_shared_expert_overlap,
         two_batches=problem.request.enable_two_batch_overlap,
     )

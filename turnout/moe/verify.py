@@ -28,7 +28,7 @@ from turnout.moe.interface import DispatchSetup, Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import ALONE
+from turnout.parallel.groups import SINGLE_RANK
 from turnout.vocabulary import Format, Layout, Phase
 
 TOKENS = (0, 1, 3, 17)  # and as many as the budget or the caller allows
@@ -102,7 +102,12 @@ class Pipeline:
         self._dispatchers = {
             phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
                 DispatchSetup(
-                    spec=spec, plan=plan, phase=phase, groups=ALONE, device=device, input_scale=input_scale
+                    spec=spec,
+                    plan=plan,
+                    phase=phase,
+                    groups=SINGLE_RANK,
+                    device=device,
+                    input_scale=input_scale,
                 )
             )
             for phase in Phase

@@ -31,16 +31,16 @@ class StepRecord(NamedTuple):
 
     tokens:   tokens this rank brings
     phase:    0 no tokens, 1 decode, 2 prefill
-    settle:   tokens of a sequence whose close call is to be settled next, 0 if none
+    near_tie_tokens: of the sequence whose near-tie is decided next, 0 if none
     received: commands received so far
-    executed:   how many of them are executed
+    executed: how many of them are executed
     digest:   of the tokens sampled so far: ranks of one DP group must agree
     leaving:  1 when told to shut down
     """
 
     tokens: int = 0
     phase: int = 0
-    settle: int = 0
+    near_tie_tokens: int = 0
     received: int = 0
     executed: int = 0
     digest: int = 0
@@ -58,7 +58,7 @@ class StepExchange(Protocol):
         ...
 
 
-class Alone:
+class SingleRankExchange:
     """The exchange of a single rank."""
 
     def __call__(self, record: StepRecord) -> list[StepRecord]:

@@ -191,7 +191,7 @@ class Groups:
         return self.world.calls + self.attention_tp.calls + self.data_parallel.calls
 
 
-ALONE = Groups()
+SINGLE_RANK = Groups()
 
 
 def connect(

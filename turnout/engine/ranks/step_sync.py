@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnout.parallel.exchange import Alone, StepExchange, StepRecord
+from turnout.parallel.exchange import SingleRankExchange, StepExchange, StepRecord
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Phase
 
@@ -54,7 +54,7 @@ class StepSync:
         self.topology = topology
         self.received = self.executed = 0
         self.leaving = False
-        self._exchange = exchange or Alone()
+        self._exchange = exchange or SingleRankExchange()
         self._digest = 0
         stride = topology.attention_tp
         self._group = slice(topology.dp_rank * stride, (topology.dp_rank + 1) * stride)
@@ -96,8 +96,8 @@ class StepSync:
     def next_near_tie(self, length: int) -> tuple[int, int]:
         """This rank has a near-tie in a sequence of `length` tokens (0: none): (DP rank whose turn it is, its
         length), length 0 when no rank has one left. Collective."""
-        records = self._exchange(StepRecord(settle=length))
-        lengths = [record.settle for record in records[:: self.topology.attention_tp]]
+        records = self._exchange(StepRecord(near_tie_tokens=length))
+        lengths = [record.near_tie_tokens for record in records[:: self.topology.attention_tp]]
         return next(((rank, n) for rank, n in enumerate(lengths) if n), (0, 0))
 
     def _check_digests(self, records: Sequence[StepRecord]) -> None:

@@ -123,7 +123,7 @@ class DispatcherCapability:
     graph_safe: bool = True
     checked: str = ""  # as of a runner
     batch_invariant: bool = False  # sums over ranks in a fixed order, under --deterministic
-    in_turns: bool = False  # a batch may set out before the last one is back: no buffer serves both
+    two_batch_overlap: bool = False  # two batches may be in flight: no buffer serves both
     in_chunks: bool = False  # buffers may hold less than a step of prefill, which then passes in chunks
     cost: Cost | None = None  # as measured
     requires: tuple[Package, ...] = ()

@@ -14,7 +14,7 @@ from functools import partial
 from turnout.errors import Refusal, listed
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability, generations
 from turnout.moe.capabilities.limits import OTHER_DISPATCHER
-from turnout.moe.planning.sharding_rules import arrangement, shards
+from turnout.moe.planning.sharding_rules import parallel_layout, shards
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -62,7 +62,7 @@ def _layer_refusals(runner: RunnerCapability, spec: MoESpec, topology: Topology)
     multiple = math.lcm(runner.intermediate_multiple, 1 if gated else runner.ungated_multiple)
     if not rest and shard % multiple:  # a rest is refused by layer_refusals
         limit = f"a rank's shard must be a multiple of {multiple}"
-        remedy = f"{arrangement(spec, topology, multiple)}, or {OTHER_RUNNER}"
+        remedy = f"{parallel_layout(spec, topology, multiple)}, or {OTHER_RUNNER}"
         found.append(refuse(asked=shards(spec, topology), limit=limit, remedy=remedy))
     return found
 

@@ -97,7 +97,7 @@ def _variance_refusals(
 
 
 def _turn_refusals(problem: PlanningProblem, dispatcher: DispatcherCapability) -> list[Refusal]:
-    if dispatcher.in_turns or not problem.request.enable_two_batch_overlap:
+    if dispatcher.two_batch_overlap or not problem.request.enable_two_batch_overlap:
         return []
     return [
         Refusal(

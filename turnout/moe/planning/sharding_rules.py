@@ -36,7 +36,7 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
                 who="layer",
                 asked=f"{spec.num_experts} experts over --ep-size {topology.ep_size}",
                 limit="every rank holds the same number of experts",
-                remedy=arrangement(spec, topology),
+                remedy=parallel_layout(spec, topology),
             )
         )
     if spec.intermediate_size % (topology.expert_tp * needed):
@@ -45,7 +45,7 @@ def layer_refusals(spec: MoESpec, topology: Topology) -> list[Refusal]:
                 who="layer",
                 asked=shards(spec, topology),
                 limit=f"shards must be equal, and multiples of {needed} for {spec.format} weights",
-                remedy=arrangement(spec, topology),
+                remedy=parallel_layout(spec, topology),
             )
         )
     if spec.hidden_size % _shard_multiple(spec, 1):
@@ -65,7 +65,7 @@ def shards(spec: MoESpec, topology: Topology) -> str:
     return f"expert intermediate size {spec.intermediate_size} over {topology.expert_tp} expert-TP rank(s)"
 
 
-def arrangement(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
+def parallel_layout(spec: MoESpec, topology: Topology, multiple: int = 1) -> str:
     """The remedy: the --ep-size, else --tp-size and perhaps --dp-size too, under which experts and shards
     divide, the latter by `multiple`."""
     nnodes = topology.nnodes

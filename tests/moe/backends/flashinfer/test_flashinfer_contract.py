@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.moe.backends.flashinfer.flashinfer_compile import ARCHITECTURE, Compiling
 from tests.moe.backends.flashinfer.flashinfer_contract import Broken, Launches, library
+from tests.moe.batched_dispatch import BatchedDispatch
 from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_setup
-from tests.moe.slabs import SlabDispatch
 from turnout.formats import layouts, nvfp4
 from turnout.formats.experts import ExpertWeights, InputScales, shard
 from turnout.moe.backends.flashinfer import weights_blackwell
@@ -271,7 +271,7 @@ def test_one_runner_takes_both_layouts_with_weights_of_their_own():
     ("name", "dispatch"),
     [
         ("flashinfer_cutedsl", NoDispatch),
-        ("flashinfer_cutedsl", SlabDispatch),
+        ("flashinfer_cutedsl", BatchedDispatch),
         ("flashinfer_trtllm", NoDispatch),
     ],
 )

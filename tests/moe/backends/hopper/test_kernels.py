@@ -19,12 +19,12 @@ from turnout.moe.backends.hopper.kernels import (
     Pairs,
     Plain,
     Specialised,
+    batched_experts_rule,
     candidates,
     choose,
     plain,
     refuse,
     rule,
-    slab_rule,
     specialised,
     tiled,
     w4a8,
@@ -69,7 +69,7 @@ def test_the_rule_gives_what_kernels_run_and_wider_tiles_to_larger_batches(forma
     assert widths[0] == {"fp8": 8, "w4a8": 16}.get(format, 1)
     assert widths[-1] >= 128
     assert (found[-1] == SORTED) == (format == "fp8")
-    assert not any(refuse(some, slab_rule(some, capacity)) for capacity in (1, 40, 4000))
+    assert not any(refuse(some, batched_experts_rule(some, capacity)) for capacity in (1, 40, 4000))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

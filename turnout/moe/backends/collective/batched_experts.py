@@ -1,10 +1,10 @@
-"""The all-to-all with one slab per local expert: what masked runners take, on any machine.
+"""The all-to-all in the layout "batched_experts", which masked runners take, on any machine.
 
-Tokens travel as in `moe.exchange`. Those received are laid out by expert, as many rows per slab as the
-busiest expert got; the host waits for that number. Routing weights are applied here, after the experts, and
-a token's results are summed before its one row goes back.
+Tokens are sent as in collective/all_to_all.py. Those received are laid out by expert, with as many rows each
+as the busiest expert got; the host waits for that number. Routing weights are applied here, after the
+experts, and a token's results are summed before its one row goes back.
 
-Legend: N tokens received, k top-k, P (token, local expert) pairs, E experts held here, C rows of a slab,
+Legend: N tokens received, k top-k, P (token, local expert) pairs, E experts held here, C rows per expert,
 H hidden, W words of a packed row.
 """
 
@@ -25,8 +25,8 @@ from turnout.moe.interface import DispatchSetup
 
 
 @dataclass(frozen=True)
-class Slabs:
-    """Where each pair's row is, token by token: row_P of all slabs; weight_P; bags_N1: where tokens begin."""
+class Pairs:
+    """Where each pair's row is, token by token: row_P of E C; weight_P; bags_N1: where tokens begin."""
 
     row_P: Tensor
     weight_P: Tensor
@@ -42,7 +42,7 @@ class CollectiveExpertsDispatch:
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
-    ) -> tuple[ExpertsBatch, tuple[Slabs, Any]]:
+    ) -> tuple[ExpertsBatch, tuple[Pairs, Any]]:
         rows_NW, receipt = self._exchange.send(x_TH, topk_ids_TK, topk_weights_TK, tokens)
         received = self._exchange.wire.unpack(rows_NW)
         held_NK, expert_NK = self._held(received.topk_ids)
@@ -50,28 +50,28 @@ class CollectiveExpertsDispatch:
         expert_P = expert_NK[token_P, slot_P]
         counts_E = torch.bincount(expert_P, minlength=self._count)
         C = int(counts_E.max())
-        # In a stable order by expert, the pairs of one expert keep their order: their place in its slab.
+        # In a stable order by expert, the pairs of one expert keep their order: their place in its rows.
         order_P = expert_P.argsort(stable=True)
         begin_E = counts_E.cumsum(0) - counts_E
         row_P = torch.empty_like(order_P)
         row_P[order_P] = torch.arange(len(order_P), device=order_P.device)
         row_P += (expert_P * C) - begin_E[expert_P]
-        slabs = Slabs(row_P, received.topk_weights[token_P, slot_P], F.pad(held_NK.sum(1).cumsum(0), (1, 0)))
+        pairs = Pairs(row_P, received.topk_weights[token_P, slot_P], F.pad(held_NK.sum(1).cumsum(0), (1, 0)))
         laid_out = rows_NW.new_zeros(self._count * C, rows_NW.shape[1])
         laid_out[row_P] = rows_NW[token_P]
         hidden = self._exchange.wire.unpack(laid_out).hidden
-        batch = ExpertsBatch(hidden=_slabs(hidden, self._count, C), counts=counts_E.int())
-        return batch, (slabs, receipt)
+        batch = ExpertsBatch(hidden=_batched(hidden, self._count, C), counts=counts_E.int())
+        return batch, (pairs, receipt)
 
-    def combine(self, out: Tensor, state: tuple[Slabs, Any]) -> Tensor:
-        slabs, receipt = state
-        y_PH = out.flatten(0, 1).index_select(0, slabs.row_P).float()
+    def combine(self, out: Tensor, state: tuple[Pairs, Any]) -> Tensor:
+        pairs, receipt = state
+        y_PH = out.flatten(0, 1).index_select(0, pairs.row_P).float()
         out_NH = F.embedding_bag(
             torch.arange(len(y_PH), device=y_PH.device),
             y_PH,
-            slabs.bags_N1,
+            pairs.bags_N1,
             mode="sum",
-            per_sample_weights=slabs.weight_P,
+            per_sample_weights=pairs.weight_P,
             include_last_offset=True,
         )
         return self._exchange.bring_back(out_NH, receipt)
@@ -82,7 +82,7 @@ class CollectiveExpertsDispatch:
         return (local_NK >= 0) & (local_NK < self._count), local_NK
 
 
-def _slabs(hidden: Hidden, E: int, C: int) -> Hidden:
+def _batched(hidden: Hidden, E: int, C: int) -> Hidden:
     """Rows [E C, ...] as [E, C, ...]."""
     scale = None if hidden.scale is None else hidden.scale.unflatten(0, (E, C))
     return replace(hidden, data=hidden.data.unflatten(0, (E, C)), scale=scale)

@@ -16,7 +16,7 @@ TOKENS = DispatcherCapability(
     combine_formats=frozenset({Format.BF16, Format.FP8}),
     graph_safe=False,  # the host waits for counts where few ranks need a token
     batch_invariant=True,
-    in_turns=True,
+    two_batch_overlap=True,
 )
 
 BATCHED_EXPERTS = DispatcherCapability(
@@ -29,7 +29,7 @@ BATCHED_EXPERTS = DispatcherCapability(
     combine_formats=frozenset({Format.BF16, Format.FP8}),
     graph_safe=False,
     batch_invariant=True,
-    in_turns=True,
+    two_batch_overlap=True,
 )
 
 BACKEND = Backend(dispatchers=(TOKENS, BATCHED_EXPERTS))

@@ -67,7 +67,7 @@ class NumbaRunner:
             pairs = kernels.sort_pairs(batch.topk_ids, batch.topk_weights, self._first, self._count)
             return kernels.run(self._layer, x, pairs, len(x)).to(self._dtype)
         E, C, H = x.shape
-        pairs = kernels.slab_pairs(batch.counts, C)
+        pairs = kernels.batched_pairs(batch.counts, C)
         return kernels.run(self._layer, x.flatten(0, 1), pairs, E * C).view(E, C, H).to(self._dtype)
 
     def _store(self, weights: PackedTensor) -> Panels:

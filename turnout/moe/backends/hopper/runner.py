@@ -27,7 +27,7 @@ from torch import Tensor
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper.declaration import RUNNER
-from turnout.moe.backends.hopper.kernels import choose, slab_rule
+from turnout.moe.backends.hopper.kernels import batched_experts_rule, choose
 from turnout.moe.backends.hopper.launch import Batch, Gemm, Workspace, power_of_two
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
@@ -118,7 +118,7 @@ class HopperRunner:
         return range(first, end)
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
-        return self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
+        return self._tokens(batch) if isinstance(batch, TokensBatch) else self._batched_experts(batch)
 
     def _tokens(self, batch: TokensBatch) -> Tensor:
         x_TH = batch.hidden.data.to(torch.bfloat16).contiguous()
@@ -147,7 +147,7 @@ class HopperRunner:
     def _tiles(self, tokens: int) -> LayerTiles:
         return choose(self.shape, self._table, tokens, batch_invariant=self._deterministic)
 
-    def _slabs(self, batch: ExpertsBatch) -> Tensor:
+    def _batched_experts(self, batch: ExpertsBatch) -> Tensor:
         from turnout.kernels.hopper.sort import tile_slabs
 
         E, C, H = batch.hidden.data.shape
@@ -156,7 +156,7 @@ class HopperRunner:
             return out_ECH.to(self._dtype)
         space = self._space(Layout.BATCHED_EXPERTS, C)
         x_RH = batch.hidden.data.to(torch.bfloat16).reshape(E * C, H)
-        tiles = slab_rule(self.shape, C)
+        tiles = batched_experts_rule(self.shape, C)
         tile_slabs[(1,)](batch.counts, space.tiles, C, E, tiles.block_m, power_of_two(E + 1))
         self._gemms(
             tiles, space, x_RH, out_ECH.view(E * C, H), pairs=E * C, table=space.tiles, weights=None, top_k=1,

@@ -64,7 +64,7 @@ class TileConfig(
         return None
 
     @classmethod
-    def slab_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles | None:
+    def batched_experts_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles | None:
         """For slabs of `capacity` rows, of which an unknown number is filled; None if it takes none."""
         return None
 

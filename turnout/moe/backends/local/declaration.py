@@ -16,7 +16,7 @@ DISPATCHER = DispatcherCapability(
     wire_formats=frozenset(WIRE_FORMATS),
     preference=10,  # two collectives a layer, and no waits of the host
     batch_invariant=True,
-    in_turns=True,
+    two_batch_overlap=True,
     cost=Cost(call_us=19, GBps=216),
 )
 

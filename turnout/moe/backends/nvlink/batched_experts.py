@@ -1,10 +1,10 @@
-"""The all-to-all by stores into peers' memory, with one slab per local expert: what masked runners take.
+"""The all-to-all by stores into peers' memory, in the layout "batched_experts", which masked runners take.
 
-Rows arrive as in moe/backends/nvlink/all_to_all.py. Each slab has room for all of them, since all may have
-chosen the same expert; how many are in use stays on the device, so decode steps may be graphs. Routing
+Rows arrive as in moe/backends/nvlink/all_to_all.py. Each expert has room for all of them, since all may have
+chosen it; how many are in use stays on the device, so decode steps may be graphs. Routing
 weights are applied here, after the experts, and a token's results are summed before its one row goes back.
 
-Legend: N rows, k top-k, E experts held here, C = N rows of a slab, H hidden.
+Legend: N rows, k top-k, E experts held here, C = N rows per expert, H hidden.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from turnout.moe.interface import DispatchSetup
 
 
 @dataclass(frozen=True)
-class Slabs:
-    """Rows as they came, and where they are in the slabs: places int64 [N, k]."""
+class Received:
+    """Rows as they came, and where they are in the batch [E, C]: places int64 [N, k]."""
 
     rows: TokensBatch
     places_NK: Tensor
@@ -38,8 +38,8 @@ class NvlinkExpertsDispatch:
 
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
-    ) -> tuple[ExpertsBatch, Slabs]:
-        from turnout.kernels.nvlink.slabs import places, spread
+    ) -> tuple[ExpertsBatch, Received]:
+        from turnout.kernels.nvlink.batched_experts import places, spread
 
         rows, sent = self.exchange.send(x_TH, topk_ids_TK, topk_weights_TK, tokens)
         ids_NK, hidden = rows.topk_ids, rows.hidden
@@ -48,10 +48,10 @@ class NvlinkExpertsDispatch:
         if scale is not None:
             scale = spread(scale, ids_NK, places_NK, self._count)
         laid_out = replace(hidden, data=spread(hidden.data, ids_NK, places_NK, self._count), scale=scale)
-        return ExpertsBatch(hidden=laid_out, counts=counts_E), Slabs(rows, places_NK, sent)
+        return ExpertsBatch(hidden=laid_out, counts=counts_E), Received(rows, places_NK, sent)
 
-    def combine(self, out: Tensor, state: Slabs) -> Tensor:
-        from turnout.kernels.nvlink.slabs import weigh
+    def combine(self, out: Tensor, state: Received) -> Tensor:
+        from turnout.kernels.nvlink.batched_experts import weigh
 
         rows = state.rows
         out_NH = weigh(out.contiguous(), rows.topk_ids, state.places_NK, rows.topk_weights)

@@ -30,7 +30,7 @@ TOKENS = DispatcherCapability(
     equal_shares=True,
     preference=20,  # on 2 H200s faster than gathering at every size, up to 128 tokens by half
     batch_invariant=True,
-    in_turns=True,
+    two_batch_overlap=True,
     in_chunks=True,
     cost=Cost(call_us=6, GBps=340),
     requires=(TRITON,),
@@ -53,7 +53,7 @@ BATCHED_EXPERTS = DispatcherCapability(
     buffers=buffer_bytes,
     equal_shares=True,
     batch_invariant=True,
-    in_turns=True,
+    two_batch_overlap=True,
     in_chunks=True,
     cost=Cost(call_us=6, GBps=340),
     requires=(TRITON,),

@@ -9,7 +9,7 @@ shape alone:
 * otherwise: pairs sorted by expert, one GEMM per expert that has any. GEMM libraries choose their order
   of summation by the number of rows, so here a token's last bits may vary with its company.
 
-A `deterministic` plan has tokens, and rows of slabs, computed one by one: then it never does.
+A `deterministic` plan has tokens, and rows of experts, computed one by one: then it never does.
 
 All are deterministic: the same batch gives the same bits. GEMMs on a CPU accumulate in float32, and
 between them values stay float32, whatever the compute dtype; on CUDA they are of the compute dtype.
@@ -19,7 +19,7 @@ with the checkpoint's scales, then multiplied in the compute dtype. So does "fp8
 columns with FP8 weights (W8A8), per token with MXFP4 ones (W4A8).
 
 Legend: T tokens, k top-k, P pairs, H hidden, I intermediate, N outputs of GEMM1 (2I, or I when not gated),
-E local experts, C slab capacity.
+E local experts, C rows per expert.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TorchRunner:
         w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
         self._round = ROUNDINGS["w4a8" if w4a8 else plan.activation_format]
         self._decoded = plan.weight_storage == WeightStorage.DECODED
-        self._alone = plan.deterministic
+        self._batch_invariant = plan.deterministic
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
@@ -134,20 +134,20 @@ class TorchRunner:
     # Batches
 
     def same_bits(self, tokens: int) -> range:
-        if self._alone:
+        if self._batch_invariant:
             return range(self._max_tokens + 1)
         gathered = isinstance(self._w13, Panels) and isinstance(self._w2, Panels)
         most = GATHER_PAIRS_PER_EXPERT * self._count // self._top_k if gathered else 0
         return range(most + 1 if tokens <= most else 0)
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
-        if self._alone:
-            out = self._tokens_alone(batch) if isinstance(batch, TokensBatch) else self._rows_alone(batch)
+        if self._batch_invariant:
+            out = self._each_token(batch) if isinstance(batch, TokensBatch) else self._each_row(batch)
         else:
-            out = self._tokens(batch) if isinstance(batch, TokensBatch) else self._slabs(batch)
+            out = self._tokens(batch) if isinstance(batch, TokensBatch) else self._batched_experts(batch)
         return out.to(self._dtype)
 
-    def _tokens_alone(self, batch: TokensBatch) -> Tensor:
+    def _each_token(self, batch: TokensBatch) -> Tensor:
         def token(data: Tensor, ids: Tensor, weights: Tensor, *scale: Tensor) -> Tensor:
             hidden = replace(batch.hidden, data=data, scale=scale[0] if scale else None)
             return self._tokens(TokensBatch(hidden=hidden, topk_ids=ids, topk_weights=weights))
@@ -155,8 +155,8 @@ class TorchRunner:
         scale = [] if batch.hidden.scale is None else [batch.hidden.scale]
         return one_by_one(token, batch.hidden.data, batch.topk_ids, batch.topk_weights, *scale)
 
-    def _rows_alone(self, batch: ExpertsBatch) -> Tensor:
-        """Slabs as `_slabs` computes them, each row as if all other rows were unused."""
+    def _each_row(self, batch: ExpertsBatch) -> Tensor:
+        """As `_batched_experts`, each row as if all other rows were unused."""
         hidden, counts = batch.hidden, batch.counts
         out = torch.zeros(*hidden.data.shape[:2], self._w2.outputs, device=self._device)
         for expert, count in enumerate(counts.tolist()):
@@ -165,7 +165,7 @@ class TorchRunner:
             for row in range(count):
                 scale = None if hidden.scale is None else hidden.scale[:, row : row + 1]
                 one = replace(hidden, data=hidden.data[:, row : row + 1], scale=scale)
-                out[expert, row] = self._slabs(ExpertsBatch(hidden=one, counts=one_E))[expert, 0]
+                out[expert, row] = self._batched_experts(ExpertsBatch(hidden=one, counts=one_E))[expert, 0]
         return out
 
     def _tokens(self, batch: TokensBatch) -> Tensor:
@@ -224,8 +224,8 @@ class TorchRunner:
             include_last_offset=True,
         )
 
-    def _slabs(self, batch: ExpertsBatch) -> Tensor:
-        """Slabs [E, C, H], of which the first counts[e] rows are in use; the others come out as zero."""
+    def _batched_experts(self, batch: ExpertsBatch) -> Tensor:
+        """Rows [E, C, H], of which the first counts[e] rows are in use; the others come out as zero."""
         E, C = batch.hidden.data.shape[:2]
         used_EC = torch.arange(C, device=self._device) < batch.counts.unsqueeze(1)
         row_P = used_EC.flatten().nonzero().squeeze(1)
@@ -289,6 +289,6 @@ def _load(store: Panels | Matrices, weights: PackedTensor) -> None:
 
 
 def _rows(hidden: Hidden, row_P: Tensor) -> Hidden:
-    """Some rows of slabs [E, C, ...], as [P, ...]."""
+    """Some rows of [E, C, ...], as [P, ...]."""
     scale = None if hidden.scale is None else hidden.scale.flatten(0, 1)[row_P]
     return replace(hidden, data=hidden.data.flatten(0, 1)[row_P], scale=scale)

@@ -54,9 +54,9 @@ def rule(shape: LayerShape, tokens: int, *, batch_invariant: bool = False) -> La
     return next(tiles for tiles in (kernel.rule(shape, tokens) for kernel in asked) if tiles)
 
 
-def slab_rule(shape: LayerShape, capacity: int) -> LayerTiles:
+def batched_experts_rule(shape: LayerShape, capacity: int) -> LayerTiles:
     """For slabs of `capacity` rows, of which an unknown number is filled."""
-    asked = (kernel.slab_rule(shape, capacity) for kernel in KERNELS if kernel.takes(shape))
+    asked = (kernel.batched_experts_rule(shape, capacity) for kernel in KERNELS if kernel.takes(shape))
     return next(tiles for tiles in asked if tiles)
 
 

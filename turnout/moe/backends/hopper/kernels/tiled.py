@@ -44,7 +44,7 @@ class Tiled(TileConfig, frozen=True):
         return tiles
 
     @classmethod
-    def slab_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles:
+    def batched_experts_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles:
         config = by_mean_tokens(cls.rules(), capacity)
         return _narrowed(shape, config, shape.local_experts * -(-capacity // config.block_m))
 

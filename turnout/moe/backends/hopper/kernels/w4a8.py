@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = 128  # columns of a step; rows are quantised up to a whole one
-SLAB_TOKENS = 96  # of an expert, the most that slabs' tiles are made for; room says little
+BATCHED_TOKENS = 96  # of an expert, the most that slabs' tiles are made for; room says little
 RESULT_BYTES = 5 * 1024  # of shared memory, for results on their way to memory
 
 
@@ -29,8 +29,8 @@ class W4A8(TileConfig, frozen=True, tag="w4a8"):
         return LayerTiles(config, config)
 
     @classmethod
-    def slab_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles:
-        config = by_mean_tokens(RULES, min(capacity, SLAB_TOKENS))
+    def batched_experts_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles:
+        config = by_mean_tokens(RULES, min(capacity, BATCHED_TOKENS))
         return LayerTiles(config, config)
 
     @classmethod

@@ -11,7 +11,7 @@ from turnout.moe.batch import ExpertsBatch, Hidden
 from turnout.moe.capabilities.capability import DispatcherCapability
 
 
-class SlabDispatch:
+class BatchedDispatch:
     capability = DispatcherCapability(
         name="slabs", summary="for tests", layout="batched_experts", graph_safe=False
     )

@@ -1,4 +1,4 @@
-"""Run by test_slabs.py with TRITON_INTERPRET=1: rows to slabs and back; prints JSON."""
+"""Run by test_batched_experts.py with TRITON_INTERPRET=1: rows to their experts and back; prints JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import torch
 
 from tests.kernels import loop_bounds
-from turnout.kernels.nvlink import slabs
+from turnout.kernels.nvlink import batched_experts
 
 loop_bounds.teach()
-slabs.PAIRS, slabs.WORDS = 8, 16  # smaller than what is counted and moved, so that loops go round
+batched_experts.PAIRS, batched_experts.WORDS = (
+    8,
+    16,
+)  # smaller than what is counted and moved, so that loops go round
 results = {}
 for name, N, k, H in (("several", 5, 3, 40), ("one each", 3, 1, 8), ("none", 0, 2, 8)):
     draw = torch.Generator().manual_seed(N)
@@ -20,15 +23,15 @@ for name, N, k, H in (("several", 5, 3, 40), ("one each", 3, 1, 8), ("none", 0, 
     ids = ids.view(N, k).int()
     ids[torch.rand(N, k, generator=draw) < 0.4] = -1
     weights = torch.rand(N, k, generator=draw)
-    places, counts = slabs.places(ids, first, E)
-    out = slabs.spread(x, ids, places, E)
+    places, counts = batched_experts.places(ids, first, E)
+    out = batched_experts.spread(x, ids, places, E)
     good = counts.tolist() == [(ids == first + e).sum().item() for e in range(E)]
     for e in range(E):
         mine = (ids == first + e).any(1)
         good &= torch.equal(out[e, : counts[e]], x[mine])
     y = torch.where(torch.arange(N)[None, :, None] < counts[:, None, None], out, torch.nan)
     y = y * torch.tensor([1.0, 2.0, 4.0])[:, None, None].bfloat16()
-    got = slabs.weigh(y, ids, places, weights)
+    got = batched_experts.weigh(y, ids, places, weights)
     factor = torch.where(ids >= 0, weights * 2.0 ** (ids - first), 0.0)
     some = (ids >= 0).any(1)
     close = torch.allclose(got[some].float(), (factor.sum(1, keepdim=True) * x.float())[some], rtol=8e-3)

@@ -1,10 +1,10 @@
-"""Rows to a slab per expert and back, with numbers of rows that only the device knows (Triton).
+"""Rows to the layout "batched_experts" and back, with numbers of rows that only the device knows (Triton).
 
-Of N rows with k ids each, those of expert e go to the beginning of slab e, in their order; each slab has room
+Of N rows with k ids each, those of expert e go to the first rows of batch e, in their order; each has room
 for all. Three launches of fixed size, so that a graph may hold them; rows without an expert of this rank cost
 a look at their ids.
 
-Legend: N rows, k top-k, E experts of this rank, C = N rows of a slab, W words.
+Legend: N rows, k top-k, E experts of this rank, C = N rows per expert, W words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = 1024  # or values that are moved at once
 
 @triton.jit(do_not_specialize=["pairs", "C"])
 def find_places(ids_ptr, places_ptr, counts_ptr, pairs, first, C, PAIRS: tl.constexpr):
-    """counts[e]: how many of the ids are expert first + e; places of those: their rows in all slabs."""
+    """counts[e]: how many of the ids are expert first + e; places of those: their rows of E C."""
     expert = tl.program_id(0)
     count = expert * 0
     for start in range(0, pairs, PAIRS):
@@ -66,7 +66,7 @@ def weigh_rows(y_ptr, ids_ptr, places_ptr, weights_ptr, out_ptr, H, K: tl.conste
 
 
 def places(ids_NK: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """(int64 [N, k], int32 [E]): where each id's row is in slabs of N rows, for ids that are not -1, all of
+    """(int64 [N, k], int32 [E]): where each id's row is among E N, for ids that are not -1, all of
     which are of experts [first, first + count); and rows in use."""
     places_NK = torch.empty_like(ids_NK, dtype=torch.int64)
     counts_E = torch.empty(count, dtype=torch.int32, device=ids_NK.device)
@@ -75,16 +75,16 @@ def places(ids_NK: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(rows: Tensor, ids_NK: Tensor, places_NK: Tensor, count: int) -> Tensor:
-    """rows [N, ...], contiguous, as slabs [E, N, ...], of which only rows in use are written."""
-    slabs = rows.new_empty(count, *rows.shape)
+    """rows [N, ...], contiguous, as [E, N, ...], of which only rows in use are written."""
+    batched = rows.new_empty(count, *rows.shape)
     if len(rows):
-        words, out = rows.view(torch.int16), slabs.view(torch.int16)
+        words, out = rows.view(torch.int16), batched.view(torch.int16)
         spread_rows[(len(rows),)](words, ids_NK, places_NK, out, words.shape[-1], ids_NK.shape[1], WORDS)
-    return slabs
+    return batched
 
 
 def weigh(y: Tensor, ids_NK: Tensor, places_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Slabs y [E, N, H] to [N, H], each row's results weighted and summed; rows without any: anything."""
+    """y [E, N, H] to [N, H], each row's results weighted and summed; rows without any: anything."""
     out_NH = y.new_empty(y.shape[1:])
     if len(out_NH):
         k = ids_NK.shape[1]
