@@ -124,11 +124,13 @@ def test_ranks_that_share_requests_execute_commands_together(
         for seed in range(FEW):
             schedules.run(seed)
         assert_all_is_free(cluster)
-        began = time.monotonic()
+        took = []
         for number in range(5):
+            began = time.monotonic()
             cluster.add(f"late {number}", prompts[0], dp_rank=0, lag=0.1, max_tokens=1)
             cluster.wait([f"late {number}"])
-        assert time.monotonic() - began < 5 * 0.9
+            took.append(time.monotonic() - began)
+        assert sorted(took)[2] < 0.9, took
 
 
 @pytest.mark.parametrize("sizes", [DATA_PARALLEL, PAIRS], ids=["dp 4", "dp 2 x tp 2"])

@@ -251,7 +251,7 @@ def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: by
         start = time.monotonic()
 
         def trickle() -> None:
-            for i in range(40):
+            for i in range(200):  # 10 s
                 try:
                     client.sendall(b"X-%d: a\r\n" % i)
                 except OSError:
@@ -260,7 +260,7 @@ def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: by
 
         threading.Thread(target=trickle, daemon=True).start()
         head, _, body = until_closed(client).partition(b"\r\n\r\n")
-        assert time.monotonic() - start < 1.5  # what trickles in does not prolong it
+        assert time.monotonic() - start < 5  # what trickles in does not prolong it
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "did not arrive" in json.loads(body)["error"]["message"]
 
