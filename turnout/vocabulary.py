@@ -87,3 +87,12 @@ class RoutingKind(Word):
     SOFTMAX_TOPK = "softmax_topk"
     SIGMOID_TOPK = "sigmoid_topk"
     TOPK_SOFTMAX = "topk_softmax"
+
+
+class QKNorm(Word):
+    """How queries and keys are normed before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, all with one weight [D] for queries and one for keys
+    WHOLE = "whole"  # all query heads of a token together, and all key heads, with weights [Hq D], [Hkv D]
+    UNIT = "unit"  # each head by itself, without a weight

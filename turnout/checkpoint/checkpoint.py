@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -110,6 +110,10 @@ class Checkpoint:
     def unread(self) -> list[str]:
         """Tensors that were neither read nor belong to another rank's experts."""
         return self._files.unread()
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Count tensors as dealt with although nothing reads them."""
+        self._files.set_aside(names)
 
     def tensor(
         self,

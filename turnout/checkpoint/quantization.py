@@ -74,6 +74,7 @@ class Quantization:
         """
         named = (
             [f"{prefix}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")],
+            [f"{prefix}.0.{name}" for name in ("w1", "w3", "w2")],
             [f"{prefix}.gate_up_proj", f"{prefix}.down_proj"],
         )
         verdicts = [{self.quantizes(module) for module in modules} for modules in named]

@@ -63,7 +63,7 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
     )
     _read_all(build_engine(engine_plan, model=loaded), prompts, progress)
     return {
-        f"model.layers.{i}.mlp.experts.{expert}": amax
+        f"{description.experts_prefix.format(i)}.{expert}": amax
         for i, recorder in recorders.items()
         for expert, amax in enumerate(recorder.amax())
     }

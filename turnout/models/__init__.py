@@ -6,6 +6,7 @@ model = load_model(checkpoint, plan, groups=..., device=..., dtype=...)
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     from turnout.parallel.groups import Groups
 
 __all__ = ["describe", "load_model"]
+
+logger = logging.getLogger(__name__)
 
 # Tensors that some files hold and the forward pass has no use for.
 HARMLESS_TENSORS = re.compile(
@@ -82,6 +85,7 @@ def load_model(
     multiply = rowwise.linear if plan.deterministic else torch.nn.functional.linear
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
     model = Decoder(spec, weights, plan, groups, progress or _silent, make_runner)
+    _skip(checkpoint, spec)
     _refuse_unread(checkpoint, spec)
     return model
 
@@ -111,7 +115,7 @@ def _unknown(architecture: str) -> str:
 def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[Format, bool]:
     """The one format of all MoE layers; layers that differ are refused, since one plan serves them all."""
     first, *others = spec.moe_layers
-    formats = {i: quantization.experts_format(f"model.layers.{i}.mlp.experts") for i in spec.moe_layers}
+    formats = {i: quantization.experts_format(spec.names.experts_of(i)) for i in spec.moe_layers}
     for i in others:
         if formats[i] != formats[first]:
             raise UserError(
@@ -127,9 +131,26 @@ def _with_format(spec: DecoderSpec, experts_format: tuple[Format, bool]) -> Deco
     return replace(spec, moe=replace(spec.moe, format=name, quantized_activations=quantized_activations))
 
 
+def _skip(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Leave out, and say so, what the family's checkpoints hold for something that is not served."""
+    for part in spec.skipped:
+        names = [name for name in checkpoint.unread() if name.startswith(part.prefix)]
+        if names:
+            nbytes = sum(checkpoint.meta(name).nbytes for name in names)
+            logger.info(
+                "%s: skipped %d tensors (%.1f MB) of the %s, %s*: text alone is served, without it",
+                checkpoint.folder,
+                len(names),
+                nbytes / 1e6,
+                part.what,
+                part.prefix,
+            )
+            checkpoint.set_aside(names)
+
+
 def _refuse_unread(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
     """Tensors without a place (a bias, a shared expert, zero points, more layers) belong to another model."""
-    tied_head = "lm_head." if spec.tied_embeddings else None
+    tied_head = f"{spec.names.head}." if spec.tied_embeddings else None
     unread = [
         name
         for name in checkpoint.unread()

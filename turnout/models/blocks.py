@@ -108,6 +108,40 @@ class Norm:
         return total_NH, self(total_NH)
 
 
+class WholeNorm:
+    """RMS norm of all query heads of a token as one vector, and of all its key heads as another.
+
+    weight: [G, D], of this rank's heads. total_q, total_k: how many heads the model has. group: the ranks
+    that have the others; where ranks outnumber key heads, each of `copies` ranks has the same one.
+    """
+
+    def __init__(
+        self,
+        weight_GD: Tensor,
+        eps: float,
+        *,
+        num_q: int,
+        total_q: int,
+        total_k: int,
+        copies: int,
+        group: Group,
+    ):
+        D = weight_GD.shape[-1]
+        self._weight_GD, self._eps, self._num_q, self._group = weight_GD, eps, num_q, group
+        self._sizes_2 = torch.tensor([total_q * D, total_k * D * copies], device=weight_GD.device)
+
+    def __call__(self, x_NGD: Tensor) -> Tensor:
+        """Computed in float32; the sums of squares are those of all ranks, two numbers a token."""
+        x, num_q = x_NGD.float(), self._num_q
+        squares_NG = x.square().sum(-1)
+        sums_N2 = torch.stack((squares_NG[:, :num_q].sum(1), squares_NG[:, num_q:].sum(1)), dim=1)
+        scale_N2 = torch.rsqrt(self._group.all_reduce(sums_N2) / self._sizes_2 + self._eps)
+        scale_NG = torch.cat(
+            (scale_N2[:, :1].expand(-1, num_q), scale_N2[:, 1:].expand(-1, x.shape[1] - num_q)), dim=1
+        )
+        return (x * scale_NG[:, :, None] * self._weight_GD).to(x_NGD.dtype)
+
+
 class RotaryEmbedding:
     """Turns the positions of a step into what `rotate` needs, once per step for all layers.
 
@@ -115,14 +149,17 @@ class RotaryEmbedding:
     """
 
     def __init__(self, rope: Rope, *, device: torch.device, dtype: torch.dtype):
-        exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+        exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
         self._frequencies = rope.adjust(1.0 / rope.theta**exponents).to(device)
         self._scaling, self._dtype = rope.scaling, dtype
+        self._still = (rope.head_dim - rope.rotary_dim) // 2  # pairs that are not rotated
 
     def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [N] -> (cos, sin), each [N, 1, D]; sin carries the sign of the rotation."""
         angles = torch.outer(positions_N.to(torch.float32), self._frequencies)
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        if self._still:
+            cos, sin = F.pad(cos, (0, self._still), value=1.0), F.pad(sin, (0, self._still))
         cos_N1D = torch.cat((cos, cos), dim=-1).unsqueeze_(1)
         sin_N1D = torch.cat((-sin, sin), dim=-1).unsqueeze_(1)
         return cos_N1D.to(self._dtype), sin_N1D.to(self._dtype)
@@ -135,10 +172,10 @@ def rotate(x_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
 
 
 class Attention:
-    """Projections, optional norm of each query and key head, rotary embedding; the rest is the engine's.
+    """Projections, optional norm of queries and keys, rotary embedding; the rest is the engine's.
 
     qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then keys, then values; out: [H, Hq D].
-    qk_norm: norm of [N, G, D], every query and key head with its weight, or None.
+    qk_norm: norm of [N, G, D]: every query and key head with its weight, or all of them together; or None.
     group: the ranks that have the other heads. Only one of them has `out_bias`.
     """
 
@@ -151,7 +188,7 @@ class Attention:
         qkv_bias: Tensor | None = None,
         out: Tensor,
         out_bias: Tensor | None = None,
-        qk_norm: Norm | None = None,
+        qk_norm: Norm | WholeNorm | None = None,
         group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = F.linear,
     ):
@@ -191,15 +228,22 @@ class Attention:
     ) -> Tensor:
         """Norm, rotation and, where the cache is there to be written, the store in one launch."""
         norm, num_k = self._qk_norm, self._num_qk - self._num_q
-        weight_GD, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        each = norm if isinstance(norm, Norm) else None
+        weight_GD, eps = (None, 0.0) if each is None else (each.weight, each.eps)
         cos_ND, sin_ND = (x_N1D[:, 0] for x_N1D in rotary)
         place = attention.place(self._layer)
         given = self._num_q, num_k, cos_ND, sin_ND, weight_GD, eps
-        if place is not None:
+        if place is not None and norm is each:
             heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
             q_NHD, _ = rows.rotate(heads, *given, store=place)
             return attention.attend(self._layer, q_NHD)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
+        if isinstance(norm, WholeNorm):
+            qk_NGD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, : self._num_qk]
+            qk_NGD.copy_(norm(qk_NGD))
+            if place is not None:
+                q_NHD, _ = rows.rotate(heads_NX, *given, store=place)
+                return attention.attend(self._layer, q_NHD)
         q_NHD, k_NHD = rows.rotate(heads_NX, *given)
         assert k_NHD is not None, "keys are returned unless stored"
         v_NHD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, self._num_qk :]

@@ -1,10 +1,10 @@
-"""The decoder that Qwen-style MoE models share, built from its `DecoderSpec`.
+"""The decoder that all families share, built from its `DecoderSpec`.
 
     x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  logits = head(norm(x))
 
 What is added to x is handed, next to x, to the next norm, which on CUDA adds it too.
 
-An MLP is an MoE layer (with a gated shared expert where the model has one) or a dense gated MLP; the
+An MLP is an MoE layer (with a shared expert where the model has one) or a dense gated MLP; the
 expert computation is the planned `MoELayer`'s.
 
 Plain objects rather than `nn.Module`: the weights are frozen, and per-step Python overhead is most of
@@ -36,6 +36,7 @@ from turnout.models.blocks import (
     Head,
     Norm,
     RotaryEmbedding,
+    WholeNorm,
 )
 from turnout.models.interface import ProgressFn, Step
 from turnout.models.shares import Heads, split, whole
@@ -46,7 +47,7 @@ from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.groups import SINGLE_RANK, Groups, shares
-from turnout.vocabulary import Phase, SharedExpert
+from turnout.vocabulary import Phase, QKNorm, SharedExpert
 
 # The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
@@ -137,7 +138,7 @@ class Decoder:
             self._layers.append(self._layer(i))
             release_freed_memory()
         progress("loading layers", shape.num_layers, shape.num_layers)
-        self._norm = self._read_norm("model.norm")
+        self._norm = self._read_norm(f"{spec.names.model}.norm")
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
@@ -172,13 +173,14 @@ class Decoder:
             layer.reset_counts()
 
     def _layer(self, i: int) -> DecoderLayer:
-        prefix = f"model.layers.{i}"
+        names = self._spec.names
+        prefix = names.layer(i)
         mlp: MLP
         if i in self._spec.moe_layers:
-            mlp = moe = self._read_moe(i, f"{prefix}.mlp")
+            mlp = moe = self._read_moe(i, f"{prefix}.{names.moe}")
             self._moe_layers.append(moe)
         else:
-            mlp = self._read_dense(f"{prefix}.mlp")
+            mlp = self._read_dense(f"{prefix}.{names.dense}")
         return DecoderLayer(
             attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
             attention=self._read_attention(i, f"{prefix}.self_attn"),
@@ -189,10 +191,11 @@ class Decoder:
     def _read_vocabulary(self) -> tuple[Embedding, Head]:
         size, hidden = self.shape.vocab_size, whole(self.shape.hidden_size)
         rows = split(size, self._group)
-        embedding_VH = self._weights.linear("model.embed_tokens", rows, hidden)
+        names = self._spec.names
+        embedding_VH = self._weights.linear(f"{names.model}.embed_tokens", rows, hidden)
         head_VH = embedding_VH
         if not self._spec.tied_embeddings:
-            head_VH = self._weights.linear("lm_head", rows, hidden)
+            head_VH = self._weights.linear(names.head, rows, hidden)
         embed = Embedding(embedding_VH, rows, self._group)
         head = Head(head_VH, shares(size, self._group.size), self._group, self._weights.multiply)
         return embed, head
@@ -206,39 +209,78 @@ class Decoder:
         queries, keys, hidden = self._heads.queries, self._heads.keys, whole(shape.hidden_size)
         rows = {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys}
         out_bias = weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None
+        order = None if i in spec.nope_layers else spec.rope.order
         return Attention(
             i,
             shape,
-            qkv=weights.fused(rows, hidden),
-            qkv_bias=weights.fused_bias(rows) if spec.qkv_bias else None,
+            qkv=self._in_order(weights.fused(rows, hidden), order),
+            qkv_bias=self._in_order(weights.fused_bias(rows), order) if spec.qkv_bias else None,
             out=weights.linear(f"{prefix}.o_proj", hidden, queries),
             out_bias=out_bias if self._group.rank == 0 else None,
-            qk_norm=self._read_qk_norm(prefix) if spec.qk_norm else None,
+            qk_norm=self._read_qk_norm(i, prefix, order),
             group=self._group,
             linear=weights.multiply,
         )
 
-    def _read_qk_norm(self, prefix: str) -> Norm:
-        q_D, k_D = (
-            self._weights.tensor(f"{prefix}.{name}.weight", self.shape.head_dim)
-            for name in ("q_norm", "k_norm")
+    def _in_order(self, fused: Tensor, order: Sequence[int] | None) -> Tensor:
+        """Rows of queries, keys and values, those of each query and key head in this order (`Rope.order`)."""
+        if order is None:
+            return fused
+        D, num_qk = self.shape.head_dim, self.shape.num_heads + self.shape.num_kv_heads
+        heads_GDx = fused[: num_qk * D].unflatten(0, (num_qk, D))
+        heads_GDx.copy_(heads_GDx[:, list(order)])
+        return fused
+
+    def _read_qk_norm(self, i: int, prefix: str, order: Sequence[int] | None) -> Norm | WholeNorm | None:
+        kind, shape, heads = self._spec.qk_norm, self.shape, self._heads
+        D, num_qk = shape.head_dim, shape.num_heads + shape.num_kv_heads
+        if kind == QKNorm.NONE or (kind == QKNorm.UNIT and i in self._spec.nope_layers):
+            return None
+        if kind == QKNorm.UNIT:
+            ones_GD = torch.ones(num_qk, D, dtype=self._weights.dtype, device=self._weights.device)
+            return Norm(ones_GD, self._spec.norm_eps)
+        parts = []
+        for name, share in ((f"{prefix}.q_norm", heads.queries), (f"{prefix}.k_norm", heads.keys)):
+            if kind == QKNorm.WHOLE:
+                weight = self._weights.tensor(f"{name}.weight", share.total)
+                parts.append(weight.narrow(0, share.start, share.size).view(-1, D))
+            else:
+                parts.append(self._weights.tensor(f"{name}.weight", D).expand(share.size // D, D))
+        weight_GD = torch.cat(parts)
+        if order is not None:
+            weight_GD = weight_GD[:, list(order)].contiguous()
+        if kind == QKNorm.HEAD:
+            return Norm(weight_GD, self._spec.norm_eps)
+        whole_model = self._spec.shape
+        return WholeNorm(
+            weight_GD,
+            self._spec.norm_eps,
+            num_q=shape.num_heads,
+            total_q=whole_model.num_heads,
+            total_k=whole_model.num_kv_heads,
+            copies=self._group.size * shape.num_kv_heads // whole_model.num_kv_heads,
+            group=self._group,
         )
-        weight_GD = torch.stack([q_D] * self.shape.num_heads + [k_D] * self.shape.num_kv_heads)
-        return Norm(weight_GD, self._spec.norm_eps)
 
     def _read_dense(self, prefix: str) -> GatedMLP:
         inner = split(self._spec.dense_intermediate_size, self._group)
         return self._weights.gated_mlp(prefix, self.shape.hidden_size, inner, self._group)
 
     def _read_moe(self, i: int, prefix: str) -> MoELayer:
-        spec = self._spec.moe
+        spec, names, weights = self._spec.moe, self._spec.names, self._weights
         experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
+        dtype = torch.float32 if self._spec.router_float32 else None
+        bias_E = None
+        if self._spec.correction_bias:
+            name = f"{prefix}.{names.correction_bias}"
+            bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
         return MoELayer(
             spec,
             self._plan,
-            router_weight=self._weights.linear(f"{prefix}.gate", experts, hidden),
-            experts=self._read_experts(f"{prefix}.experts"),
-            shared_expert=self._read_shared(prefix) if self._spec.shared_intermediate_size else None,
+            router_weight=weights.linear(f"{prefix}.{names.router}", experts, hidden, dtype=dtype),
+            experts=self._read_experts(names.experts_of(i)),
+            correction_bias=bias_E,
+            shared_expert=self._read_shared(prefix),
             groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
         )
@@ -255,15 +297,17 @@ class Decoder:
         )
         return shard(experts, topology.expert_tp_rank, topology.expert_tp)
 
-    def _read_shared(self, prefix: str) -> GatedSharedExpert:
+    def _read_shared(self, prefix: str) -> GatedMLP | GatedSharedExpert | None:
         """Its output is not summed here: a shard of it is part of the sum that the MoE layer makes."""
-        H, ranks = self.shape.hidden_size, self._groups.world
-        inner = split(self._spec.shared_intermediate_size, ranks)
+        shared, H = self._spec.shared_expert, self.shape.hidden_size
+        if shared is None:
+            return None
+        inner = split(shared.intermediate_size, self._groups.world)
         if self._plan.shared_expert == SharedExpert.WHOLE:
-            inner = whole(self._spec.shared_intermediate_size)
-        mlp = self._weights.gated_mlp(f"{prefix}.shared_expert", H, inner, SINGLE_RANK.world)
-        return GatedSharedExpert(
-            mlp,
-            self._weights.linear(f"{prefix}.shared_expert_gate", whole(1), whole(H)),
-            self._weights.multiply,
-        )
+            inner = whole(shared.intermediate_size)
+        name = f"{prefix}.{self._spec.names.shared_expert}"
+        mlp = self._weights.gated_mlp(name, H, inner, SINGLE_RANK.world)
+        if not shared.gated:
+            return mlp
+        gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))
+        return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)

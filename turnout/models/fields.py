@@ -18,6 +18,7 @@ HARMLESS = frozenset(
     {
         "architectures",
         "attention_dropout",
+        "auto_map",
         "bos_token_id",
         "dtype",
         "id2label",
@@ -60,11 +61,24 @@ class ConfigFields:
         self.where = where
         self._values = values
         self._read: set[str] = set()
+        self._nested: list[ConfigFields] = []
 
     def raw(self, name: str) -> Any:
         """The value as it stands, None when absent."""
         self._read.add(name)
         return self._values.get(name)
+
+    def unused(self, *names: str) -> None:
+        """Fields that say nothing about this forward pass, whatever their values."""
+        self._read.update(names)
+
+    def nested(self, name: str) -> ConfigFields:
+        """The fields of the object called `name`, which `refuse_unread` then looks at too."""
+        value = self._value(name, _REQUIRED)
+        if not isinstance(value, dict):
+            raise self.wrong(name, "must be an object")
+        self._nested.append(ConfigFields(value, f"{self.where}: {name}"))
+        return self._nested[-1]
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> int:
         """From `minimum` to MAX_INTEGER."""
@@ -120,6 +134,8 @@ class ConfigFields:
                 f"{self.where}: not implemented, and could change the result: {'; '.join(unknown)}. "
                 "If the model does not need them, remove these fields from the file"
             )
+        for fields in self._nested:
+            fields.refuse_unread(harmless)
 
     def wrong(self, name: str, rule: str) -> UserError:
         """The error for a field whose value breaks `rule`."""

@@ -83,6 +83,7 @@ class ModelDescription:
     moe: MoESpec  # of every MoE layer; they are all alike
     moe_layers: tuple[int, ...]  # which of the `shape.num_layers` layers are MoE layers
     dense: DenseParameters
+    experts_prefix: str = "model.layers.{}.mlp.experts"  # of a layer's experts in its checkpoints
 
 
 class Model(Protocol):

@@ -1,17 +1,22 @@
-"""Qwen2-MoE: biases on queries, keys and values, and a shared expert behind a sigmoid gate."""
+"""Qwen2-MoE, Qwen1.5-MoE: biases on queries, keys and values; a shared expert behind a sigmoid gate."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from turnout.models.fields import ConfigFields
-from turnout.models.spec import DecoderSpec, read_decoder
+from turnout.models.qwen3_moe import read_qwen
+from turnout.models.spec import DecoderSpec, SharedExpert
+from turnout.vocabulary import QKNorm
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
-    return read_decoder(
+    spec = read_qwen(
         fields,
         architecture="Qwen2MoeForCausalLM",
         qkv_bias=fields.flag("qkv_bias", True),
         out_bias=False,
-        qk_norm=False,
-        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
+        qk_norm=QKNorm.NONE,
     )
+    shared = fields.integer("shared_expert_intermediate_size", minimum=0)
+    return replace(spec, shared_expert=SharedExpert(intermediate_size=shared, gated=True) if shared else None)

@@ -1,19 +1,48 @@
-"""Qwen3-MoE: queries and keys are normed per head, every MLP may be an MoE layer, no shared expert."""
+"""Qwen3-MoE, Qwen3-Coder: queries and keys are normed per head, every MLP may be an MoE layer."""
 
 from __future__ import annotations
 
 from turnout.models.fields import ConfigFields
-from turnout.models.spec import DecoderSpec, read_decoder
+from turnout.models.reading import (
+    check_sliding_window,
+    read_dense_size,
+    read_head_dim,
+    read_moe,
+    read_shape,
+    read_sparse_step,
+)
+from turnout.models.rope import read_rope
+from turnout.models.spec import DecoderSpec
+from turnout.moe.spec import Routing
+from turnout.vocabulary import QKNorm, RoutingKind
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
     fields.choice("use_qk_norm", (True,), default=True)  # Qwen3-Coder's files spell it out
     bias = fields.flag("attention_bias", False)
-    return read_decoder(
-        fields,
-        architecture="Qwen3MoeForCausalLM",
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=True,
-        shared_intermediate_size=0,
+    return read_qwen(
+        fields, architecture="Qwen3MoeForCausalLM", qkv_bias=bias, out_bias=bias, qk_norm=QKNorm.HEAD
+    )
+
+
+def read_qwen(
+    fields: ConfigFields, *, architecture: str, qkv_bias: bool, out_bias: bool, qk_norm: QKNorm
+) -> DecoderSpec:
+    """What Qwen2-MoE's and Qwen3-MoE's files have in common."""
+    rope = read_rope(fields, head_dim=read_head_dim(fields))
+    shape = read_shape(fields, architecture=architecture, max_positions=rope.max_positions)
+    check_sliding_window(fields, rope.max_positions)
+    moe_layers = read_sparse_step(fields, shape.num_layers)
+    routing = Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=fields.flag("norm_topk_prob", False))
+    return DecoderSpec(
+        shape=shape,
+        moe=read_moe(fields, experts=("num_experts", "num_local_experts"), routing=routing),
+        moe_layers=moe_layers,
+        rope=rope,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        qk_norm=qk_norm,
+        dense_intermediate_size=read_dense_size(fields, moe_layers, shape.num_layers),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
     )

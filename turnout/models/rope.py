@@ -16,7 +16,12 @@ cache would then have been rotated by other frequencies, so results would depend
 cut into chunks and on who shares its batch. Both are therefore served up to that length, where they
 are exact; `max_positions` says how far.
 
-Legend: D head size.
+Partial rope turns the first R dimensions of each head, in pairs (d, d + R/2); Llama-4 pairs neighbours
+instead, (2d, 2d + 1). Kernels know one layout, pairs (d, d + D/2) of the whole head. `order` is how the
+dimensions of queries and keys must then lie, which no score depends on; those that are not turned get an
+angle of 0.
+
+Legend: D head size, R rotated dimensions of a head.
 """
 
 from __future__ import annotations
@@ -37,14 +42,25 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """`adjust` maps the plain frequencies, float32 [D/2], to the variant's; `scaling` multiplies cos and
-    sin; positions run below `max_positions`."""
+    """`adjust` maps the plain frequencies, float32 [R/2], to the variant's; `scaling` multiplies cos and
+    sin; positions run below `max_positions`. rotary_dim: R. interleaved: pairs are neighbours."""
 
     head_dim: int
+    rotary_dim: int
     theta: float
     max_positions: int
     adjust: Callable[[Tensor], Tensor]
     scaling: float = 1.0
+    interleaved: bool = False
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Which dimension of a stored head comes at each place; None: they lie as they should."""
+        D, R = self.head_dim, self.rotary_dim
+        pairs = [(2 * d, 2 * d + 1) if self.interleaved else (d, d + R // 2) for d in range(R // 2)]
+        pairs += [(d, d + (D - R) // 2) for d in range(R, R + (D - R) // 2)]
+        order = tuple(first for first, _ in pairs) + tuple(second for _, second in pairs)
+        return None if order == tuple(range(D)) else order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +69,8 @@ class _Request:
 
     fields: ConfigFields
     head_dim: int
+    rotary_dim: int
+    interleaved: bool
     theta: float
     max_positions: int
     trained_positions: int  # original_max_position_embeddings
@@ -62,6 +80,8 @@ class _Request:
     ) -> Rope:
         return Rope(
             head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.interleaved,
             theta=self.theta,
             max_positions=max_positions or self.max_positions,
             adjust=adjust,
@@ -69,9 +89,17 @@ class _Request:
         )
 
 
-def read_rope(fields: ConfigFields, *, head_dim: int) -> Rope:
+def read_rope(
+    fields: ConfigFields,
+    *,
+    head_dim: int,
+    theta: float = DEFAULT_THETA,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
     """The variant that a config names, in `rope_parameters` (transformers 5) or `rope_scaling`.
 
+    theta, partial: what the file means where it does not say; without `partial` heads are rotated whole.
     Raises UserError for a variant, a field or a value that is not implemented, by name.
     """
     max_positions = fields.integer("max_position_embeddings")
@@ -81,18 +109,35 @@ def read_rope(fields: ConfigFields, *, head_dim: int) -> Rope:
     kind = str(rope.raw("rope_type") or rope.raw("type") or "default")
     if kind not in _VARIANTS:
         raise UserError(f"{rope.where}: rope_type {kind!r} is not implemented; known: {', '.join(_VARIANTS)}")
-    rope.choice("partial_rotary_factor", (1.0, 1), default=1.0)
+    rotary_dim = _read_rotary_dim(fields, rope, head_dim, partial)
     trained = rope.integer("original_max_position_embeddings", max_positions)
     request = _Request(
         fields=rope,
         head_dim=head_dim,
-        theta=rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA, minimum=2), minimum=2),
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        theta=rope.number("rope_theta", fields.number("rope_theta", theta, minimum=2), minimum=2),
         max_positions=max_positions,
         trained_positions=fields.integer("original_max_position_embeddings", trained),
     )
     result = _VARIANTS[kind](request)
     rope.refuse_unread(harmless=())
     return result
+
+
+def _read_rotary_dim(fields: ConfigFields, rope: ConfigFields, head_dim: int, partial: float | None) -> int:
+    """In the rope's own fields, or next to them."""
+    if partial is None:
+        rope.choice("partial_rotary_factor", (1.0, 1), default=1.0)
+        return head_dim
+    factor = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
+    rotary_dim = int(head_dim * factor)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise UserError(
+            f"{fields.where}: partial_rotary_factor = {factor:g} rotates {rotary_dim} of the {head_dim} "
+            "dimensions of a head: it must be an even number of them, at least 2 and at most all"
+        )
+    return rotary_dim
 
 
 def _rope_fields(fields: ConfigFields) -> ConfigFields:
@@ -126,7 +171,7 @@ def _dynamic(request: _Request) -> Rope:
 def _yarn(request: _Request) -> Rope:
     """A context of `factor` times the trained one is served even where max_position_embeddings was left
     at the trained length, as Qwen's model cards tell users to do."""
-    fields, dim, trained = request.fields, request.head_dim, request.trained_positions
+    fields, dim, trained = request.fields, request.rotary_dim, request.trained_positions
     factor = fields.number("factor", request.max_positions / trained, minimum=1)
     low, high = (
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(request.theta))
@@ -178,8 +223,8 @@ def _llama3(request: _Request) -> Rope:
 def _longrope(request: _Request) -> Rope:
     fields, trained = request.fields, request.trained_positions
     factor = fields.number("factor", request.max_positions / trained)
-    short = fields.numbers("short_factor", request.head_dim // 2)
-    fields.numbers("long_factor", request.head_dim // 2)  # never used, but it must be well-formed
+    short = fields.numbers("short_factor", request.rotary_dim // 2)
+    fields.numbers("long_factor", request.rotary_dim // 2)  # never used, but it must be well-formed
     scaling = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 < trained else 1.0
     return request.rope(
         lambda plain: plain / plain.new_tensor(short),

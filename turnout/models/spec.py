@@ -6,160 +6,101 @@ model from it. Does not import torch, so that a plan costs no more than reading 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from turnout.errors import UserError
-from turnout.models.fields import ConfigFields
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
-from turnout.models.rope import Rope, read_rope
-from turnout.moe.spec import MoESpec, Routing
-from turnout.vocabulary import RoutingKind
+from turnout.models.rope import Rope
+from turnout.moe.spec import MoESpec
+from turnout.vocabulary import QKNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """What checkpoints of a family call their tensors. The defaults are Qwen3-MoE's.
+
+    `model` and `head` are whole prefixes, `moe` and `dense` belong to a layer, and the others to its `moe`.
+    """
+
+    model: str = "model"  # {model}.embed_tokens, {model}.layers.0, {model}.norm
+    head: str = "lm_head"
+    moe: str = "mlp"
+    dense: str = "mlp"
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    shared_expert: str = "shared_expert"
+
+    def layer(self, i: int | str) -> str:
+        return f"{self.model}.layers.{i}"
+
+    def experts_of(self, i: int | str) -> str:
+        """The prefix of the routed experts of layer `i`."""
+        return f"{self.layer(i)}.{self.moe}.{self.experts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert:
+    """A gated MLP of every MoE layer that sees every token. gated: a sigmoid gate of its own scales it."""
+
+    intermediate_size: int
+    gated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """Tensors that a checkpoint holds for what is not served. prefix: of their names."""
+
+    what: str  # in words, for the log
+    prefix: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A model of this family. An intermediate size of 0 says that the model has no such part."""
+    """A decoder that `decoder.py` can build; what most families do not have is off by default.
+
+    nope_layers: layers whose queries and keys are not rotated; `QKNorm.UNIT` leaves their heads alone too.
+    dense_intermediate_size: of the layers that are not MoE layers.
+    correction_bias: every router has a float32 bias [E] that moves its choice.
+    router_float32: logits are computed in float32 whatever the compute type.
+    """
 
     shape: ModelShape
     moe: MoESpec
     moe_layers: tuple[int, ...]
     rope: Rope
     norm_eps: float
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool
-    dense_intermediate_size: int  # of the layers that are not MoE layers
-    shared_intermediate_size: int  # of the shared expert
-    tied_embeddings: bool
+    names: TensorNames = field(default_factory=TensorNames)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    nope_layers: tuple[int, ...] = ()
+    dense_intermediate_size: int = 0
+    shared_expert: SharedExpert | None = None
+    correction_bias: bool = False
+    router_float32: bool = False
+    tied_embeddings: bool = False
+    skipped: tuple[Skipped, ...] = ()
 
     def describe(self) -> ModelDescription:
         return ModelDescription(
             shape=self.shape,
             moe=self.moe,
             moe_layers=self.moe_layers,
+            experts_prefix=self.names.experts_of("{}"),
             dense=self._dense_parameters(),
         )
 
     def _dense_parameters(self) -> DenseParameters:
         shape, H, L = self.shape, self.shape.hidden_size, self.shape.num_layers
         q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        num_moe = len(self.moe_layers)
-        norms = H + L * (2 * H + 2 * shape.head_dim * self.qk_norm)
-        gates = num_moe * H * (self.moe.num_experts + bool(self.shared_intermediate_size))
+        num_moe, shared = len(self.moe_layers), self.shared_expert
+        qk_norm = {QKNorm.HEAD: 2 * shape.head_dim, QKNorm.WHOLE: q + kv}.get(self.qk_norm, 0)
+        router = self.moe.num_experts * (H + self.correction_bias) + (H if shared and shared.gated else 0)
         return DenseParameters(
             vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
             queries=L * q * (2 * H + self.qkv_bias),
             keys_values=L * 2 * kv * (H + self.qkv_bias),
             mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
-            shared_experts=num_moe * 3 * self.shared_intermediate_size * H,
-            replicated=norms + gates + L * H * self.out_bias,
-        )
-
-
-def read_decoder(
-    fields: ConfigFields,
-    *,
-    architecture: str,
-    qkv_bias: bool,
-    out_bias: bool,
-    qk_norm: bool,
-    shared_intermediate_size: int,
-) -> DecoderSpec:
-    """What Qwen2-MoE and Qwen3-MoE configurations have in common; the keywords are what they differ in.
-
-    Raises UserError for a field that is missing, malformed, or asks for what is not implemented.
-    """
-    fields.choice("hidden_act", ("silu", "swish"), default="silu")  # two names of one function
-    shape, rope = _read_shape(fields, architecture)
-    _check_sliding_window(fields, rope.max_positions)
-    moe_layers = _read_moe_layers(fields, shape.num_layers)
-    dense_intermediate_size = fields.integer("intermediate_size", 0, minimum=0)
-    if len(moe_layers) < shape.num_layers and not dense_intermediate_size:
-        raise fields.wrong("intermediate_size", "must be the size of the layers that are not MoE layers")
-    return DecoderSpec(
-        shape=shape,
-        moe=_read_moe(fields, shape.hidden_size),
-        moe_layers=moe_layers,
-        rope=rope,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm=qk_norm,
-        dense_intermediate_size=dense_intermediate_size,
-        shared_intermediate_size=shared_intermediate_size,
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-    )
-
-
-def _read_shape(fields: ConfigFields, architecture: str) -> tuple[ModelShape, Rope]:
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
-    if fields.raw("head_dim") is None and hidden_size % num_heads:
-        raise fields.wrong("num_attention_heads", f"must divide hidden_size ({hidden_size}), or set head_dim")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
-    vocab_size, eos_token_ids = fields.integer("vocab_size"), fields.integers("eos_token_id", ())
-    if any(token >= vocab_size for token in eos_token_ids):
-        raise fields.wrong(
-            "eos_token_id", f"must be below vocab_size ({vocab_size}), or generation never ends"
-        )
-    rope = read_rope(fields, head_dim=head_dim)
-    shape = ModelShape(
-        architecture=architecture,
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        max_position_embeddings=rope.max_positions,
-        eos_token_ids=eos_token_ids,
-    )
-    return shape, rope
-
-
-def _read_moe(fields: ConfigFields, hidden_size: int) -> MoESpec:
-    num_experts, top_k = _read_num_experts(fields), fields.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise fields.wrong("num_experts_per_tok", f"must not exceed the number of experts ({num_experts})")
-    return MoESpec(
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        num_experts=num_experts,
-        top_k=top_k,
-        routing=Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=fields.flag("norm_topk_prob", False)),
-    )
-
-
-def _read_num_experts(fields: ConfigFields) -> int:
-    """Transformers 5 writes Qwen3-MoE's `num_experts` as `num_local_experts`."""
-    first, second = fields.raw("num_experts"), fields.raw("num_local_experts")
-    if first is not None and second is not None and first != second:
-        raise fields.wrong("num_experts", f"contradicts num_local_experts ({second!r})")
-    return fields.integer("num_experts" if first is not None or second is None else "num_local_experts")
-
-
-def _read_moe_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    every, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers", ())
-    layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % every == 0)
-    if not layers:
-        raise UserError(
-            f"{fields.where}: none of the {num_layers} layers is an MoE layer "
-            f"(decoder_sparse_step = {every}, mlp_only_layers = {list(dense)})"
-        )
-    return layers
-
-
-def _check_sliding_window(fields: ConfigFields, max_positions: int) -> None:
-    """A window that spans the whole context changes nothing; a shorter one is not implemented."""
-    enabled, window = fields.flag("use_sliding_window", False), fields.raw("sliding_window")
-    layer_types = fields.raw("layer_types") or []
-    sliding = enabled or any(kind != "full_attention" for kind in layer_types)
-    if sliding and not (type(window) is int and window >= max_positions):
-        raise fields.wrong(
-            "sliding_window" if enabled else "layer_types",
-            f"sliding-window attention is not implemented. Set max_position_embeddings to at most the window "
-            f"(now {max_positions}), or set use_sliding_window to false if the model was trained without it",
+            shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
+            replicated=H + L * (2 * H + qk_norm) + num_moe * router + L * H * self.out_bias,
         )

@@ -36,16 +36,16 @@ class Weights:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
 
-    def linear(self, prefix: str, rows: Share, columns: Share) -> Tensor:
-        """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it."""
-        return self._read(prefix, rows, columns).contiguous().to(self.device)
+    def linear(self, prefix: str, rows: Share, columns: Share, *, dtype: torch.dtype | None = None) -> Tensor:
+        """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it. dtype: not the model's."""
+        return self._read(prefix, rows, columns, dtype or self.dtype).contiguous().to(self.device)
 
     def fused(self, rows: Mapping[str, Share], columns: Share) -> Tensor:
         """The weights of several linear layers of the same input, stacked by rows in the order given."""
         sizes = [share.size for share in rows.values()]
         out = torch.empty(sum(sizes), columns.size, dtype=self.dtype, device=self.device)
         for part, (prefix, share) in zip(out.split(sizes), rows.items(), strict=True):
-            part.copy_(self._read(prefix, share, columns))
+            part.copy_(self._read(prefix, share, columns, self.dtype))
         return out
 
     def fused_bias(self, rows: Mapping[str, Share]) -> Tensor:
@@ -63,9 +63,9 @@ class Weights:
         down = self.linear(f"{prefix}.down_proj", outer, intermediate)
         return GatedMLP(gate_up, down, group, self.multiply)
 
-    def _read(self, prefix: str, rows: Share, columns: Share) -> Tensor:
+    def _read(self, prefix: str, rows: Share, columns: Share, dtype: torch.dtype) -> Tensor:
         shape = rows.total, columns.total
-        read = self.checkpoint.linear(prefix, shape, self.dtype, first=rows.start, count=rows.size)
+        read = self.checkpoint.linear(prefix, shape, dtype, first=rows.start, count=rows.size)
         return read.narrow(1, columns.start, columns.size)
 
 

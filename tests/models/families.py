@@ -1,0 +1,262 @@
+"""Every family that is compared with transformers: a tiny model of it, and how its publisher names tensors.
+
+    built = build(folder, FAMILIES["glm4_moe"])    # a model, and its weights as a release has them
+    built.model(ids)                               # the reference
+    built.folder                                   # the checkpoint: renamed and unstacked here, by hand
+
+Every bias, correction bias and norm weight is random: at their initial values, 0 and 1, they would hide
+being ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.checkpoint.writers import Tensors, save
+from tests.tiny import write_tokenizer
+
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 255,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def one_by_one(tensors: Mapping[str, Tensor], names: tuple[str, str, str] = GATE_UP_DOWN) -> Tensors:
+    """Each expert's matrices apart, called `names`, from transformers' gate_up_proj [E, 2I, H]."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        match = EXPERTS.fullmatch(name)
+        if match is None:
+            out[name] = tensor
+            continue
+        for e, matrix in enumerate(tensor):
+            parts = zip(names[:2], matrix.chunk(2), strict=True)
+            for part, rows in parts if match[2] == "gate_up_proj" else ((names[2], matrix),):
+                out[f"{match[1]}.{e}.{part}.weight"] = rows
+    return out
+
+
+def renamed(tensors: Mapping[str, Tensor], *pairs: tuple[str, str]) -> Tensors:
+    """`re.sub` of every name, pair by pair."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in pairs:
+            name = re.sub(pattern, replacement, name)
+        out[name] = tensor
+    return out
+
+
+def with_draft_layer(tensors: Tensors, layer: int) -> Tensors:
+    """DeepSeek's multi-token prediction, as GLM and Hy3 publish it behind the last layer."""
+    prefix = f"model.layers.{layer}"
+    extra = {
+        f"{prefix}.{name}": torch.ones(64)
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
+    return tensors | extra | {f"{prefix}.eh_proj.weight": torch.ones(64, 128)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """config: beyond COMMON, of transformers' config class. release: from the state of transformers' model to
+    a publisher's tensors. extra: fields that publishers' files have and transformers' class has not."""
+
+    architecture: str
+    config: dict[str, Any]
+    release: Callable[[Tensors], Tensors]
+    extra: dict[str, Any] = field(default_factory=dict)
+    text: bool = True  # a text model; otherwise the text part of a vision model
+
+    @property
+    def model_type(self) -> str:
+        return self.config["model_type"]
+
+
+FAMILIES = {
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        config={
+            "model_type": "mixtral",
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
+        extra={"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False},
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        config={
+            "model_type": "glm4_moe",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "partial_rotary_factor": 0.5,
+        },
+        release=lambda t: with_draft_layer(one_by_one(t), 3),
+        extra={"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
+    "glm4_moe_air": Family(
+        architecture="Glm4MoeForCausalLM",
+        config={
+            "model_type": "glm4_moe",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 16,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        release=one_by_one,
+        extra={"num_nextn_predict_layers": 0},
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        config={
+            "model_type": "minimax_m2",
+            "intermediate_size": 32,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "rotary_dim": 8,
+        },
+        release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
+        extra={
+            "attn_type_list": [1] * 3,
+            "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
+            "mtp_transformer_layers": 1,
+            "num_mtp_modules": 3,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "use_mtp": True,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
+    "hy_v3": Family(
+        architecture="HYV3ForCausalLM",
+        config={
+            "model_type": "hy_v3",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "num_shared_experts": 1,
+        },
+        release=lambda t: with_draft_layer(
+            renamed(
+                one_by_one(t),
+                (r"\.mlp\.gate\.weight", ".mlp.router.gate.weight"),
+                (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+                (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
+            ),
+            3,
+        ),
+        extra={
+            "enable_attention_fp32_softmax": True,
+            "enable_lm_head_fp32": True,
+            "enable_moe_fp32_combine": True,
+            "expert_hidden_dim": 32,
+            "first_k_dense_replace": 1,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_use_sigmoid": True,
+            "num_nextn_predict_layers": 1,
+            "qk_norm": True,
+            "route_norm": True,
+            "use_grouped_mm": True,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    family: Family
+    folder: Path  # in release names
+    model: PreTrainedModel
+    config: dict[str, Any]
+    tensors: Tensors  # those of the folder
+
+    @property
+    def skips(self) -> bool:
+        """Whether the folder holds more than transformers' text model does."""
+        return self.config.get("num_nextn_predict_layers", 0) > 0 or not self.family.text
+
+
+def build(folder: Path, family: Family, *, seed: int = 0, **overrides: Any) -> Built:
+    """Write a random model in float32 to `folder`, as its publisher would."""
+    model = random_model(family, seed=seed, **overrides)
+    tensors = family.release({name: t.detach().clone() for name, t in model.state_dict().items()})
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    config = release_config(family, model)
+    write(folder, config, tensors)
+    return Built(family=family, folder=folder, model=model, config=config, tensors=tensors)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors)
+    write_tokenizer(folder)
+
+
+def random_model(family: Family, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(**(COMMON | family.config | overrides))
+    torch.manual_seed(seed)
+    make = AutoModelForCausalLM if family.text else AutoModelForImageTextToText
+    model = make.from_config(config, attn_implementation="eager").eval().float()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(noise(name, tensor))
+    return model
+
+
+def noise(name: str, tensor: Tensor) -> Tensor:
+    drawn = torch.randn(tensor.shape)
+    if "norm" in name:
+        return 1 + 0.1 * drawn
+    if "correction_bias" in name:
+        return 0.3 * drawn
+    if name.endswith(("gate.weight", "router.weight")):
+        return 0.5 * drawn
+    return (0.3 if name.endswith("bias") else 0.08) * drawn
+
+
+def release_config(family: Family, model: PreTrainedModel) -> dict[str, Any]:
+    """transformers' fields with those of a release, such as a rope next to the other fields."""
+    config = json.loads(model.config.to_json_string())
+    rope = config.pop("rope_parameters")
+    config |= {key: value for key, value in rope.items() if key in ("rope_theta", "partial_rotary_factor")}
+    config.pop("layer_types", None)
+    return config | {"architectures": [family.architecture]} | family.extra

@@ -1,0 +1,79 @@
+"""Every family's logits equal transformers' in float32, however tokens arrive, from a publisher's tensors."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.checkpoint.writers import save
+from tests.models.families import FAMILIES, Built, build
+from tests.models.running import PlainAttention, load
+from tests.models.test_logits import BOUND, error, prompt, reference
+from turnout.errors import UserError
+
+IDS = [i % 256 for i in prompt(82)]
+OTHER = [i % 256 for i in prompt(20, seed=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    built: Built
+    expected: Tensor  # logits of IDS
+    other: Tensor  # of OTHER
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    built = build(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+    return Case(built=built, expected=reference(built.model, IDS), other=reference(built.model, OTHER))
+
+
+def test_whole_prompts_and_pieces(case: Case) -> None:
+    """Two prompts in one step; then one in chunks of 64, 7 and 1, and token by token next to the other."""
+    model = load(case.built.folder)
+    together = PlainAttention(model).logits(("a", IDS), ("b", OTHER))
+    assert error(together[0], case.expected) <= BOUND
+    assert error(together[1], case.other) <= BOUND
+    run = PlainAttention(model)
+    parts, others = [], []
+    for start, end in ((0, 64), (64, 71), (71, 72)):
+        parts.append(run.logits(("a", IDS[start:end]))[0])
+    for i, token in enumerate(IDS[72:]):
+        mine, theirs = run.logits(("a", [token]), ("b", OTHER[i : i + 1]), phase="decode")
+        parts.append(mine)
+        others.append(theirs)
+    assert error(torch.cat(parts), case.expected) <= BOUND
+    assert error(torch.cat(others), case.other[: len(others)]) <= BOUND
+
+
+def test_transformers_reads_the_same_tensors(case: Case) -> None:
+    """So they are a publisher's, and not names that Turnout made up."""
+    make = AutoModelForCausalLM if case.built.family.text else AutoModelForImageTextToText
+    theirs = make.from_pretrained(case.built.folder, dtype=torch.float32)
+    assert error(reference(theirs, IDS), case.expected) <= BOUND
+
+
+def test_what_transformers_saves(case: Case, tmp_path: Path) -> None:
+    case.built.model.save_pretrained(tmp_path)
+    (logits,) = PlainAttention(load(tmp_path)).logits(("a", IDS))
+    assert error(logits, case.expected) <= BOUND
+
+
+def test_what_is_skipped_is_logged_and_nothing_else_is(
+    case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = case.built
+    with caplog.at_level(logging.INFO, "turnout.models"):
+        load(built.folder)
+    skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert bool(skipped) == built.skips
+    (tmp_path / "config.json").write_bytes((built.folder / "config.json").read_bytes())
+    save(tmp_path, built.tensors | {"model.layers.1.self_attn.sinks": torch.ones(4)})
+    with pytest.raises(UserError, match=r"1 tensors have no place .* model\.layers\.1\.self_attn\.sinks"):
+        load(tmp_path)

@@ -1,0 +1,60 @@
+"""GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7: half of each head rotated, sigmoid routing, a shared expert."""
+
+from __future__ import annotations
+
+from turnout.models.fields import ConfigFields
+from turnout.models.reading import (
+    check_sliding_window,
+    read_dense_size,
+    read_draft_layers,
+    read_first_dense,
+    read_groups,
+    read_head_dim,
+    read_moe,
+    read_shape,
+)
+from turnout.models.rope import read_rope
+from turnout.models.spec import DecoderSpec, SharedExpert, TensorNames
+from turnout.moe.spec import Routing
+from turnout.vocabulary import QKNorm, RoutingKind
+
+NAMES = TensorNames(shared_expert="shared_experts")
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def read_spec(fields: ConfigFields) -> DecoderSpec:
+    rope = read_rope(fields, head_dim=read_head_dim(fields), partial=0.5)
+    shape = read_shape(fields, architecture="Glm4MoeForCausalLM", max_positions=rope.max_positions)
+    check_sliding_window(fields, rope.max_positions)
+    moe_layers = read_first_dense(fields, shape.num_layers, default=1)
+    moe = read_moe(fields, experts=EXPERTS, routing=_read_routing(fields))
+    shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
+    return DecoderSpec(
+        shape=shape,
+        moe=moe,
+        moe_layers=moe_layers,
+        rope=rope,
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        names=NAMES,
+        qkv_bias=fields.flag("attention_bias", False),  # never on the output projection
+        qk_norm=QKNorm.HEAD if fields.flag("use_qk_norm", False) else QKNorm.NONE,
+        dense_intermediate_size=read_dense_size(fields, moe_layers, shape.num_layers),
+        shared_expert=SharedExpert(intermediate_size=shared, gated=False) if shared else None,
+        correction_bias=True,
+        router_float32=True,
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        skipped=read_draft_layers(fields, NAMES, shape.num_layers),
+    )
+
+
+def _read_routing(fields: ConfigFields) -> Routing:
+    fields.choice("scoring_func", ("sigmoid",), default="sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), default="noaux_tc")
+    n_group, topk_group = read_groups(fields, EXPERTS)
+    return Routing(
+        kind=RoutingKind.SIGMOID_TOPK,
+        renormalize=fields.flag("norm_topk_prob", True),
+        n_group=n_group,
+        topk_group=topk_group,
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+    )

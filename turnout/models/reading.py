@@ -1,0 +1,164 @@
+"""What the configurations of several families have in common, read with checks. Does not import torch.
+
+A family's file calls these with its own names of fields and its defaults, and puts the results into a
+`DecoderSpec`. All raise UserError for a field that is missing, malformed, or asks for what is not
+implemented.
+"""
+
+from __future__ import annotations
+
+from turnout.errors import UserError
+from turnout.models.fields import ConfigFields
+from turnout.models.interface import ModelShape
+from turnout.models.spec import Skipped, TensorNames
+from turnout.moe.spec import MoESpec, Routing
+
+
+def read_shape(
+    fields: ConfigFields, *, architecture: str, max_positions: int, head_dim: int | None = None
+) -> ModelShape:
+    """Sizes that the engine must know. max_positions: of the rope, which may be fewer than the file says.
+
+    head_dim: what the file means without the field; None: hidden_size / num_attention_heads.
+    """
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
+    vocab_size, eos_token_ids = fields.integer("vocab_size"), fields.integers("eos_token_id", ())
+    if any(token >= vocab_size for token in eos_token_ids):
+        raise fields.wrong(
+            "eos_token_id", f"must be below vocab_size ({vocab_size}), or generation never ends"
+        )
+    fields.choice("hidden_act", ("silu", "swish"), default="silu")  # two names of one function
+    return ModelShape(
+        architecture=architecture,
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim or read_head_dim(fields),
+        hidden_size=fields.integer("hidden_size"),
+        vocab_size=vocab_size,
+        max_position_embeddings=max_positions,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def read_head_dim(fields: ConfigFields) -> int:
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if fields.raw("head_dim") is None and hidden_size % num_heads:
+        raise fields.wrong("num_attention_heads", f"must divide hidden_size ({hidden_size}), or set head_dim")
+    return fields.integer("head_dim", hidden_size // num_heads)
+
+
+def read_moe(
+    fields: ConfigFields,
+    *,
+    experts: tuple[str, ...],
+    routing: Routing,
+    intermediate_size: str = "moe_intermediate_size",
+) -> MoESpec:
+    """experts: the names by which files count experts, the family's own first.
+
+    Transformers 5 writes the fields of some families by other names than their publishers.
+    """
+    num_experts, top_k = _num_experts(fields, experts), fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise fields.wrong("num_experts_per_tok", f"must not exceed the number of experts ({num_experts})")
+    return MoESpec(
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer(intermediate_size),
+        num_experts=num_experts,
+        top_k=top_k,
+        routing=routing,
+    )
+
+
+def _num_experts(fields: ConfigFields, names: tuple[str, ...]) -> int:
+    given = {name: fields.raw(name) for name in names if fields.raw(name) is not None}
+    own = next(iter(given), names[0])
+    for name, value in given.items():
+        if value != given[own]:
+            raise fields.wrong(own, f"contradicts {name} ({value!r})")
+    return fields.integer(own)
+
+
+def read_groups(fields: ConfigFields, experts: tuple[str, ...]) -> tuple[int, int]:
+    """(groups of experts, how many of them a token may choose from) of DeepSeek's routing; see `read_moe`."""
+    num_experts = _num_experts(fields, experts)
+    n_group = fields.integer("n_group", 1)
+    topk_group = fields.integer("topk_group", n_group)
+    if num_experts % n_group:
+        raise fields.wrong("n_group", f"must divide the number of experts ({num_experts})")
+    if topk_group > n_group:
+        raise fields.wrong("topk_group", f"must not exceed n_group ({n_group})")
+    return n_group, topk_group
+
+
+def read_sparse_step(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """MoE layers of the Qwen families: every `decoder_sparse_step`-th one but for `mlp_only_layers`."""
+    every, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers", ())
+    layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % every == 0)
+    if not layers:
+        raise UserError(
+            f"{fields.where}: none of the {num_layers} layers is an MoE layer "
+            f"(decoder_sparse_step = {every}, mlp_only_layers = {list(dense)})"
+        )
+    return layers
+
+
+def read_first_dense(fields: ConfigFields, num_layers: int, default: int) -> tuple[int, ...]:
+    """MoE layers of files that say how many layers before them are dense, or list every layer's kind."""
+    dense = fields.integer("first_k_dense_replace", default, minimum=0)
+    kinds = fields.raw("mlp_layer_types")
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}
+    ):
+        raise fields.wrong("mlp_layer_types", f"must say 'dense' or 'sparse' of {num_layers} layers")
+    layers = tuple(range(dense, num_layers))
+    if kinds is not None:
+        listed = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+        if fields.raw("first_k_dense_replace") is not None and listed != layers:
+            raise fields.wrong("mlp_layer_types", f"contradicts first_k_dense_replace ({dense})")
+        layers = listed
+    if not layers:
+        name = "first_k_dense_replace" if kinds is None else "mlp_layer_types"
+        raise fields.wrong(name, f"leaves none of the {num_layers} layers an MoE layer")
+    return layers
+
+
+def read_dense_size(
+    fields: ConfigFields, moe_layers: tuple[int, ...], num_layers: int, name: str = "intermediate_size"
+) -> int:
+    """The size of the layers that are not MoE layers; 0 where there are none and the file does not say."""
+    size = fields.integer(name, 0, minimum=0)
+    if len(moe_layers) < num_layers and not size:
+        raise fields.wrong(name, "must be the size of the layers that are not MoE layers")
+    return size
+
+
+def read_draft_layers(fields: ConfigFields, names: TensorNames, num_layers: int) -> tuple[Skipped, ...]:
+    """Layers behind the last one, which draft tokens for speculative decoding."""
+    count = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    return tuple(
+        Skipped(what="draft layer (multi-token prediction)", prefix=f"{names.layer(num_layers + i)}.")
+        for i in range(count)
+    )
+
+
+def check_sliding_window(fields: ConfigFields, max_positions: int, *, enabled: bool | None = None) -> None:
+    """A window that spans the whole context changes nothing; a shorter one is not implemented.
+
+    enabled: whether `sliding_window` counts by itself; None: where `use_sliding_window` says so.
+    """
+    flagged = fields.flag("use_sliding_window", False) if enabled is None else enabled
+    window = fields.raw("sliding_window")
+    enabled = flagged if enabled is None else enabled and window is not None
+    layer_types = fields.raw("layer_types") or []
+    sliding = enabled or any(kind != "full_attention" for kind in layer_types)
+    if sliding and not (type(window) is int and window >= max_positions):
+        raise fields.wrong(
+            "sliding_window" if enabled else "layer_types",
+            f"sliding-window attention is not implemented. Set max_position_embeddings to at most the window "
+            f"(now {max_positions}), or set use_sliding_window to false if the model was trained without it",
+        )
