@@ -96,3 +96,10 @@ class QKNorm(Word):
     HEAD = "head"  # each head by itself, all with one weight [D] for queries and one for keys
     WHOLE = "whole"  # all query heads of a token together, and all key heads, with weights [Hq D], [Hkv D]
     UNIT = "unit"  # each head by itself, without a weight
+
+
+class AttentionKind(Word):
+    """Which earlier tokens a layer attends to (attention/kinds.py)."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engine.toy import SHAPE
+from turnout.attention.kinds import cache_groups
 from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import StepAttention
 from turnout.engine.step.near_ties import NoAttention
@@ -14,13 +15,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def rows(count: int, heads: int, device: str) -> torch.Tensor:
-    return torch.ones(count, heads, SHAPE.head_dim, device=device)
+    return torch.ones(count, heads, SPEC.head_dim, device=device)
+
+
+SPEC = SHAPE.attention[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_attend_to_nothing(device: str):
     paged = PagedAttention(
-        SHAPE,
+        *cache_groups(SHAPE.attention),
         num_pages=4,
         page_size=4,
         max_running=2,
@@ -28,10 +32,9 @@ def test_no_tokens_attend_to_nothing(device: str):
         device=torch.device(device),
         dtype=torch.float32,
     )
-    paged.begin([], [])
-    for attention in (paged, NoAttention(), StepAttention(paged, [], [])):
+    for attention in (paged.laid_out([], []), NoAttention(), StepAttention(paged, [], [])):
         for layer in range(SHAPE.num_layers):
-            q, k, v = (rows(0, heads, device) for heads in (SHAPE.num_heads, *[SHAPE.num_kv_heads] * 2))
+            q, k, v = (rows(0, heads, device) for heads in (SPEC.num_heads, *[SPEC.num_kv_heads] * 2))
             out = attention(layer, q, k, v)
-            assert out.shape == (0, SHAPE.num_heads, SHAPE.head_dim)
+            assert out.shape == (0, SPEC.num_heads, SPEC.head_dim)
             assert out.device.type == device

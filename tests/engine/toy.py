@@ -7,12 +7,12 @@ with a plain masked softmax: no cache, no pages, no chunks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from turnout.attention.kinds import AttentionSpec
 from turnout.config import Config
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
@@ -28,10 +28,7 @@ from turnout.parallel.topology import Topology
 
 SHAPE = ModelShape(
     architecture="Toy",
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    attention=(AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=8),) * 2,
     hidden_size=32,
     vocab_size=50,
     max_position_embeddings=256,
@@ -45,16 +42,21 @@ class ToyModel:
     def __init__(self, seed: int = 0, shape: ModelShape = SHAPE):
         generator = torch.Generator().manual_seed(seed)
         self.shape = shape
-        H, D = shape.hidden_size, shape.head_dim
+        H = shape.hidden_size
 
         def random(*size: int, scale: float) -> Tensor:
             return torch.randn(*size, generator=generator) * scale
 
         self.embedding = random(shape.vocab_size, H, scale=1.0)
         self.position = random(shape.max_position_embeddings, H, scale=0.5)
-        rows = (shape.num_heads + 2 * shape.num_kv_heads) * D
-        self.qkv = [random(rows, H, scale=0.3) for _ in range(shape.num_layers)]
-        self.out = [random(H, shape.num_heads * D, scale=0.5) for _ in range(shape.num_layers)]
+        self.qkv = [
+            random((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, H, scale=0.3)
+            for layer in shape.attention
+        ]
+        self.out = [random(H, layer.num_heads * layer.head_dim, scale=0.5) for layer in shape.attention]
+        self.sinks = [
+            random(layer.num_heads, scale=1.0) if layer.sinks else None for layer in shape.attention
+        ]
         self.head = random(shape.vocab_size, H, scale=1.0)
         self.steps: list[int] = []  # tokens of each forward
         self.layers_begun = 0
@@ -65,7 +67,7 @@ class ToyModel:
         x = self._embed(step.input_ids, step.positions)
         for layer in range(self.shape.num_layers):
             q, k, v = self._project(layer, x)
-            x = x + step.attention(layer, q, k, v).reshape(len(x), -1) @ self.out[layer].T
+            x = x + step.attention(layer, q, k, v, self.sinks[layer]).reshape(len(x), -1) @ self.out[layer].T
         return x
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
@@ -81,13 +83,18 @@ class ToyModel:
         """[len(tokens), V], by definition."""
         shape = self.shape
         x = self._embed(torch.tensor(tokens), torch.arange(len(tokens)))
-        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-        group = shape.num_heads // shape.num_kv_heads
-        for layer in range(shape.num_layers):
+        for layer, spec in enumerate(shape.attention):
             q, k, v = self._project(layer, x)
+            group = spec.num_heads // spec.num_kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-            scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(shape.head_dim)
-            weights = torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1)
+            scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
+            ages = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
+            hidden = (ages < 0) | (ages >= (spec.window or len(tokens)))
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if spec.sinks:
+                sinks = self.sinks[layer][:, None, None].expand(-1, len(tokens), 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : len(tokens)]
             x = x + torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1) @ self.out[layer].T
         return x @ self.head.T
 
@@ -106,10 +113,10 @@ class ToyModel:
         return x
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self.shape
+        spec = self.shape.attention[layer]
         normed = x / x.square().mean(-1, keepdim=True).sqrt()
-        heads = (normed @ self.qkv[layer].T).view(len(x), -1, shape.head_dim)
-        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        heads = (normed @ self.qkv[layer].T).view(len(x), -1, spec.head_dim)
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         return q, k, v
 
 

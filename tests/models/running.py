@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from turnout.attention.kinds import AttentionSpec
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
@@ -52,11 +53,10 @@ def load(
 
 
 class PlainAttention:
-    """Every sequence's keys and values in a list; softmax(q k / sqrt(D)) v, written out."""
+    """Every sequence's keys and values in a list; softmax(scale q k) v of what a layer sees, written out."""
 
     def __init__(self, model: Model, device: str = "cpu"):
-        shape = model.shape
-        self.model, self.groups, self.device = model, shape.num_heads // shape.num_kv_heads, device
+        self.model, self.device = model, device
         self.cache: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
         self.lengths: dict[str, int] = {}
 
@@ -86,20 +86,36 @@ class PlainAttention:
         hidden = self.model.forward(step)
         return list(self.model.logits(hidden).cpu().split([len(ids) for _, ids in chunks]))
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         counts = [count for _, count in self._chunks]
         parts = []
         for (name, _), *qkv in zip(
             self._chunks, *(x.split(counts) for x in (q_NHD, k_NHD, v_NHD)), strict=True
         ):
-            parts.append(self._attend(self.cache.setdefault((layer, name), []), *qkv))
+            past = self.cache.setdefault((layer, name), [])
+            parts.append(self._attend(self.model.shape.attention[layer], past, *qkv, sinks_H))
         return torch.cat(parts)
 
-    def _attend(self, past: list, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        past: list,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         past.append((k_THD, v_THD))
-        k_LHD, v_LHD = (torch.cat(x).repeat_interleave(self.groups, dim=1) for x in zip(*past, strict=True))
-        T, L, D = len(q_THD), len(k_LHD), q_THD.shape[-1]
-        scores_HTL = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / D**0.5
-        later_TL = (torch.arange(L) > torch.arange(L - T, L)[:, None]).to(self.device)
-        weights_HTL = scores_HTL.masked_fill(later_TL, float("-inf")).float().softmax(-1).to(v_LHD)
+        group = spec.num_heads // spec.num_kv_heads
+        k_LHD, v_LHD = (torch.cat(x).repeat_interleave(group, dim=1) for x in zip(*past, strict=True))
+        T, L = len(q_THD), len(k_LHD)
+        scores_HTL = torch.einsum("thd,lhd->htl", q_THD, k_LHD) * spec.scale
+        ages_TL = torch.arange(L - T, L)[:, None] - torch.arange(L)
+        hidden_TL = ((ages_TL < 0) | (ages_TL >= (spec.window or L))).to(self.device)
+        scores_HTL = scores_HTL.masked_fill(hidden_TL, float("-inf")).float()
+        if sinks_H is not None:
+            scores_HTL = torch.cat((scores_HTL, sinks_H[:, None, None].expand(-1, T, 1)), dim=-1)
+        weights_HTL = scores_HTL.softmax(-1)[..., :L].to(v_LHD)
         return torch.einsum("htl,lhd->thd", weights_HTL, v_LHD)

@@ -48,9 +48,10 @@ def test_structure_equals_transformers(name: str) -> None:
     assert w13.shape == (moe.num_experts, moe.w13_rows, moe.hidden_size)
     assert w2.shape == (moe.num_experts, moe.hidden_size, moe.intermediate_size)
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.out_features == shape.num_heads * shape.head_dim
-    assert attention.k_proj.out_features == shape.num_kv_heads * shape.head_dim
-    assert attention.head_dim == shape.head_dim
+    layer = shape.attention[0]
+    assert attention.q_proj.out_features == layer.num_heads * layer.head_dim
+    assert attention.k_proj.out_features == layer.num_kv_heads * layer.head_dim
+    assert attention.head_dim == layer.head_dim
     assert (shape.vocab_size, shape.num_layers) == (model.vocab_size, len(model.model.layers))
 
 
@@ -205,7 +206,7 @@ def test_dense_layers_need_a_size() -> None:
 
 def test_indivisible_heads_need_head_dim() -> None:
     odd = QWEN3_30B | {"hidden_size": 2050}
-    assert describe(odd).shape.head_dim == 128
+    assert describe(odd).shape.attention[0].head_dim == 128
     assert "num_attention_heads = 32: must divide hidden_size" in refusal(odd | {"head_dim": None})
 
 
@@ -233,7 +234,7 @@ def test_any_json_is_described_or_refused(edits: dict) -> None:
     except UserError:
         return
     shape, moe = description.shape, description.moe
-    assert shape.num_heads % shape.num_kv_heads == 0
+    assert all(layer.num_heads % layer.num_kv_heads == 0 for layer in shape.attention)
     assert shape.max_position_embeddings > 0 < description.dense.total
     assert 0 < moe.top_k <= moe.num_experts
     assert description.moe_layers

@@ -17,6 +17,7 @@ from tests.checkpoint.writers import load as tensors_of
 from tests.models.configs import BASES, empty_model, tiny
 from tests.models.running import PlainAttention, load
 from tests.tiny import QWEN2_MOE, write_model
+from turnout.attention.kinds import AttentionSpec
 from turnout.checkpoint import CheckpointError
 from turnout.errors import UserError
 from turnout.models.interface import ModelShape
@@ -26,10 +27,7 @@ def test_shape_of_the_loaded_model(tmp_path: Path) -> None:
     write_model(tmp_path)
     assert load(tmp_path).shape == ModelShape(
         architecture="Qwen3MoeForCausalLM",
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
+        attention=(AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=16),) * 2,
         hidden_size=64,
         vocab_size=384,
         max_position_embeddings=512,

@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from turnout.models.interface import ModelShape
+from turnout.attention.kinds import AttentionSpec
 from turnout.models.shares import Heads, Share, split
 from turnout.parallel.groups import Group
 
-SHAPE = ModelShape(
-    architecture="",
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=16,
-    hidden_size=64,
-    vocab_size=100,
-    max_position_embeddings=64,
-    eos_token_ids=(),
-)
+LAYER = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=16).sliding(4)
 
 
 def group(ranks: int, rank: int) -> Group:
@@ -46,11 +36,11 @@ def test_shares_are_all_there_is_once_and_even(total: int, ranks: int) -> None:
 )
 def test_each_query_head_finds_its_keys(queries: int, keys: int, ranks: int) -> None:
     """Head q of the model attends to KV head q // (queries / keys), on its rank as in the whole model."""
-    shape, D = replace(SHAPE, num_heads=queries, num_kv_heads=keys), SHAPE.head_dim
+    layer, D = replace(LAYER, num_heads=queries, num_kv_heads=keys), LAYER.head_dim
     seen = []
     for rank in range(ranks):
-        heads = Heads.of(shape, group(ranks, rank))
-        local = heads.shape
+        heads = Heads.of(layer, group(ranks, rank))
+        local = heads.spec
         assert (heads.queries.size, heads.keys.size) == (local.num_heads * D, local.num_kv_heads * D)
         for i in range(local.num_heads):
             q = heads.queries.start // D + i
@@ -62,11 +52,13 @@ def test_each_query_head_finds_its_keys(queries: int, keys: int, ranks: int) -> 
 
 @pytest.mark.parametrize(("queries", "keys", "ranks"), [(6, 2, 4), (12, 6, 4), (8, 2, 3)])
 def test_heads_that_cannot_be_split_evenly(queries: int, keys: int, ranks: int) -> None:
-    shape = replace(SHAPE, num_heads=queries, num_kv_heads=keys)
+    layer = replace(LAYER, num_heads=queries, num_kv_heads=keys)
     with pytest.raises(ValueError, match=f"{queries} heads, {keys} of KV, .* {ranks} ranks"):
-        Heads.of(shape, group(ranks, 0))
+        Heads.of(layer, group(ranks, 0))
 
 
-def test_the_rest_of_the_shape_is_the_models() -> None:
-    heads = Heads.of(SHAPE, group(4, 3))
-    assert heads.shape == replace(SHAPE, num_heads=2, num_kv_heads=1)
+def test_the_rest_of_what_a_layer_declares_is_the_models() -> None:
+    heads = Heads.of(replace(LAYER, value_dim=8, sinks=True), group(4, 3))
+    assert heads.spec == replace(LAYER, num_heads=2, num_kv_heads=1, value_dim=8, sinks=True)
+    assert heads.heads == Share(8, 6, 2)
+    assert (heads.values, heads.outputs) == (Share(2 * 8, 8, 8), Share(8 * 8, 6 * 8, 2 * 8))

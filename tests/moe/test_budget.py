@@ -185,10 +185,3 @@ def test_no_receiver_of_an_all_to_all_gets_more_rows_than_planned(tp):
         most = sizes.rows_seen("all_to_all", "prefill", budget)
         assert max(received) <= most
         assert not skewed or max(received) == most
-
-
-def test_kv_bytes_are_those_of_the_cache():
-    cache = torch.zeros(3, 5, 2, 4, 16, dtype=torch.bfloat16)  # layers, tokens, k and v, heads, head size
-    one = sizes.kv_bytes_per_token(num_layers=3, num_kv_heads=4, head_dim=16, itemsize=2)
-    assert 5 * one == cache.nbytes
-    assert sizes.kv_bytes_per_token(num_layers=3, num_kv_heads=4, head_dim=16, attention_tp=8) == one // 4

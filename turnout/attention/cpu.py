@@ -15,59 +15,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.attention.interface import Attention, Chunk, KVShape
+from turnout.attention.interface import Attention, Chunk
+from turnout.attention.kinds import CacheGroup
 from turnout.attention.torch import PagedAttention
 from turnout.kernels import cpu
 
 
 def paged_attention(
-    shape: KVShape, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
+    group: CacheGroup, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
 ) -> PagedAttention:
     """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
-    fits = (
-        dtype == torch.float32 and shape.head_dim % 16 == 0 and shape.head_dim <= 256 and page_size % 16 == 0
-    )
+    head_dim = group.spec.head_dim
+    fits = dtype == torch.float32 and head_dim % 16 == 0 and head_dim <= 256 and page_size % 16 == 0
     kind = CompiledAttention if device.type == "cpu" and fits and cpu.available() else PagedAttention
-    return kind(shape, page_size=page_size, device=device, dtype=dtype, **rest)
+    return kind(group, page_size=page_size, device=device, dtype=dtype, **rest)
 
 
 class CompiledAttention(PagedAttention):
     """In float32, for head sizes and pages of multiples of 16."""
 
-    def __init__(self, shape: KVShape, **rest: Any) -> None:
-        super().__init__(shape, **rest)
+    def __init__(self, group: CacheGroup, **rest: Any) -> None:
+        super().__init__(group, **rest)
         from turnout.kernels.cpu import attention
 
         self._kernels = attention
         self._blocks = self._cache.flatten(2)  # [layers, Hkv, slots * 2 * D]
 
-    def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         for chunk in (*decoding, *chunks):
             self._place(chunk.request)
-        self._chunks = self._kernels.Chunks(
-            [(c.request.row, c.start, c.length) for c in (*decoding, *chunks)], self.group
+        laid_out = self._kernels.Chunks(
+            [(c.request.row, c.start, c.length) for c in (*decoding, *chunks)], self.group, self.spec.window
         )
+        return _LaidOut(self, laid_out)
 
-    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        self.begin(decoding, chunks)
-        return _LaidOut(self, self._chunks)
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        return self.compute(self._chunks, layer, q_NHD, k_NHD, v_NHD)
-
-    def compute(self, chunks: Any, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def compute(
+        self, chunks: Any, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
         out_NHD: Tensor = self._kernels.attend(
-            q_NHD, k_NHD, v_NHD, self._blocks[layer], chunks, self._table_RP, self.page_size
+            q_NHD,
+            k_NHD,
+            v_NHD,
+            self._blocks[self.index[layer]],
+            chunks,
+            self._table_RP,
+            self.page_size,
+            scale=self.spec.scale,
+            sinks_H=sinks_H,
         )
         return out_NHD
 
 
 @dataclass(frozen=True)
 class _LaidOut(Attention):
-    """Of one micro-batch of a step."""
+    """Of a step, or one of its micro-batches."""
 
     paged: CompiledAttention
     chunks: Any
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        return self.paged.compute(self.chunks, layer, q_NHD, k_NHD, v_NHD)
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        return self.paged.compute(self.chunks, layer, q_NHD, k_NHD, v_NHD, sinks_H)

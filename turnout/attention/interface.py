@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        """Store k and v [N, Hkv, D] for `layer`, attend causally with q [N, Hq, D]; returns [N, Hq, D]."""
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        """Store k and v [N, Hkv, D] for `layer`, attend with q [N, Hq, D] as the layer declares (kinds.py).
+
+        sinks: float32 [Hq], of a layer that declares them. Returns [N, Hq, D].
+        """
         ...
 
     def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -24,22 +29,9 @@ class Attention(Protocol):
         [Hkv, S, 2, D], keys before values, and each token's slot, int64 [N]. None: hand them to the call."""
         return None
 
-    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """As a call, for keys and values that are stored already. Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
-
-
-class KVShape(Protocol):
-    """The sizes of a model that a KV cache depends on. Heads are those of this rank."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 class PagedSequence(Protocol):

@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache, with torch alone (SDPA), on CPU and CUDA.
+"""Attention over the paged KV cache of a group of layers, with torch alone (SDPA): the reference.
 
 Tokens of a step are ordered: first those of the B sequences that decode, one each or a few with drafts, then
 the chunks of the sequences that bring more. The first group is one padded SDPA call; each chunk is a call of
@@ -8,8 +8,10 @@ Grouped-query attention costs no copies: the G query heads of a KV head become G
 group, where drafts alone are copied) or a stride-0 batch dimension of the keys (chunks). Calls of their own
 for sequences with three drafts take 2.5 times as long for 4 contexts of 150 tokens, 1.6 times for 16.
 
+Of a sliding window only what some row of a sequence sees is gathered: pages below it may be another's by now.
+
 Legend: N tokens of the step, M of them decoding, B decoding sequences, T tokens of a chunk or the most of a
-decoding sequence, L context (padded to whole pages), P pages of the widest context, S slots of the cache
+decoding sequence, L context that is gathered, P pages of a row of the table, S slots of the cache
 (pages * page size), Hq/Hkv query/KV heads, G = Hq/Hkv, Q query rows: T * G, or 1 for any number alike, D head
 size. A slot holds keys and values of one token, layer and head, [2, D]: gathered
 contexts then lie head by head, which on a CPU is worth a third of the time from 400 tokens on (a token's
@@ -25,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.interface import Attention, Chunk, KVShape, PagedSequence
+from turnout.attention.interface import Attention, Chunk, PagedSequence
+from turnout.attention.kinds import AttentionSpec, CacheGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class ChunkLayout:
 
     rows: slice  # of the step's N tokens
     slots_L: Tensor | None  # None: the chunk is its own whole context
-    mask_TL: Tensor | None  # None: plain causal
+    mask_TL: Tensor | None  # added to scores; None: plain causal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +53,12 @@ class StepLayout:
     chunks: tuple[ChunkLayout, ...]
 
 
-class PagedAttention(Attention):
-    """Owns the KV cache and the page table; attends with torch alone once `begin` laid out the step."""
+class PagedAttention:
+    """Owns the KV cache and the page table of a group of layers; `laid_out` gives the attention of a step."""
 
     def __init__(
         self,
-        shape: KVShape,
+        group: CacheGroup,
         *,
         num_pages: int,
         page_size: int,
@@ -65,18 +68,21 @@ class PagedAttention(Attention):
         dtype: torch.dtype,
         fixed_spans: int = 0,
     ):
-        """fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch."""
+        """group: its heads are those of this rank. fixed_spans: into so many are contexts cut by kernels that
+        cut them; 0: what suits a batch."""
+        self.spec = spec = group.spec
+        self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
         self.page_size, self.fixed_spans = page_size, fixed_spans
         self.device, self.dtype = device, dtype
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.group = shape.num_heads // shape.num_kv_heads
+        self.group = spec.num_heads // spec.num_kv_heads
         self._pages_per_row = min(-(-max_context // page_size), num_pages)
         # One page more than there are, for what padding writes.
         self.spare_slot = num_pages * page_size
         slots = self.spare_slot + page_size
-        size = (shape.num_layers, shape.num_kv_heads, slots, 2, shape.head_dim)
+        size = (len(group.layers), spec.num_kv_heads, slots, 2, spec.head_dim)
         self._cache = torch.zeros(size, dtype=dtype, device=device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
         # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
@@ -84,10 +90,6 @@ class PagedAttention(Attention):
         self.spare_row = max_running
         self.table = torch.full((max_running + 1, self._pages_per_row), num_pages, device=device)
         self._copied = [0] * max_running
-        self._host_offsets = torch.arange(page_size)
-        self._offsets = self._host_offsets.to(device)
-        self._places = torch.arange(self._pages_per_row * page_size, device=device)
-        self._layout: StepLayout | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -97,6 +99,10 @@ class PagedAttention(Attention):
     def cache(self) -> Tensor:
         """[layers, Hkv, slots, 2, D], the last page spare."""
         return self._cache
+
+    def layer_cache(self, layer: int) -> Tensor:
+        """[Hkv, slots, 2, D] of a layer of the model."""
+        return self._cache[self.index[layer]]
 
     def place_singles(self, chunks: Sequence[Chunk]) -> list[int]:
         """Slots that chunks of one token each write to. `table` then has the pages of their contexts but for
@@ -135,64 +141,60 @@ class PagedAttention(Attention):
         slots_N = self._single_slots(rows_B[owners_N], places_N)
         return places_N, slots_N, self._table_RP[rows_B, :pages], owners_N
 
-    def begin(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> None:
-        """Lay out a step: tokens of `decoding`, one each and perhaps drafts, then of `chunks`."""
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        """The attention of a step, or of one of its micro-batches: tokens of `decoding`, one each and perhaps
+        drafts, then of `chunks`."""
         for chunk in (*decoding, *chunks):
             self._place(chunk.request)
         lengths = [c.length for c in decoding]
         rows_BT, places_M = _padded_rows(lengths)
         owners_M = torch.tensor([c.request.row for c in decoding for _ in range(c.length)], dtype=torch.int64)
         ends_M = torch.tensor([i for c in decoding for i in range(c.start + 1, c.end + 1)], dtype=torch.int64)
-        pages = -(-max((c.end for c in decoding), default=0) // self.page_size)
-        table_BP = self._table_RP[[c.request.row for c in decoding], :pages]
-        contexts = [self._context_slots(c.request.row, c.end) for c in chunks]
+        slots_BL, seen_BQL = self._padded_contexts([c.request.row for c in decoding], ends_M[rows_BT])
+        contexts = [self._slots(c.request.row, self.spec.first_seen(c.start), c.end) for c in chunks]
         writes = [self._single_slots(owners_M, ends_M - 1)]
-        writes += [slots_L[c.start :] for c, slots_L in zip(chunks, contexts, strict=True)]
-        write_N, ends_BT, table_BP, rows_BT, places_M, *contexts = to_device(
-            [torch.cat(writes), ends_M[rows_BT], table_BP, rows_BT, places_M, *contexts], self.device
+        writes += [slots_L[-c.length :] for c, slots_L in zip(chunks, contexts, strict=True)]
+        write_N, slots_BL, seen_BQL, rows_BT, places_M, *contexts = to_device(
+            [torch.cat(writes), slots_BL, seen_BQL, rows_BT, places_M, *contexts], self.device
         )
         at = sum(lengths)
         layouts = []
         for chunk, slots_L in zip(chunks, contexts, strict=True):
             layouts.append(self._chunk_layout(chunk, at, slots_L))
             at += chunk.length
-        slots_BL, mask_B1QL = self._padded_contexts(table_BP, ends_BT)
         several = rows_BT.shape[1] > 1
-        self._layout = StepLayout(
+        layout = StepLayout(
             write_N=write_N,
             num_decoding=sum(lengths),
             rows_BT=rows_BT if several else None,
             places_M=places_M if several else None,
             slots_BL=slots_BL.view(-1),
-            mask_B1QL=mask_B1QL,
+            mask_B1QL=additive(seen_BQL > 0, self.dtype)[:, None],
             chunks=tuple(layouts),
         )
-
-    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        """The attention of one of several micro-batches of a step, laid out as by `begin`."""
-        self.begin(decoding, chunks)
-        assert self._layout is not None
-        return _LaidOut(self, self._layout)
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        """See `attention.interface.Attention`."""
-        assert self._layout is not None, "begin() lays out the step first"
-        return self.attend_laid_out(self._layout, layer, q_NHD, k_NHD, v_NHD)
+        return _LaidOut(self, layout)
 
     def attend_laid_out(
-        self, layout: StepLayout, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor
+        self,
+        layout: StepLayout,
+        layer: int,
+        q_NHD: Tensor,
+        k_NHD: Tensor,
+        v_NHD: Tensor,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        cache_HS2D = self._cache[layer]
+        cache_HS2D, scale = self.layer_cache(layer), self.spec.scale
         cache_HS2D.index_copy_(1, layout.write_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
         parts = []
         if layout.num_decoding:
-            parts.append(_attend_decoding(q_NHD[: layout.num_decoding], cache_HS2D, layout))
+            q_MHD = q_NHD[: layout.num_decoding]
+            parts.append(_attend_decoding(q_MHD, cache_HS2D, layout, scale, sinks_H))
         for chunk in layout.chunks:
             if chunk.slots_L is None:
                 k_HLD, v_HLD = k_NHD[chunk.rows].transpose(0, 1), v_NHD[chunk.rows].transpose(0, 1)
             else:
                 k_HLD, v_HLD = cache_HS2D.index_select(1, chunk.slots_L).unbind(2)
-            parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL))
+            parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL, scale, sinks_H))
         if not parts:  # this rank has no tokens, but takes part
             return q_NHD
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -209,45 +211,49 @@ class PagedAttention(Attention):
         pages_B = self._table_RP[rows_B, places_B // self.page_size]
         return pages_B * self.page_size + places_B % self.page_size
 
-    def _context_slots(self, row: int, end: int) -> Tensor:
-        pages = -(-end // self.page_size)
-        slots = self._table_RP[row, :pages, None] * self.page_size + self._host_offsets
-        return slots.view(-1)[:end]
+    def _slots(self, row: int, start: int, end: int) -> Tensor:
+        places_L = torch.arange(start, end)
+        return self._table_RP[row, places_L // self.page_size] * self.page_size + places_L % self.page_size
 
-    def _padded_contexts(self, table_BP: Tensor, ends_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots [B, L] and additive mask [B, 1, Q, L] of contexts of different lengths.
+    def _padded_contexts(self, rows: Sequence[int], ends_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """On the host: slots [B, L] of what the sequences in these rows of the table see, and whether each
+        query row sees it, int64 [B, Q, L].
 
-        Padding repeats the request's first slot: whatever another request left in a page, NaN
+        Padding repeats a slot of the sequence: whatever another request left in a page, NaN
         included, is never read, not even to be masked.
         """
-        slots_BL = (table_BP[:, :, None] * self.page_size + self._offsets).flatten(1)
-        beyond_BTL = self._places[: slots_BL.shape[1]] >= ends_BT[:, :, None]
-        slots_BL = torch.where(beyond_BTL[:, -1], slots_BL[:, :1], slots_BL)
+        firsts_BT = (
+            (ends_BT - self.spec.window).clamp(min=0) if self.spec.window else torch.zeros_like(ends_BT)
+        )
+        length = int((ends_BT[:, -1] - firsts_BT[:, 0]).max()) if len(rows) else 0
+        places_BL = firsts_BT[:, :1] + torch.arange(length)
+        places_BL = torch.where(places_BL < ends_BT[:, -1:], places_BL, firsts_BT[:, :1])
+        slots_BL = self._single_slots(torch.tensor(rows, dtype=torch.int64)[:, None], places_BL)
+        offered_BL = firsts_BT[:, :1] + torch.arange(length)
+        seen_BTL = (offered_BL[:, None] < ends_BT[..., None]) & (offered_BL[:, None] >= firsts_BT[..., None])
         heads = self.group if ends_BT.shape[1] > 1 else 1
-        return slots_BL, self._mask(beyond_BTL.repeat_interleave(heads, dim=1))[:, None]
+        return slots_BL, seen_BTL.repeat_interleave(heads, dim=1).long()
 
     def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
         rows = slice(at, at + chunk.length)
-        if chunk.start == 0:
+        if chunk.start == 0 and not self.spec.sinks and not 0 < self.spec.window < chunk.end:
             return ChunkLayout(rows=rows, slots_L=None, mask_TL=None)
-        places_L = self._places[: chunk.end]
-        later_TL = places_L > places_L[chunk.start :, None]
-        return ChunkLayout(rows=rows, slots_L=slots_L, mask_TL=self._mask(later_TL))
-
-    def _mask(self, hidden: Tensor) -> Tensor:
-        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(hidden, float("-inf"))
+        first = self.spec.first_seen(chunk.start)
+        seen_TL = visible(self.spec, chunk.start, chunk.end, first, self.device)
+        return ChunkLayout(rows=rows, slots_L=slots_L, mask_TL=additive(seen_TL, self.dtype))
 
 
 @dataclass(frozen=True)
 class _LaidOut(Attention):
-    """Of one micro-batch of a step."""
+    """Of a step, or one of its micro-batches."""
 
     paged: PagedAttention
     layout: StepLayout
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
-        return self.paged.attend_laid_out(self.layout, layer, q_NHD, k_NHD, v_NHD)
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        return self.paged.attend_laid_out(self.layout, layer, q_NHD, k_NHD, v_NHD, sinks_H)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -268,7 +274,22 @@ def _padded_rows(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return rows_BT, (steps_T < lengths_B[:, None]).view(-1).nonzero().view(-1)
 
 
-def _attend_decoding(q_MHD: Tensor, cache_HS2D: Tensor, layout: StepLayout) -> Tensor:
+def visible(spec: AttentionSpec, start: int, end: int, first: int, device: torch.device) -> Tensor:
+    """bool [end - start, end - first]: whether a token at start, start + 1, ... sees what is at first, ..."""
+    own_T1 = torch.arange(start, end, device=device)[:, None]
+    other_L = torch.arange(first, end, device=device)
+    seen_TL = other_L <= own_T1
+    return seen_TL & (other_L > own_T1 - spec.window) if spec.window else seen_TL
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where seen, else -inf."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _attend_decoding(
+    q_MHD: Tensor, cache_HS2D: Tensor, layout: StepLayout, scale: float, sinks_H: Tensor | None
+) -> Tensor:
     """A few query tokens per sequence over its padded context: [M, Hq, D] -> [M, Hq, D]."""
     M, Hq, D = q_MHD.shape
     Hkv = len(cache_HS2D)
@@ -278,24 +299,51 @@ def _attend_decoding(q_MHD: Tensor, cache_HS2D: Tensor, layout: StepLayout) -> T
     q_BTHD = q_MHD if layout.rows_BT is None else q_MHD[layout.rows_BT]
     q_BHTGD = q_BTHD.view(B, T, Hkv, Hq // Hkv, D).transpose(1, 2)
     q_BHQD = q_BHTGD.reshape(B, Hkv, -1, D)
-    out_BHQD = F.scaled_dot_product_attention(q_BHQD, k_BHLD, v_BHLD, attn_mask=layout.mask_B1QL)
+    if sinks_H is None:
+        out_BHQD = F.scaled_dot_product_attention(
+            q_BHQD, k_BHLD, v_BHLD, attn_mask=layout.mask_B1QL, scale=scale
+        )
+    else:
+        sinks_HQ = sinks_H.view(Hkv, -1).repeat(1, T)
+        out_BHQD = _with_sinks(q_BHQD, k_BHLD, v_BHLD, layout.mask_B1QL, scale, sinks_HQ)
     if layout.places_M is None:
         return out_BHQD.reshape(B, Hq, D)
     out_BTHD = out_BHQD.view(B, Hkv, T, -1, D).transpose(1, 2)
     return out_BTHD.reshape(B * T, Hq, D)[layout.places_M]
 
 
-def attend_chunk(q_THD: Tensor, k_HLD: Tensor, v_HLD: Tensor, mask_TL: Tensor | None) -> Tensor:
-    """The last T tokens of a context of L over all of it, causally: [T, Hq, D] -> [T, Hq, D].
+def attend_chunk(
+    q_THD: Tensor,
+    k_HLD: Tensor,
+    v_HLD: Tensor,
+    mask_TL: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """T tokens over a context of L: [T, Hq, D] -> [T, Hq, D].
 
-    mask_TL is added to the scores; None: plain causal, T equal to L.
+    mask_TL is added to the scores; None: plain causal, T equal to L. sinks: float32 [Hq], with a mask only.
     """
     T, Hq, D = q_THD.shape
     Hkv = len(k_HLD)
     G = Hq // Hkv
     q_GHTD = q_THD.view(T, Hkv, G, D).permute(2, 1, 0, 3)
     k_GHLD, v_GHLD = k_HLD.expand(G, Hkv, -1, D), v_HLD.expand(G, Hkv, -1, D)
-    out_GHTD = F.scaled_dot_product_attention(
-        q_GHTD, k_GHLD, v_GHLD, attn_mask=mask_TL, is_causal=mask_TL is None
-    )
+    if sinks_H is None:
+        out_GHTD = F.scaled_dot_product_attention(
+            q_GHTD, k_GHLD, v_GHLD, attn_mask=mask_TL, is_causal=mask_TL is None, scale=scale
+        )
+    else:
+        assert mask_TL is not None
+        out_GHTD = _with_sinks(q_GHTD, k_GHLD, v_GHLD, mask_TL, scale, sinks_H.view(Hkv, G).T[..., None])
     return out_GHTD.permute(2, 1, 0, 3).reshape(T, Hq, D)
+
+
+def _with_sinks(
+    q_XQD: Tensor, k_XLD: Tensor, v_XLD: Tensor, mask: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """As SDPA, where each query row [X, Q] has one more score, `sinks` (broadcast to [X, Q]), of value 0."""
+    scores_XQL = (q_XQD @ k_XLD.transpose(-1, -2)).float() * scale + mask
+    sinks_XQ1 = sinks.expand(scores_XQL.shape[:-1])[..., None]
+    weights_XQL = torch.cat((scores_XQL, sinks_XQ1), dim=-1).softmax(dim=-1)[..., :-1]
+    return weights_XQL.to(v_XLD.dtype) @ v_XLD

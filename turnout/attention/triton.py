@@ -17,7 +17,7 @@ from torch import Tensor
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.torch import PagedAttention, to_device
 
-WIDEST = 128  # head size of which a tile of a prompt fits into a multiprocessor
+WIDEST = 256  # head size of which a tile of a prompt fits into a multiprocessor
 
 
 class _Stored(Attention):
@@ -26,13 +26,15 @@ class _Stored(Attention):
     def __init__(self, paged: PagedAttention, slots_N: Tensor):
         self._paged, self._slots_N = paged, slots_N
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         cache_HS2D, slots_N = self.place(layer)
         cache_HS2D.index_copy_(1, slots_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
-        return self.attend(layer, q_NHD)
+        return self.attend(layer, q_NHD, sinks_H)
 
     def place(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._paged.cache[layer], self._slots_N
+        return self._paged.layer_cache(layer), self._slots_N
 
     def _spans(self, rows: int) -> int:
         """By what contexts may become, not by what they are: each number is a kernel of its own."""
@@ -40,6 +42,7 @@ class _Stored(Attention):
 
         paged = self._paged
         longest = paged.table.shape[1] * paged.page_size
+        longest = min(longest, paged.spec.window or longest)
         return paged.fixed_spans or spans(rows, paged.cache.shape[1], longest, paged.processors)
 
 
@@ -52,16 +55,19 @@ class RowAttention(_Stored):
         self._table_NP, self._ends_N = table_NP, ends_N
         self._splits = self._spans(len(slots_N))
 
-    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         from turnout.kernels.attention.decode import attend
 
         return attend(
             q_NHD.contiguous(),
-            self._paged.cache[layer],
+            self._paged.layer_cache(layer),
             self._table_NP,
             self._ends_N,
             page_size=self._paged.page_size,
             splits=self._splits,
+            scale=self._paged.spec.scale,
+            window=self._paged.spec.window,
+            sinks_H=sinks_H,
         )
 
 
@@ -87,10 +93,11 @@ class StepAttention(_Stored):
         self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
         self._splits = self._spans(max(1, self._num_decoding))
 
-    def attend(self, layer: int, q_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         from turnout.kernels.attention import decode, prefill
 
-        cache_HS2D, page_size = self._paged.cache[layer], self._paged.page_size
+        spec, cache_HS2D = self._paged.spec, self._paged.layer_cache(layer)
+        page_size, scale, window = self._paged.page_size, spec.scale, spec.window
         q_NHD = q_NHD.contiguous()
         out_NHD = torch.empty_like(q_NHD)
         M = self._num_decoding
@@ -101,9 +108,22 @@ class StepAttention(_Stored):
             self._ends_M,
             page_size=page_size,
             splits=self._splits,
+            scale=scale,
+            window=window,
+            sinks_H=sinks_H,
             out_BHD=out_NHD[:M],
         )
-        prefill.attend(q_NHD, cache_HS2D, self._tiles_TF, self._table_BP, out_NHD, page_size=page_size)
+        prefill.attend(
+            q_NHD,
+            cache_HS2D,
+            self._tiles_TF,
+            self._table_BP,
+            out_NHD,
+            page_size=page_size,
+            scale=scale,
+            window=window,
+            sinks_H=sinks_H,
+        )
         return out_NHD
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from turnout.attention.cpu import paged_attention
+from turnout.attention.kinds import cache_groups
 from turnout.attention.torch import PagedAttention
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
@@ -122,8 +123,9 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
 
 def _make_attention(engine_plan: EnginePlan, shape: ModelShape, device: torch.device) -> PagedAttention:
     config = engine_plan.config
+    (group,) = cache_groups(shape.attention)
     return paged_attention(
-        shape,
+        group,
         num_pages=engine_plan.num_pages,
         page_size=engine_plan.page_size,
         max_running=config.max_running_requests,

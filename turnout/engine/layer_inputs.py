@@ -123,7 +123,7 @@ def forward(
     """Final hidden states [N, H] of one sequence, which every data-parallel rank brings, `most` at a time."""
     ids_N = torch.tensor(ids, dtype=torch.int64, device=device)
     positions_N = torch.arange(len(ids_N), device=device)
-    attention = WholeAttention(model.shape.num_layers)
+    attention = WholeAttention(model.shape.attention)
     steps = zip(ids_N.split(most), positions_N.split(most), strict=True)
     return torch.cat(
         [

@@ -22,7 +22,6 @@ from turnout.moe.budget import (
     Budget,
     fewer_tokens,
     gigabytes,
-    kv_bytes_per_token,
     logits_bytes,
 )
 from turnout.moe.plan import MoEPlan
@@ -76,14 +75,9 @@ class Rank:
 
     @property
     def page_bytes(self) -> int:
-        shape = self.description.shape
-        return self.config.page_size * kv_bytes_per_token(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            attention_tp=self.topology.attention_tp,
-            itemsize=ITEMSIZE[self.compute_dtype],
-        )
+        itemsize, split = ITEMSIZE[self.compute_dtype], self.topology.attention_tp
+        layers = self.description.shape.attention
+        return self.config.page_size * sum(layer.split(split).token_bytes(itemsize) for layer in layers)
 
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
         """All but the KV cache."""
@@ -130,12 +124,15 @@ def dense_parameters(description: ModelDescription, topology: Topology, moe: MoE
     """
     dense, shape = description.dense, description.shape
     split = topology.attention_tp
-    kv_heads = max(1, shape.num_kv_heads // split)
     rows = -(-shape.vocab_size // split)
+    kv, local_kv = (
+        sum(layer.token_bytes(1) for layer in layers)
+        for layers in (shape.attention, [layer.split(split) for layer in shape.attention])
+    )
     return (
         dense.vocabulary // shape.vocab_size * rows
         + -(-(dense.queries + dense.mlps) // split)
-        + dense.keys_values // shape.num_kv_heads * kv_heads
+        + dense.keys_values * local_kv // kv
         + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1))
         + dense.replicated
     )

@@ -82,11 +82,11 @@ def attention_refusals(description: ModelDescription, topology: Topology) -> lis
     if topology.refusals() or _heads_fit(description, topology.attention_tp):
         return []
     fitting = [n for n in divisors(topology.tp_size) if _heads_fit(description, topology.tp_size // n)]
-    shape = description.shape
+    layer = next(one for one in description.shape.attention if not one.splits(topology.attention_tp))
     return [
         Refusal(
             who="model",
-            asked=f"{shape.num_heads} heads, {shape.num_kv_heads} of KV, over "
+            asked=f"{layer.num_heads} heads, {layer.num_kv_heads} of KV, over "
             f"{topology.attention_tp} attention-TP ranks",
             limit="heads divide evenly over ranks, and KV heads over ranks or ranks over KV heads",
             remedy=f"use --enable-dp-attention with --dp-size {one_of(fitting)}",
@@ -95,8 +95,7 @@ def attention_refusals(description: ModelDescription, topology: Topology) -> lis
 
 
 def _heads_fit(description: ModelDescription, attention_tp: int) -> bool:
-    heads, kv_heads = description.shape.num_heads, description.shape.num_kv_heads
-    return heads % attention_tp == 0 and (kv_heads % attention_tp == 0 or attention_tp % kv_heads == 0)
+    return all(layer.splits(attention_tp) for layer in set(description.shape.attention))
 
 
 def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:

@@ -12,7 +12,7 @@ G = Hq + Hkv, D head size, I intermediate size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.attention.kinds import AttentionSpec
 from turnout.kernels import cpu
 from turnout.kernels.common.rowwise import Linear, product
 from turnout.models import interface
@@ -27,6 +28,9 @@ from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished
 from turnout.parallel.groups import SINGLE_RANK, Group
+
+# By the name of a rotary embedding: cos and sin of the positions of a step (`RotaryEmbedding`).
+Rotaries = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def one_kernel(weight: Tensor, size: int) -> ModuleType | None:
@@ -174,42 +178,44 @@ def rotate(x_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
 class Attention:
     """Projections, optional norm of queries and keys, rotary embedding; the rest is the engine's.
 
-    qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then keys, then values; out: [H, Hq D].
-    qk_norm: norm of [N, G, D]: every query and key head with its weight, or all of them together; or None.
-    group: the ranks that have the other heads. Only one of them has `out_bias`.
+    spec: of this layer, with the heads of this rank. qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then
+    keys, then values; out: [H, Hq D]. qk_norm: norm of [N, G, D]: every query and key head with its weight,
+    or all of them together; or None. sinks: float32 [Hq], where the layer has them. group: the ranks that
+    have the other heads. Only one of them has `out_bias`.
     """
 
     def __init__(
         self,
         layer: int,
-        shape: interface.ModelShape,
+        spec: AttentionSpec,
         *,
         qkv: Tensor,
         qkv_bias: Tensor | None = None,
         out: Tensor,
         out_bias: Tensor | None = None,
         qk_norm: Norm | WholeNorm | None = None,
+        sinks: Tensor | None = None,
         group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = F.linear,
     ):
         self._layer, self._group, self._linear = layer, group, linear
-        self._num_q, self._head_dim = shape.num_heads, shape.head_dim
-        self._num_qk = shape.num_heads + shape.num_kv_heads
-        self._num_qkv = self._num_qk + shape.num_kv_heads
+        self._num_q, self._head_dim, self._rope = spec.num_heads, spec.head_dim, spec.rope
+        self._num_qk = spec.num_heads + spec.num_kv_heads
+        self._num_qkv = self._num_qk + spec.num_kv_heads
         self._qkv, self._qkv_bias = qkv, qkv_bias
         self._out, self._out_bias = out, out_bias
-        self._qk_norm = qk_norm
-        self._fused = one_kernel(qkv, shape.head_dim // 2)
+        self._qk_norm, self._sinks = qk_norm, sinks
+        self._fused = one_kernel(qkv, spec.head_dim // 2)
 
-    def __call__(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention) -> Tensor:
+    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
-        N, D = x_NH.shape[0], self._head_dim
+        N, D, rotary = x_NH.shape[0], self._head_dim, rotaries[self._rope]
         if self._fused:
             out_NHD = self._attend_fused(self._fused, x_NH, rotary, attention)
         else:
             heads_NGD = self._linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
             q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
-            out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :])
+            out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :], self._sinks)
         flat_NX = out_NHD.reshape(N, self._num_q * D)
         if self._fused and self._group.size == 1:
             return product(self._linear, flat_NX, self._out, self._out_bias)
@@ -236,18 +242,18 @@ class Attention:
         if place is not None and norm is each:
             heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
             q_NHD, _ = rows.rotate(heads, *given, store=place)
-            return attention.attend(self._layer, q_NHD)
+            return attention.attend(self._layer, q_NHD, self._sinks)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
         if isinstance(norm, WholeNorm):
             qk_NGD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, : self._num_qk]
             qk_NGD.copy_(norm(qk_NGD))
             if place is not None:
                 q_NHD, _ = rows.rotate(heads_NX, *given, store=place)
-                return attention.attend(self._layer, q_NHD)
+                return attention.attend(self._layer, q_NHD, self._sinks)
         q_NHD, k_NHD = rows.rotate(heads_NX, *given)
         assert k_NHD is not None, "keys are returned unless stored"
         v_NHD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, self._num_qk :]
-        return attention(self._layer, q_NHD, k_NHD, v_NHD)
+        return attention(self._layer, q_NHD, k_NHD, v_NHD, self._sinks)
 
 
 class GatedMLP:

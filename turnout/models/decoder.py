@@ -20,12 +20,13 @@ Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from turnout.attention.kinds import AttentionSpec
 from turnout.checkpoint import ExpertShape
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models.blocks import (
@@ -35,11 +36,12 @@ from turnout.models.blocks import (
     GatedSharedExpert,
     Head,
     Norm,
+    Rotaries,
     RotaryEmbedding,
     WholeNorm,
 )
 from turnout.models.interface import ProgressFn, Step
-from turnout.models.shares import Heads, split, whole
+from turnout.models.shares import Heads, Share, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.in_flight import InFlight
@@ -82,21 +84,21 @@ class DecoderLayer:
     mlp: MLP
 
     def __call__(
-        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
+        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is to be added to it, [N, H] each, to the same after this layer."""
         x_NH, normed_NH = self.attend(x_NH, delta_NH, rotary, step)
         return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
 
     def attend(
-        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: tuple[Tensor, Tensor], step: Step
+        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [N, H] after attention, and its norm [N, H], the input of the MLP."""
         x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
         return self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
 
     def overlapped(
-        self, flows: Sequence[Flow], rotaries: Sequence[tuple[Tensor, Tensor]], steps: Sequence[Step]
+        self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]
     ) -> list[Flow]:
         """A call for each of several micro-batches: one computes while another exchanges its tokens."""
         residuals: list[Tensor] = []
@@ -124,13 +126,14 @@ class Decoder:
     ):
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         self._group = groups.attention_tp
-        self._heads = Heads.of(spec.shape, self._group)
-        self.shape = shape = self._heads.shape
+        ranks = self._group.size
+        local = tuple(layer.split(ranks) for layer in spec.shape.attention)
+        self.shape = shape = replace(spec.shape, attention=local)
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._make_runner = make_runner
         self.layers_begun = 0
         self._embed, self._head = self._read_vocabulary()
-        self._rotary = RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)
+        self._ropes = {"default": RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)}
         self._layers: list[DecoderLayer] = []
         self._moe_layers: list[MoELayer] = []
         for i in range(shape.num_layers):
@@ -172,6 +175,9 @@ class Decoder:
         for layer in self._moe_layers:
             layer.reset_counts()
 
+    def _rotary(self, positions_N: Tensor) -> Rotaries:
+        return {name: rope(positions_N) for name, rope in self._ropes.items()}
+
     def _layer(self, i: int) -> DecoderLayer:
         names = self._spec.names
         prefix = names.layer(i)
@@ -205,35 +211,39 @@ class Decoder:
         return Norm(weight_H, self._spec.norm_eps)
 
     def _read_attention(self, i: int, prefix: str) -> Attention:
-        spec, shape, weights = self._spec, self.shape, self._weights
-        queries, keys, hidden = self._heads.queries, self._heads.keys, whole(shape.hidden_size)
-        rows = {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys}
-        out_bias = weights.tensor(f"{prefix}.o_proj.bias", shape.hidden_size) if spec.out_bias else None
+        spec, weights = self._spec, self._weights
+        H, heads = self.shape.hidden_size, Heads.of(spec.shape.attention[i], self._group)
+        rows = {f"{prefix}.q_proj": heads.queries, f"{prefix}.k_proj": heads.keys}
+        rows[f"{prefix}.v_proj"] = heads.values
+        out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None
         order = None if i in spec.nope_layers else spec.rope.order
         return Attention(
             i,
-            shape,
-            qkv=self._in_order(weights.fused(rows, hidden), order),
-            qkv_bias=self._in_order(weights.fused_bias(rows), order) if spec.qkv_bias else None,
-            out=weights.linear(f"{prefix}.o_proj", hidden, queries),
+            heads.spec,
+            qkv=self._in_order(weights.fused(rows, whole(H)), order, heads.spec),
+            qkv_bias=self._in_order(weights.fused_bias(rows), order, heads.spec) if spec.qkv_bias else None,
+            out=weights.linear(f"{prefix}.o_proj", whole(H), heads.outputs),
             out_bias=out_bias if self._group.rank == 0 else None,
-            qk_norm=self._read_qk_norm(i, prefix, order),
+            qk_norm=self._read_qk_norm(i, prefix, order, heads),
+            sinks=self._read_sinks(prefix, heads.heads) if heads.spec.sinks else None,
             group=self._group,
             linear=weights.multiply,
         )
 
-    def _in_order(self, fused: Tensor, order: Sequence[int] | None) -> Tensor:
+    def _in_order(self, fused: Tensor, order: Sequence[int] | None, layer: AttentionSpec) -> Tensor:
         """Rows of queries, keys and values, those of each query and key head in this order (`Rope.order`)."""
         if order is None:
             return fused
-        D, num_qk = self.shape.head_dim, self.shape.num_heads + self.shape.num_kv_heads
+        D, num_qk = layer.head_dim, layer.num_heads + layer.num_kv_heads
         heads_GDx = fused[: num_qk * D].unflatten(0, (num_qk, D))
         heads_GDx.copy_(heads_GDx[:, list(order)])
         return fused
 
-    def _read_qk_norm(self, i: int, prefix: str, order: Sequence[int] | None) -> Norm | WholeNorm | None:
-        kind, shape, heads = self._spec.qk_norm, self.shape, self._heads
-        D, num_qk = shape.head_dim, shape.num_heads + shape.num_kv_heads
+    def _read_qk_norm(
+        self, i: int, prefix: str, order: Sequence[int] | None, heads: Heads
+    ) -> Norm | WholeNorm | None:
+        kind, local, whole_layer = self._spec.qk_norm, heads.spec, self._spec.shape.attention[i]
+        D, num_qk = local.head_dim, local.num_heads + local.num_kv_heads
         if kind == QKNorm.NONE or (kind == QKNorm.UNIT and i in self._spec.nope_layers):
             return None
         if kind == QKNorm.UNIT:
@@ -251,16 +261,19 @@ class Decoder:
             weight_GD = weight_GD[:, list(order)].contiguous()
         if kind == QKNorm.HEAD:
             return Norm(weight_GD, self._spec.norm_eps)
-        whole_model = self._spec.shape
         return WholeNorm(
             weight_GD,
             self._spec.norm_eps,
-            num_q=shape.num_heads,
-            total_q=whole_model.num_heads,
-            total_k=whole_model.num_kv_heads,
-            copies=self._group.size * shape.num_kv_heads // whole_model.num_kv_heads,
+            num_q=local.num_heads,
+            total_q=whole_layer.num_heads,
+            total_k=whole_layer.num_kv_heads,
+            copies=self._group.size * local.num_kv_heads // whole_layer.num_kv_heads,
             group=self._group,
         )
+
+    def _read_sinks(self, prefix: str, heads: Share) -> Tensor:
+        sinks_H = self._weights.tensor(f"{prefix}.sinks", heads.total)
+        return sinks_H.narrow(0, heads.start, heads.size).float()
 
     def _read_dense(self, prefix: str) -> GatedMLP:
         inner = split(self._spec.dense_intermediate_size, self._group)

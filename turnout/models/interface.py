@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from turnout.attention.interface import Attention
+from turnout.attention.kinds import AttentionSpec
 from turnout.moe.spec import MoESpec
 from turnout.vocabulary import Phase
 
@@ -42,14 +43,15 @@ class ModelShape:
     """What the engine must know to size and address the KV cache and the sampler."""
 
     architecture: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionSpec, ...]  # of each layer
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class ModelDescription:
 class Model(Protocol):
     """A loaded model of this rank."""
 
-    shape: ModelShape  # with the heads of this rank
+    shape: ModelShape  # its attention with the heads of this rank
     layers_begun: int  # in all forwards; a watchdog tells by it a long forward from one that waits
 
     def forward(self, step: Step) -> Tensor:

@@ -7,6 +7,7 @@ implemented.
 
 from __future__ import annotations
 
+from turnout.attention.kinds import AttentionSpec
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
 from turnout.models.interface import ModelShape
@@ -17,7 +18,9 @@ from turnout.moe.spec import MoESpec, Routing
 def read_shape(
     fields: ConfigFields, *, architecture: str, max_positions: int, head_dim: int | None = None
 ) -> ModelShape:
-    """Sizes that the engine must know. max_positions: of the rope, which may be fewer than the file says.
+    """Sizes that the engine must know, with full attention in every layer.
+
+    max_positions: of the rope, which may be fewer than the file says.
 
     head_dim: what the file means without the field; None: hidden_size / num_attention_heads.
     """
@@ -31,12 +34,12 @@ def read_shape(
             "eos_token_id", f"must be below vocab_size ({vocab_size}), or generation never ends"
         )
     fields.choice("hidden_act", ("silu", "swish"), default="silu")  # two names of one function
+    layer = AttentionSpec.full(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim or read_head_dim(fields)
+    )
     return ModelShape(
         architecture=architecture,
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim or read_head_dim(fields),
+        attention=(layer,) * fields.integer("num_hidden_layers"),
         hidden_size=fields.integer("hidden_size"),
         vocab_size=vocab_size,
         max_position_embeddings=max_positions,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from turnout.models.interface import ModelShape
+from turnout.attention.kinds import AttentionSpec
 from turnout.parallel.groups import Group, shares
 
 
@@ -15,6 +15,10 @@ class Share:
     total: int
     start: int
     size: int
+
+    def times(self, each: int) -> Share:
+        """As many rows or columns of each of these."""
+        return Share(self.total * each, self.start * each, self.size * each)
 
 
 def whole(total: int) -> Share:
@@ -29,26 +33,32 @@ def split(total: int, group: Group) -> Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The attention heads of one rank of `group`, as rows or columns of its projections.
+    """The attention heads of one rank of `group` in a layer, as rows or columns of its projections.
 
     Query heads are split. So are KV heads, unless ranks outnumber them: then neighbours, whose queries
-    belong to the same KV head, hold it each. `shape`: the model's, with this rank's numbers of heads.
+    belong to the same KV head, hold it each. spec: the layer's, with this rank's numbers of heads. heads: its
+    query heads.
     """
 
-    shape: ModelShape
+    spec: AttentionSpec
+    heads: Share
     queries: Share
     keys: Share
+    values: Share
+    outputs: Share
 
     @classmethod
-    def of(cls, shape: ModelShape, group: Group) -> Heads:
+    def of(cls, spec: AttentionSpec, group: Group) -> Heads:
         """Raises ValueError where the heads cannot be split evenly."""
-        num_q, num_kv, ranks = shape.num_heads, shape.num_kv_heads, group.size
-        if num_q % ranks or (num_kv % ranks and ranks % num_kv):
-            raise ValueError(f"{num_q} heads, {num_kv} of KV, cannot be split evenly over {ranks} ranks")
-        local = replace(shape, num_heads=num_q // ranks, num_kv_heads=max(1, num_kv // ranks))
-        D = shape.head_dim
+        local = spec.split(group.size)
+        heads = Share(spec.num_heads, group.rank * local.num_heads, local.num_heads)
+        first_kv = group.rank * spec.num_kv_heads // group.size
+        kv_heads = Share(spec.num_kv_heads, first_kv, local.num_kv_heads)
         return cls(
-            shape=local,
-            queries=Share(num_q * D, group.rank * local.num_heads * D, local.num_heads * D),
-            keys=Share(num_kv * D, group.rank * num_kv // ranks * D, local.num_kv_heads * D),
+            spec=local,
+            heads=heads,
+            queries=heads.times(spec.head_dim),
+            keys=kv_heads.times(spec.head_dim),
+            values=kv_heads.times(spec.value_dim),
+            outputs=heads.times(spec.value_dim),
         )

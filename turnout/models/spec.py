@@ -92,15 +92,20 @@ class DecoderSpec:
 
     def _dense_parameters(self) -> DenseParameters:
         shape, H, L = self.shape, self.shape.hidden_size, self.shape.num_layers
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         num_moe, shared = len(self.moe_layers), self.shared_expert
-        qk_norm = {QKNorm.HEAD: 2 * shape.head_dim, QKNorm.WHOLE: q + kv}.get(self.qk_norm, 0)
+        queries = keys_values = small = 0
+        for layer in shape.attention:
+            q, k = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+            queries += q * (H + self.qkv_bias) + layer.num_heads * layer.value_dim * H
+            keys_values += (k + layer.num_kv_heads * layer.value_dim) * (H + self.qkv_bias)
+            small += {QKNorm.HEAD: 2 * layer.head_dim, QKNorm.WHOLE: q + k}.get(self.qk_norm, 0)
+            small += layer.num_heads if layer.sinks else 0
         router = self.moe.num_experts * (H + self.correction_bias) + (H if shared and shared.gated else 0)
         return DenseParameters(
             vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
-            queries=L * q * (2 * H + self.qkv_bias),
-            keys_values=L * 2 * kv * (H + self.qkv_bias),
+            queries=queries,
+            keys_values=keys_values,
             mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
             shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
-            replicated=H + L * (2 * H + qk_norm) + num_moe * router + L * H * self.out_bias,
+            replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias,
         )

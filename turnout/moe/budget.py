@@ -167,14 +167,6 @@ def expert_bytes(spec: MoESpec, shape: RankShape, *, decoded: bool, itemsize: in
     return shape.local_experts * one + input_scales
 
 
-def kv_bytes_per_token(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, attention_tp: int = 1, itemsize: int = 2
-) -> int:
-    """Keys and values of one token on one rank; a rank keeps at least one KV head."""
-    heads = max(1, num_kv_heads // attention_tp)
-    return 2 * num_layers * heads * head_dim * itemsize
-
-
 def logits_bytes(rows: int, vocab_size: int) -> int:
     """float32 logits of the rows sampled in one step, and the copy that sampling works on."""
     return 2 * 4 * rows * vocab_size

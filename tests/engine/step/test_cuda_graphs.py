@@ -18,6 +18,7 @@ import torch
 
 from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
+from turnout.attention.kinds import cache_groups
 from turnout.attention.torch import PagedAttention
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import graph_sizes
@@ -104,7 +105,7 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
 
 def paged(pages: int, running: int) -> PagedAttention:
     return PagedAttention(
-        SHAPE,
+        *cache_groups(SHAPE.attention),
         num_pages=pages,
         page_size=PAGE,
         max_running=running,
@@ -143,7 +144,7 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
             replays += bool(chunks)
         else:
             singles = [chunk for chunk in chunks if chunk.decodes]
-            attention.begin(singles, chunks[len(singles) :])
+            attention.laid_out(singles, chunks[len(singles) :])
         scheduler.computed(chunks)
         for chunk in chunks:
             if chunk.samples:

@@ -19,28 +19,42 @@ results = {}
 loop_bounds.teach()
 
 
-def error(ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1) -> float:
-    """The largest difference from a softmax written out; every slot that no row holds is NaN."""
+def shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores [Hq, ..., L] and, of each head, a sink [Hq] that gets a share of it."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def error(
+    ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1, window=0, sinks=False, scale=0.3
+) -> float:
+    """The largest difference from a softmax written out; every slot that no row sees is NaN."""
     draw = torch.Generator().manual_seed(len(ends))
     (Hq, Hkv), P = heads, 1 + -(-max(ends) // page)
     B = len(ends)
     pages = torch.randperm(B * P, generator=draw).view(B, P)
     cache = torch.randn(Hkv, B * P * page, 2, size, generator=draw)
     q = torch.randn(B, Hq, size, generator=draw)
+    logits = torch.randn(Hq, generator=draw) if sinks else None
     wanted = torch.zeros(B, Hq, size)
     used = torch.zeros(B * P * page, dtype=torch.bool)
     for b, end in enumerate(ends):
-        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
+        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[max(0, end - (window or end)) : end]
         used[slots] = True
         k, v = (x.float().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
-        scores = torch.einsum("hd,hld->hl", q[b].float(), k) / size**0.5
-        wanted[b] = torch.einsum("hl,hld->hd", scores.softmax(-1), v) if end else 0
+        scores = torch.einsum("hd,hld->hl", q[b].float(), k) * scale
+        wanted[b] = torch.einsum("hl,hld->hd", shares(scores, logits), v) if end else 0
     cache[:, ~used] = torch.nan
-    found = attend(q, cache, pages, torch.tensor(ends), page_size=page, splits=splits)
+    rest = {"page_size": page, "splits": splits, "scale": scale, "window": window, "sinks_H": logits}
+    found = attend(q, cache, pages, torch.tensor(ends), **rest)
     return float((found.float() - wanted).abs().max())
 
 
-def prompts(spans: list[tuple[int, int]], *, heads=(4, 2), size=16, page=16) -> float:
+def prompts(
+    spans: list[tuple[int, int]], *, heads=(4, 2), size=16, page=16, window=0, sinks=False, scale=0.3
+) -> float:
     """As `error`, of chunks [start, end) of as many sequences, each of whose tokens sees what precedes it."""
     draw = torch.Generator().manual_seed(len(spans))
     (Hq, Hkv), B, P = heads, len(spans), 1 + -(-max(end for _, end in spans) // page)
@@ -48,20 +62,22 @@ def prompts(spans: list[tuple[int, int]], *, heads=(4, 2), size=16, page=16) -> 
     cache = torch.randn(Hkv, B * P * page, 2, size, generator=draw)
     N = sum(end - start for start, end in spans)
     q, out = torch.randn(N, Hq, size, generator=draw), torch.full((N, Hq, size), torch.nan)
+    logits = torch.randn(Hq, generator=draw) if sinks else None
     wanted, chunks, used = [], [], torch.zeros(B * P * page, dtype=torch.bool)
     for b, (start, end) in enumerate(spans):
         rows = slice(len(wanted), len(wanted) + end - start)
         chunks.append((rows.start, start, end, b))
         slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
-        used[slots] = True
+        used[slots[max(0, start + 1 - (window or end)) :]] = True
         k, v = (x.repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
-        scores = torch.einsum("thd,hld->htl", q[rows], k) / size**0.5
-        later = torch.arange(end) > torch.arange(start, end)[:, None]
-        shares = scores.masked_fill(later, -torch.inf).softmax(-1)
-        wanted += torch.einsum("htl,hld->thd", shares, v)
+        scores = torch.einsum("thd,hld->htl", q[rows], k) * scale
+        ages = torch.arange(start, end)[:, None] - torch.arange(end)
+        scores = scores.masked_fill((ages < 0) | (ages >= (window or end)), -torch.inf)
+        wanted += torch.einsum("htl,hld->thd", shares(scores, logits), v)
     cache[:, ~used] = torch.nan
     tiles = prefill.tiles(chunks, Hq // Hkv)
-    prefill.attend(q, cache, tiles, pages, out, page_size=page)
+    rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
+    prefill.attend(q, cache, tiles, pages, out, **rest)
     return float((out - torch.stack(wanted)).abs().max())
 
 
@@ -90,6 +106,18 @@ results["odd-heads"] = error([90, 33], heads=(6, 2), size=24, page=4) < 1e-5
 results["one-kv-head"] = error([70], heads=(20, 1), size=32) < 1e-5
 results["prompts"] = prompts([(0, 40), (64, 70), (63, 200), (5, 6)]) < 1e-5
 results["prompts-odd"] = prompts([(0, 150), (130, 131)], heads=(6, 2), size=24, page=4) < 1e-5
+results["window"] = error([1, 5, 17, 130, 300], window=70, splits=2) < 1e-5
+results["sinks"] = error([1, 0, 77, 130], sinks=True, splits=2) < 1e-5
+results["window-sinks"] = error([1, 5, 200], heads=(16, 2), size=64, window=8, sinks=True, splits=4) < 1e-5
+results["large-heads"] = error([90], heads=(2, 1), size=256, splits=2) < 1e-5
+spans = [(0, 40), (64, 70), (63, 200), (5, 6), (190, 210), (130, 131)]
+results["prompts-window"] = all(prompts(spans, window=size) < 1e-5 for size in (1, 17, 64, 128, 300))
+results["prompts-sinks"] = prompts(spans, sinks=True) < 1e-5
+results["prompts-window-sinks"] = (
+    prompts(spans, heads=(6, 2), size=24, page=4, window=30, sinks=True) < 1e-5
+    and prompts(spans, heads=(16, 2), size=64, window=128, sinks=True) < 1e-5
+)
+results["prompts-large-heads"] = prompts([(0, 70), (60, 80)], heads=(2, 1), size=256, window=20) < 1e-5
 results["parts"] = parts(3, 70, 128, 32) and parts(16, 64, 64, 64)
 results["product"] = product(1, 70, 128, bias=True) and product(0, 8, 64)
 results["product-odd"] = product(37, 5, 72) and product(37, 64, 72, bias=True, rows=16)

@@ -25,6 +25,14 @@ def results() -> dict[str, bool]:
         "one-kv-head",
         "prompts",
         "prompts-odd",
+        "window",
+        "sinks",
+        "window-sinks",
+        "large-heads",
+        "prompts-window",
+        "prompts-sinks",
+        "prompts-window-sinks",
+        "prompts-large-heads",
         "parts",
         "product",
         "product-odd",
@@ -45,7 +53,8 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int):
     pages = torch.randperm(5 * 256).view(5, 256)
     q = torch.randn(5, Hq, D).to(dtype)
     cache = torch.randn(Hkv, 5 * 256 * page, 2, D).to(dtype)
-    found = attend(*(t.cuda() for t in (q, cache, pages, ends)), page_size=page, splits=splits).cpu()
+    given = (t.cuda() for t in (q, cache, pages, ends))
+    found = attend(*given, page_size=page, splits=splits, scale=D**-0.5).cpu()
     for b, end in enumerate(ends.tolist()):
         slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
         k, v = (x.double().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))
@@ -71,7 +80,7 @@ def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
         row += end - start
     out = torch.full_like(q, torch.nan).cuda()
     tiles = prefill.tiles(chunks, Hq // Hkv)
-    prefill.attend(*(t.cuda() for t in (q, cache, tiles, pages)), out, page_size=page)
+    prefill.attend(*(t.cuda() for t in (q, cache, tiles, pages)), out, page_size=page, scale=D**-0.5)
     for row, start, end, owner in chunks:
         slots = (pages[owner, :, None] * page + torch.arange(page)).flatten()[:end]
         k, v = (x.cuda().double().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from turnout.kernels.cpu import attention
 
 PAGE = 32
+SCALE = 0.2
 SHAPES = [(8, 4, 32), (7, 7, 16), (16, 2, 128)]  # query heads, KV heads, head size
 
 
@@ -20,19 +21,21 @@ class Sequences:
         self.cache = torch.full((kv_heads, count * pages * PAGE * 2 * size), float("nan"))
         self.q, self.k, self.v = (torch.randn(count, length, h, size) for h in (heads, kv_heads, kv_heads))
 
-    def attend(self, *chunks: tuple[int, int, int]) -> torch.Tensor:
+    def attend(
+        self, *chunks: tuple[int, int, int], window: int = 0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Of chunks (sequence, first position, length), one after the other."""
         q, k, v = (
             torch.cat([x[row, start : start + length] for row, start, length in chunks])
             for x in (self.q, self.k, self.v)
         )
-        planned = attention.Chunks(chunks, self.group)
-        return attention.attend(q, k, v, self.cache, planned, self.table, PAGE)
+        planned = attention.Chunks(chunks, self.group, window)
+        return attention.attend(q, k, v, self.cache, planned, self.table, PAGE, scale=SCALE, sinks_H=sinks)
 
     def expected(self, row: int) -> torch.Tensor:
         q, k, v = (x[row].transpose(0, 1) for x in (self.q, self.k, self.v))
         k, v = (x.repeat_interleave(self.group, 0) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
@@ -64,5 +67,31 @@ def test_company_chunks_and_threads_change_no_bit(monkeypatch):
 def test_no_tokens():
     sequences = Sequences(1, 4, 8, 4, 32)
     none = torch.empty(0, 8, 32), torch.empty(0, 4, 32), torch.empty(0, 4, 32)
-    out = attention.attend(*none, sequences.cache, attention.Chunks([], 2), sequences.table, PAGE)
+    out = attention.attend(
+        *none, sequences.cache, attention.Chunks([], 2), sequences.table, PAGE, scale=SCALE
+    )
     assert out.shape == (0, 8, 32)
+
+
+@pytest.mark.parametrize("size", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("window", [1, 8, 128, 300])
+def test_windows_and_sinks(size: int, window: int):
+    """As a softmax written out, in chunks, where pages below the window are no longer the sequence's."""
+    torch.manual_seed(size + window)
+    length = attention.SPAN + 150
+    sequences = Sequences(2, length, 6, 2, size)
+    sinks = torch.randn(6)
+    k, v = (x[0].repeat_interleave(3, 1) for x in (sequences.k, sequences.v))
+    ages = torch.arange(length)[:, None] - torch.arange(length)
+    scores = torch.einsum("thd,lhd->htl", sequences.q[0], k) * SCALE
+    scores = scores.masked_fill((ages < 0) | (ages >= window), float("-inf"))
+    weights = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), dim=-1).softmax(-1)
+    expected = torch.einsum("htl,lhd->thd", weights[..., :-1], v)
+    at = 0
+    for count in (1, 20, 250, 1, length - 272):
+        out = sequences.attend((1, at, count), (0, at, count), window=window, sinks=sinks)[count:]
+        torch.testing.assert_close(out, expected[at : at + count], rtol=1e-5, atol=1e-5)
+        at += count
+        unseen = max(0, at - window + 1) // PAGE
+        blocks = sequences.cache.view(2, -1, PAGE * 2 * size)
+        blocks[:, sequences.table[:, :unseen].flatten()] = float("nan")

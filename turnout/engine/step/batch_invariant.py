@@ -59,11 +59,10 @@ def _one_by_one(
     hidden = []
     places_N = torch.tensor([single.start for single in singles], dtype=torch.int64)
     for i in range(max(synced.tokens)):
-        attention.begin(singles[i : i + 1], [])
         step = Step(
             input_ids=ids_N[i : i + 1].clone(),
             positions=places_N[i : i + 1].clone(),
-            attention=attention,
+            attention=attention.laid_out(singles[i : i + 1], []),
             phase=synced.step_phase,
             tokens=tuple(int(i < count) for count in synced.tokens),
         )

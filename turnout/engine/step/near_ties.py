@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from turnout.attention.interface import Attention
-from turnout.attention.torch import attend_chunk
+from turnout.attention.kinds import AttentionSpec
+from turnout.attention.torch import additive, attend_chunk, visible
 from turnout.engine.engine_plan import NEAR_TIE_BLOCK
 from turnout.models.interface import Model, Step
 
@@ -33,24 +34,32 @@ BLOCK = NEAR_TIE_BLOCK  # tokens; never from configuration, for the result must 
 
 
 class WholeAttention(Attention):
-    """Over one sequence that comes in blocks, with keys and values of its own."""
+    """Over one sequence that comes in blocks, with keys and values of its own.
 
-    def __init__(self, num_layers: int):
-        self._kept: list[list[Tensor]] = [[] for _ in range(num_layers)]
+    layers: what each layer of the model declares.
+    """
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def __init__(self, layers: Sequence[AttentionSpec]):
+        self._layers = layers
+        self._kept: list[list[Tensor]] = [[] for _ in layers]
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        spec = self._layers[layer]
         self._kept[layer].append(torch.stack((k_NHD, v_NHD)).transpose(1, 2))
         k_HLD, v_HLD = torch.cat(self._kept[layer], dim=2)
-        places_L = torch.arange(k_HLD.shape[1], device=q_NHD.device)
-        later_NL = places_L > places_L[-len(q_NHD) :, None]
-        mask_NL = torch.zeros(later_NL.shape, dtype=q_NHD.dtype, device=q_NHD.device)
-        return attend_chunk(q_NHD, k_HLD, v_HLD, mask_NL.masked_fill_(later_NL, float("-inf")))
+        end = k_HLD.shape[1]
+        seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
+        return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale, sinks_H)
 
 
 class NoAttention(Attention):
     """Over no sequence."""
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         return q_NHD
 
 
@@ -63,7 +72,7 @@ def recomputed_logits(
     """
     ids_L = torch.tensor(tokens, device=device)
     positions_L = torch.arange(len(tokens), device=device)
-    attention = WholeAttention(model.shape.num_layers)
+    attention = WholeAttention(model.shape.attention)
     for start in range(0, len(tokens), BLOCK):
         block = slice(start, start + BLOCK)
         ids_N = ids_L[block]

@@ -1,10 +1,10 @@
 """Attention of one query token per sequence over its paged context (Triton).
 
 A context is cut into `splits` spans that programs attend to apart, each with the softmax of its own span;
-a second kernel joins them by their log-sum-exp (FlashDecoding). Both begin before their predecessors have
-ended (programmatic dependent launch). All sizes but the batch are read on the device, so a captured graph
-serves contexts of any length. Every query head of a KV head is one row of the products: keys and values are
-read once for all of them.
+a second kernel joins them, and sinks, by their log-sum-exp (FlashDecoding). Both begin before their
+predecessors have ended (programmatic dependent launch). All sizes but the batch are read on the device, so a
+captured graph serves contexts of any length. Every query head of a KV head is one row of the products: keys
+and values are read once for all of them.
 
 Legend: B sequences, Hq/Hkv query/KV heads, G = Hq/Hkv, GP its power of two of at least 16, D head size,
 DP its power of two, S slots of the cache, P pages of a row of the table, N splits.
@@ -32,12 +32,13 @@ def attend_span(
     q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
     scale, head_stride, P, Hkv, SPLITS,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head.
 
     q [B, Hq, D]; cache [Hkv, S, 2, D], keys before values; table [B, P] pages; ends [B] context lengths,
-    0 for rows that are padding. `scale` includes log2(e). An empty span has lse -inf.
+    0 for rows that are padding. `scale` includes log2(e). An empty span has lse -inf. WINDOW: of so many last
+    tokens of a context; 0: of all.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -51,8 +52,9 @@ def attend_span(
         gdc_wait()
     q = tl.load(q_ptr + rows[:, None] * D + d[None, :], mask=held, other=0.0)
     end = tl.load(ends_ptr + b)
-    span = tl.cdiv(tl.cdiv(end, SPLITS), TOKENS) * TOKENS
-    start = split * span
+    low = tl.maximum(end - WINDOW, 0) if WINDOW else 0
+    span = tl.cdiv(tl.cdiv(end - low, SPLITS), TOKENS) * TOKENS
+    start = low + split * span
     stop = tl.minimum(start + span, end)
     best = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -83,10 +85,13 @@ def attend_span(
 
 @triton.jit
 def join_spans(
-    partial_ptr, lse_ptr, out_ptr,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, Hq,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D]: the spans' results weighted by their share of the softmax; 0 where all are empty."""
+    """out [rows, D]: the spans' results weighted by their share of the softmax; 0 where all are empty.
+
+    SINKS: sinks float32 [Hq] have a share too, of nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
@@ -95,8 +100,13 @@ def join_spans(
         gdc_wait()
     lse = tl.load(lse_ptr + row * SPLITS + n)
     best = tl.max(lse, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + row % Hq) * 1.4426950408889634  # log2(e)
+        best = tl.maximum(best, sink)
     weight = tl.where(lse > float("-inf"), tl.exp2(lse - tl.where(best > float("-inf"), best, 0.0)), 0.0)
     total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - best)
     held = (n[:, None] < SPLITS) & (d[None, :] < D)
     spans = tl.load(partial_ptr + (row * SPLITS + n)[:, None] * D + d[None, :], mask=held, other=0.0)
     out = tl.sum(spans * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
@@ -119,10 +129,14 @@ def attend(
     *,
     page_size: int,
     splits: int,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
     out_BHD: Tensor | None = None,
 ) -> Tensor:
     """[B, Hq, D] in q's dtype: each row attends to the first ends[b] tokens of its pages.
 
+    scale: of scores. window: to the last so many of them only; 0: to all. sinks: float32 [Hq], contiguous.
     q contiguous; cache [Hkv, S, 2, D] with contiguous slots; table int32 or int64 [B, P], contiguous; ends
     int32 or int64 [B], 0 for a row that is padding: it gives 0. out: contiguous, to be filled and returned.
     """
@@ -131,7 +145,18 @@ def attend(
     if B > ROWS:
         split = (x.split(ROWS) for x in (q_BHD, table_BP, ends_B, out_BHD))
         for q, table, ends, out in zip(*split, strict=True):
-            attend(q, cache_HS2D, table, ends, page_size=page_size, splits=splits, out_BHD=out)
+            attend(
+                q,
+                cache_HS2D,
+                table,
+                ends,
+                page_size=page_size,
+                splits=splits,
+                scale=scale,
+                window=window,
+                sinks_H=sinks_H,
+                out_BHD=out,
+            )
         return out_BHD
     if not B:
         return out_BHD
@@ -142,9 +167,12 @@ def attend(
     lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
     attend_span[(B, Hkv, splits)](
         q_BHD, cache_HS2D, table_BP, ends_B, partial, lse,
-        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
-        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, early,
+        scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
+        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, window, early,
         launch_pdl=early,
     )  # fmt: skip
-    join_spans[(B * Hq,)](partial, lse, out_BHD, D, DP, splits, early, launch_pdl=early)
+    sinks = lse if sinks_H is None else sinks_H
+    join_spans[(B * Hq,)](
+        partial, lse, sinks, out_BHD, Hq, D, DP, splits, sinks_H is not None, early, launch_pdl=early
+    )
     return out_BHD

@@ -26,15 +26,18 @@ BLOCK = 64  # tokens of a context at a time
 
 @triton.jit
 def attend_block(
-    q, best, total, acc, base_ptr, table_ptr, at, end, place_M, scale,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr,
+    q, best, total, acc, base_ptr, table_ptr, at, low, end, place_M, scale,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax's state after TOKENS more keys, from `at` on."""
+    """The online softmax's state after TOKENS more keys, from `at` on. MASKED: not all rows see all of them,
+    and what is not in [low, end) is not even read."""
     place = at + tl.arange(0, TOKENS)
     d = tl.arange(0, DP)
     if MASKED:
-        page = tl.load(table_ptr + place // PAGE, mask=place < end, other=0)
-        held = (place < end)[:, None] & (d[None, :] < D)
+        known = (place >= low) & (place < end)
+        page = tl.load(table_ptr + place // PAGE, mask=known, other=0)
+        held = known[:, None] & (d[None, :] < D)
     else:
         page = tl.load(table_ptr + place // PAGE)
         held = d[None, :] < D
@@ -46,7 +49,10 @@ def attend_block(
         k = tl.load(k_at)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
-        scores = tl.where(place[None, :] <= place_M[:, None], scores, float("-inf"))
+        seen = place[None, :] <= place_M[:, None]
+        if WINDOW:
+            seen &= place[None, :] > place_M[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, 1))
     shrink = tl.exp2(best - higher)
     p = tl.exp2(scores - higher[:, None])
@@ -60,11 +66,15 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["P"])
 def attend_tiles(
-    q_ptr, cache_ptr, tiles_ptr, table_ptr, out_ptr, scale, head_stride, P, Hkv,
+    q_ptr, cache_ptr, tiles_ptr, table_ptr, sinks_ptr, out_ptr, scale, head_stride, P, Hkv,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [N, Hq, D] of the rows of each tile; `scale` includes log2(e)."""
+    """out [N, Hq, D] of the rows of each tile; `scale` includes log2(e).
+
+    WINDOW: each row sees so many tokens, itself included; 0: all before it. SINKS: sinks float32 [Hq] take
+    part in the softmax, which then begins with them.
+    """
     tile = tiles_ptr + tl.program_id(0) * 4
     h = tl.program_id(1).to(tl.int64)
     first, count = tl.load(tile), tl.load(tile + 1)
@@ -78,17 +88,48 @@ def attend_tiles(
     place_M = start + token
     end = start + count.to(tl.int32)
     seen = (start + 1) // TOKENS * TOKENS
-    best = tl.full([ROWS * GP], float("-inf"), tl.float32)
+    # Finite, for a row may see nothing of a tile's first block.
+    best = tl.full([ROWS * GP], -1e30 if WINDOW else float("-inf"), tl.float32)
     total = tl.zeros([ROWS * GP], tl.float32)
+    if SINKS:
+        best = tl.load(sinks_ptr + h * G + g, mask=g < G, other=0.0) * 1.4426950408889634  # log2(e)
+        total += 1.0
     acc = tl.zeros([ROWS * GP, DP], tl.float32)
     base, pages = cache_ptr + h * head_stride, table_ptr + owner * P
-    for j in range(0, seen, TOKENS):
+    low, begin = 0, 0
+    if WINDOW:
+        low = tl.maximum(start - WINDOW + 1, 0)
+        begin = low // TOKENS * TOKENS
+        whole = tl.cdiv(tl.maximum(end - WINDOW, 0), TOKENS) * TOKENS  # no row's window begins later
+        for j in range(begin, tl.minimum(whole, end), TOKENS):
+            best, total, acc = attend_block(
+                q,
+                best,
+                total,
+                acc,
+                base,
+                pages,
+                j,
+                low,
+                end,
+                place_M,
+                scale,
+                D,
+                DP,
+                PAGE,
+                TOKENS,
+                WINDOW,
+                True,
+            )
+        begin = whole
+        seen = tl.maximum(seen, whole)
+    for j in range(begin, seen, TOKENS):
         best, total, acc = attend_block(
-            q, best, total, acc, base, pages, j, end, place_M, scale, D, DP, PAGE, TOKENS, False
+            q, best, total, acc, base, pages, j, low, end, place_M, scale, D, DP, PAGE, TOKENS, WINDOW, False
         )
     for j in range(seen, end, TOKENS):
         best, total, acc = attend_block(
-            q, best, total, acc, base, pages, j, end, place_M, scale, D, DP, PAGE, TOKENS, True
+            q, best, total, acc, base, pages, j, low, end, place_M, scale, D, DP, PAGE, TOKENS, WINDOW, True
         )
     out = acc / total[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=held)
@@ -115,10 +156,20 @@ def tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> Tensor:
 
 
 def attend(
-    q_NHD: Tensor, cache_HS2D: Tensor, tiles_TF: Tensor, table_BP: Tensor, out_NHD: Tensor, *, page_size: int
+    q_NHD: Tensor,
+    cache_HS2D: Tensor,
+    tiles_TF: Tensor,
+    table_BP: Tensor,
+    out_NHD: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """Fill the rows of `out` that the tiles cover: each attends to its context up to itself.
 
+    scale: of scores. window: to so many tokens, itself included; 0: all. sinks: float32 [Hq], contiguous.
     q, out [N, Hq, D], contiguous; cache [Hkv, S, 2, D] with contiguous slots; tiles int64 as of `tiles`;
     table int64 [B, P], contiguous: the pages of each chunk's context.
     """
@@ -127,9 +178,12 @@ def attend(
     G = Hq // Hkv
     if not len(tiles_TF):
         return
+    DP = max(16, triton.next_power_of_2(D))
     attend_tiles[(len(tiles_TF), Hkv)](
-        q_NHD, cache_HS2D, tiles_TF, table_BP, out_NHD,
-        math.log2(math.e) / math.sqrt(D), cache_HS2D.stride(0), table_BP.shape[1], Hkv,
-        G, triton.next_power_of_2(G), D, max(16, triton.next_power_of_2(D)), page_size,
-        tile_tokens(G), BLOCK, num_warps=4, num_stages=3,
+        q_NHD, cache_HS2D, tiles_TF, table_BP, tiles_TF if sinks_H is None else sinks_H, out_NHD,
+        scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv,
+        G, triton.next_power_of_2(G), D, DP, page_size,
+        tile_tokens(G), BLOCK, window, sinks_H is not None,
+        # Larger heads in three stages would need more memory than a multiprocessor has.
+        num_warps=4 if DP <= 128 else 8, num_stages=3 if DP <= 128 else 2,
     )  # fmt: skip

@@ -6,7 +6,8 @@ heads of one KV head) go together. Scores of SPAN tokens are kept, then the soft
 and outputs that are scaled down when a larger one is met. Spans begin at multiples of SPAN whatever the
 chunk, so that a token gets the same bits in any company and however its prompt was cut.
 
-Nothing behind the last token of a context is used, not even multiplied by zero: pages keep what others left.
+Nothing behind the last token of a context, nor in a block wholly below its window, is used, not even
+multiplied by zero: pages keep what others left. The softmax begins with the sink: a maximum, and a sum of 1.
 
 Legend: N tokens of the step, C chunks of it, Hq/Hkv query/KV heads, G = Hq / Hkv, D head size, a multiple of
 16, M groups of query rows, P pages of a row of the page table.
@@ -49,7 +50,8 @@ PITCH = 4 * SPAN
 ROW_ADDRESSES, SCORES, OUTPUTS, STATE = 8 * ROWS, PITCH * ROWS, 4 * MAX_HEAD * ROWS, 4 * ROWS
 FIELDS = 5  # of a group: row of the page table, step's row of its chunk's first token, position of that,
 # first query row of the chunk, and how many
-LOWEST = np.float32(-np.inf)
+LOWEST = np.float32(-np.inf)  # score of what a token does not see
+FLOOR = np.float32(-1e30)  # below every score: the maximum of none
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
 
@@ -102,9 +104,14 @@ def _store(k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks, cache, head
             n += 1
 
 
-@kernel("void(" + "int64, " * 14 + "float32)")
-def _attend(counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, out, scale):
-    """out [N, Hq, D] of q, whose tokens lie q_pitch bytes apart."""
+@kernel("void(" + "int64, " * 16 + "float32)")
+def _attend(
+    counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, window, sinks, out, scale
+):
+    """out [N, Hq, D] of q, whose tokens lie q_pitch bytes apart.
+
+    window: of how many tokens each sees, itself included; 0: all. sinks: float32 [Hq], or 0.
+    """
     G = Hq // Hkv
     rows, weights = stack(ROW_ADDRESSES), stack(ROW_ADDRESSES)
     scores, sums, best, whole = stack(SCORES), stack(OUTPUTS), stack(STATE), stack(STATE)
@@ -120,30 +127,35 @@ def _attend(counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, 
         for r in range(count):
             n, g = token + (first + r) // G, (first + r) % G
             put_i64(rows + 8 * r, q + n * q_pitch + (h * G + g) * D * 4)
-            put_f32(best + 4 * r, LOWEST)
-            put_f32(whole + 4 * r, ZERO)
+            put_f32(best + 4 * r, get_f32(sinks + (h * G + g) * 4) if sinks else FLOOR)
+            put_f32(whole + 4 * r, ONE if sinks else ZERO)
             for d in range(0, D * 4, 64):
                 store(sums + r * D * 4 + d, zeros())
         end = start + (first + count - 1) // G + 1  # of the longest context
-        for begin in range(0, end, SPAN):
+        low = max(0, start + first // G + 1 - window) if window else 0  # of what any row sees
+        for begin in range(low // SPAN * SPAN, end, SPAN):
             length = min(end - begin, SPAN)
             blocks = (length + BLOCK - 1) // BLOCK
-            for b in range(blocks):
+            from_block = max(0, low - begin) // BLOCK
+            for b in range(from_block, blocks):
                 at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
                 products_f32(count, rows, at, 0, 1, D, scores + b * 64, PITCH)
             for r in range(count):
                 held = start + (first + r) // G + 1 - begin  # of these tokens, by this row
                 line = scores + r * PITCH
+                below = held - window if window else 0
                 top = splat(get_f32(best + 4 * r))
-                for b in range(blocks):
+                for b in range(from_block, blocks):
                     s = first_lanes(load(line + b * 64) * splat(scale), held - b * BLOCK, LOWEST)
+                    if below > b * BLOCK:
+                        s = first_lanes(splat(LOWEST), below - b * BLOCK, s)
                     store(line + b * 64, s)
                     top = larger(top, s)
                 most = largest(top)
                 before = get_f32(best + 4 * r)
                 shrink = ONE if most == before else np.float32(math.exp(before - most))
                 part = zeros()
-                for b in range(blocks):
+                for b in range(from_block, blocks):
                     e = exp(load(line + b * 64) - splat(most))
                     store(line + b * 64, e)
                     part = part + e
@@ -152,7 +164,7 @@ def _attend(counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, 
                 for d in range(0, D * 4, 64):
                     at = sums + r * D * 4 + d
                     store(at, load(at) * splat(shrink))
-            for b in range(blocks):
+            for b in range(from_block, blocks):
                 at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
                 for r in range(count):
                     put_i64(weights + 8 * r, scores + r * PITCH + b * 64)
@@ -168,12 +180,15 @@ def _attend(counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, 
 class Chunks:
     """The chunks of a step, in the order of its tokens, as kernels see them."""
 
-    def __init__(self, chunks: Sequence[tuple[int, int, int]], group_size: int) -> None:
-        """chunks: (row of the page table, first position, length) of each. group_size: G."""
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], group_size: int, window: int = 0) -> None:
+        """chunks: (row of the page table, first position, length) of each. group_size: G. window: how many
+        tokens each sees, itself included; 0: all of its context."""
+        self.window = window
         self.chunks_C3 = torch.tensor(chunks, dtype=torch.int64)
         self.count = len(chunks)
         self.pairs = sum(
-            (start + length) * length for _, start, length in chunks
+            min(start + length, length + window if window else start + length) * length
+            for _, start, length in chunks
         )  # (token, position), or more
         most = sum(-(-length * group_size // ROWS) for _, _, length in chunks)
         self.groups_MF = torch.empty(most, FIELDS, dtype=torch.int64)
@@ -188,11 +203,14 @@ def attend(
     chunks: Chunks,
     table_RP: Tensor,
     page_size: int,
+    *,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Stores k and v [N, Hkv, D], then attends with q: float32 [N, Hq, D].
 
     A token's heads lie side by side in q, k and v. cache: [Hkv, slots * 2 * D], this layer's; table: int64
-    [R, P]; page_size: tokens, a multiple of BLOCK.
+    [R, P]; page_size: tokens, a multiple of BLOCK. scale: of scores. sinks: float32 [Hq], contiguous.
     """
     N, Hq, D = q_NHD.shape
     Hkv, P, page_blocks = len(cache_HX), table_RP.shape[1], page_size // BLOCK
@@ -205,6 +223,6 @@ def attend(
     parallel(
         _attend, threads_for(2 * chunks.pairs * Hq * D), q_NHD.data_ptr(), q_NHD.stride(0) * 4,
         chunks.groups_MF.data_ptr(), len(chunks.groups_MF), table, P, page_blocks, cache, head, Hq, Hkv, D,
-        out_NHD.data_ptr(), 1 / math.sqrt(D),
+        chunks.window, 0 if sinks_H is None else sinks_H.data_ptr(), out_NHD.data_ptr(), scale,
     )  # fmt: skip
     return out_NHD

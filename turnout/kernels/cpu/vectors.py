@@ -236,14 +236,14 @@ def larger(_: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def first_lanes(_: Any, v: Any, count: Any, other: Any) -> Any:
-    """The first `count` lanes of v, the rest `other`."""
+    """The first `count` lanes of v, the rest `other`: a number, or the same lanes of another vector."""
 
     def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
         lanes = ir.Constant(I32_V, list(range(LANES)))
         kept = b.icmp_signed("<", lanes, spread(b, b.trunc(args[1], I32)))
-        return b.select(kept, args[0], spread(b, args[2]))
+        return b.select(kept, args[0], args[2] if other == vector else spread(b, args[2]))
 
-    return vector(vector, types.int64, types.float32), build
+    return vector(vector, types.int64, vector if other == vector else types.float32), build
 
 
 @intrinsic

@@ -1,0 +1,104 @@
+"""What a layer declares of its attention, and which layers share a cache. Torch-free.
+
+| kind           | a token at position t sees            | keeps of each token | frees                  |
+|----------------|---------------------------------------|---------------------|------------------------|
+| full           | positions 0 to t                      | keys and values     | nothing before its end |
+| sliding_window | positions max(0, t - window + 1) to t | keys and values     | pages below the window |
+
+With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
+not multiplied by the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from turnout.vocabulary import AttentionKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer, with the heads of the whole model or of one rank (`split`).
+
+    head_dim: of queries and keys; value_dim: of values. scale multiplies the products of queries and keys.
+    rope: the name of one of the model's rotary embeddings. window: in tokens, the token itself included;
+    0 unless the kind is sliding_window.
+    """
+
+    kind: AttentionKind = AttentionKind.FULL
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int = 0
+    sinks: bool = False
+    rope: str = "default"
+
+    def __post_init__(self) -> None:
+        if (self.kind == AttentionKind.SLIDING_WINDOW) != (self.window > 0):
+            raise ValueError(f"{self.kind} attention with a window of {self.window} tokens")
+
+    @classmethod
+    def full(cls, *, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
+        """Full attention with keys and values of one size and a scale of 1 / sqrt(head_dim)."""
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            scale=head_dim**-0.5,
+        )
+
+    def sliding(self, window: int) -> AttentionSpec:
+        """The same with a sliding window of so many tokens."""
+        return replace(self, kind=AttentionKind.SLIDING_WINDOW, window=window)
+
+    def splits(self, ranks: int) -> bool:
+        """Whether heads can be divided evenly over ranks, and KV heads divided or repeated evenly."""
+        kv_heads = self.num_kv_heads
+        return self.num_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    def split(self, ranks: int) -> AttentionSpec:
+        """The heads of each of so many ranks. Raises ValueError where they cannot be divided evenly."""
+        if not self.splits(ranks):
+            raise ValueError(
+                f"{self.num_heads} heads, {self.num_kv_heads} of KV, cannot be split evenly over "
+                f"{ranks} ranks"
+            )
+        return replace(
+            self, num_heads=self.num_heads // ranks, num_kv_heads=max(1, self.num_kv_heads // ranks)
+        )
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Keys and values of one token in one layer."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers of one kind and shape, which share pages, a page table and an eviction rule.
+
+    layers: their indices in the model, ascending. spec: of each of them, but for the rope.
+    """
+
+    layers: tuple[int, ...]
+    spec: AttentionSpec
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Of one token in all layers of the group."""
+        return len(self.layers) * self.spec.token_bytes(itemsize)
+
+
+def cache_groups(layers: Sequence[AttentionSpec]) -> tuple[CacheGroup, ...]:
+    """The groups of a model's layers: first those that keep whole contexts, then by their first layer."""
+    members: dict[AttentionSpec, list[int]] = {}
+    for i, spec in enumerate(layers):
+        members.setdefault(replace(spec, rope=""), []).append(i)
+    groups = [CacheGroup(layers=tuple(found), spec=layers[found[0]]) for found in members.values()]
+    return tuple(sorted(groups, key=lambda group: group.spec.window > 0))
