@@ -156,6 +156,12 @@ class ServerConfig(Config):
     served_model_name: str = flag("", "model id shown to clients; default: the model's name")
     max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
     max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
+    max_request_restarts: int = flag(
+        2,
+        "restarts of the ranks in a row that a request may see without getting on; then it is tried apart "
+        "from others, and ends with an error if the ranks die again; 0: requests end when ranks die",
+        minimum=0,
+    )
     shutdown_timeout: float = flag(30.0, "seconds for running requests to finish after SIGTERM", minimum=0)
     verify: str = flag(
         "off",
@@ -235,6 +241,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "served_model_name",
         "max_queued_requests",
         "max_request_bytes",
+        "max_request_restarts",
         "log_level",
         "verify",
         "startup_timeout",

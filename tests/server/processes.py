@@ -91,7 +91,7 @@ class Background(threading.Thread):
     def run(self) -> None:
         with (
             suppress(httpx.RemoteProtocolError, httpx.ReadError),
-            httpx.stream("POST", self.url, json=self.body, timeout=60) as reply,
+            httpx.stream("POST", self.url, json=self.body, timeout=120) as reply,
         ):
             for line in reply.iter_lines():
                 if line.startswith("data: "):
@@ -100,7 +100,7 @@ class Background(threading.Thread):
         self.ended = time.monotonic()
 
     def result(self) -> list[str]:
-        self.join(60)
+        self.join(120)
         return self.lines
 
     def error(self) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
         assert eventually(lambda: not folder.exists())
 
 
-def test_a_killed_engine_fails_every_request_and_starts_anew(tiny_folder: Path):
-    with started(tiny_folder) as (server, root):
+def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folder: Path):
+    with started(tiny_folder, max_request_restarts=0) as (server, root):
         (engine,) = ranks_of(server)
         streamed = Background(root, tokens=500)
         engine.suspend()  # so that both requests are still running when it dies

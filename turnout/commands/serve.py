@@ -15,7 +15,7 @@ from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.server.memory import allow_many_connections, map_large_blocks
 from turnout.server.run import Supervisor, bind, check_hosts
-from turnout.server.supervise.engine_group import EngineFailed
+from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.node_agent import serve_ranks
 
 

@@ -62,6 +62,18 @@ class EngineCollector(Collector):
         restarts = CounterMetricFamily("turnout:engine_restarts", "Times that the ranks started anew.")
         restarts.add_metric([], self._engine.restarts)
         yield restarts
+        ledger = self._engine.ledger
+        for name, help, count in (
+            ("resumed_requests", "Sequences that went on with other ranks.", ledger.resumed),
+            (
+                "replayed_tokens",
+                "Tokens known before that these ranks computed again.",
+                ledger.replayed_tokens,
+            ),
+        ):
+            family = CounterMetricFamily(f"turnout:{name}", help)
+            family.add_metric([], count)
+            yield family
         yield from self._totals(ranks)
         yield from _per_rank(ranks, self._engine.expert_tokens)
         yield from _experts(self._engine.expert_tokens)

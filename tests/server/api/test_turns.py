@@ -27,7 +27,7 @@ from turnout.server.run import ACCEPTED_AT_ONCE, HttpServer, bind
 class Engine:
     """Takes requests and never answers."""
 
-    serving = True
+    accepting = True
     failure = None
     last_failure = "rank 0 was killed"
 
@@ -119,11 +119,11 @@ def test_a_start_ends_with_the_engine(opened: tuple[Service, Engine]):
         starting = asyncio.ensure_future(start(made, 16, 128))
         while engine.num_requests < 100:
             await asyncio.sleep(0)
-        engine.serving = False
+        engine.accepting = False
         with pytest.raises(ApiError, match="restarting"):
             await starting
         assert made.num_active == engine.num_requests == 0
-        engine.serving = True
+        engine.accepting = True
         await start(made, 16, 128)  # nothing remains promised
 
     asyncio.run(scenario())

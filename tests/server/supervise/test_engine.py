@@ -7,7 +7,7 @@ import pytest
 from turnout.config import ServerConfig
 from turnout.engine.messages import Ready
 from turnout.server.supervise.engine import MAX_FAILED_STARTS, EngineSupervisor
-from turnout.server.supervise.engine_group import EngineFailed
+from turnout.server.supervise.ledger import EngineFailed
 
 KILLED = EngineFailed("rank 1 was killed by SIGKILL")
 RAISED = EngineFailed("rank 1: KeyError", spoken=True)

@@ -104,6 +104,12 @@ def _info_routes(service: Service) -> APIRouter:
     async def server_info() -> Response:
         return json_response(service.describe())
 
+    @router.post("/restart")
+    async def restart() -> Response:
+        """200 as soon as the ranks begin to start anew; /ready says when they serve."""
+        service.restart()
+        return json_response({"status": "restarting"})
+
     return router
 
 
@@ -112,27 +118,27 @@ def _generation_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        tokenizer = service.check_ready()
+        tokenizer = service.check_open()
         body, prompts = await service.intake.read(CompletionBody, request)
         generation = await service.complete(body, prompts)
         return await _answer(service, request, body, generation, CompletionRenderer(tokenizer, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        tokenizer = service.check_ready()
+        tokenizer = service.check_open()
         body, prompts = await service.intake.read(ChatBody, request)
         generation = await service.chat(body, prompts)
         return await _answer(service, request, body, generation, ChatRenderer(tokenizer, body))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        service.check_ready()
+        service.check_open()
         _, (ids,) = await service.intake.read(TokenizeBody, request)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.limits.max_context})
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        service.check_ready()
+        service.check_open()
         _, text = await service.intake.read(DetokenizeBody, request)
         return json_response({"prompt": text})
 

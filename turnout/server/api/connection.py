@@ -16,6 +16,8 @@ from turnout.server.api.errors import ApiError
 DISCARD_FACTOR = 16
 BODY_SECONDS = 20  # to send a body in
 BODY_RATE = 64 * 2**10  # bytes that give another second
+SILENT_SECONDS = 5.0  # of a stream, before a comment says that it lives: proxies cut those that say nothing
+COMMENT = b": waiting\n\n"  # which clients ignore
 T = TypeVar("T")
 
 
@@ -108,7 +110,10 @@ async def _hang_up(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from `parts`, until they end or the client hangs up; then `on_end` is called."""
+    """Server-sent events from `parts`, until they end or the client hangs up; then `on_end` is called.
+
+    While there are none, as when a request waits for its turn or for new ranks, comments keep it open.
+    """
 
     media_type = "text/event-stream"
 
@@ -117,17 +122,37 @@ class EventStream(Response):
         self.background = None
         self._parts = parts
         self._on_end = on_end
+        self._waits_for_client = True
+        self._sent = 0.0  # when something was
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        comments = asyncio.ensure_future(self._comment(send))
         try:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._send(send))
         finally:
+            comments.cancel()
             self._on_end()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        now = asyncio.get_running_loop().time
+        self._waits_for_client = False
         async for part in self._parts:
+            self._waits_for_client = True
             await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._waits_for_client, self._sent = False, now()
+        self._waits_for_client = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        self._sent = now()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent + SILENT_SECONDS - now()))
+            if now() < self._sent + SILENT_SECONDS:
+                continue
+            if not self._waits_for_client:
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            self._sent = now()

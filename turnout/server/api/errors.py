@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     500: "server_error",
     503: "service_unavailable_error",

@@ -13,7 +13,7 @@ from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
-from turnout.server.supervise.engine_group import EngineFailed
+from turnout.server.supervise.ledger import EngineFailed
 
 
 @dataclass(slots=True)

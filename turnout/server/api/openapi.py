@@ -26,10 +26,11 @@ class Operation:
     events: Any = None
     media_type: str = "application/json"
     refusals: tuple[int, ...] = ()
+    acts: bool = False  # without a body
 
     @property
     def method(self) -> str:
-        return "get" if self.body is None else "post"
+        return "post" if self.acts or self.body is not None else "get"
 
 
 GENERATES = (400, 404, 408, 413, 500, 503)
@@ -45,6 +46,13 @@ OPERATIONS = (
     Operation(path="/version", does="The version of the server.", answer=responses.Version),
     Operation(path="/openapi.json", does="This description.", answer=dict[str, Any]),
     Operation(path="/server_info", does="Configuration, plan and ranks.", answer=responses.ServerInfo),
+    Operation(
+        path="/restart",
+        does="Start the ranks anew, with the weights that are on disk then; requests wait, and go on.",
+        answer=responses.Status,
+        refusals=(403, 503),
+        acts=True,
+    ),
     Operation(path="/v1/models", does="The one model that is served.", answer=responses.ModelList),
     Operation(path="/v1/models/{model}", does="A model by its id.", answer=responses.Model, refusals=(404,)),
     Operation(
@@ -85,6 +93,7 @@ STREAMS = (
 REASONS = {
     400: "The request is wrong; the message names the field.",
     401: "The API key is missing or wrong.",
+    403: "The server was started without --api-key.",
     404: "Another model is served.",
     408: "The body came too slowly.",
     413: "The body is larger than --max-request-bytes.",

@@ -26,7 +26,7 @@ class Error(TypedDict):
 
 @closed
 class Status(TypedDict):
-    status: Literal["ok", "ready"]
+    status: Literal["ok", "ready", "restarting"]
 
 
 @closed

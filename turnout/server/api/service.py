@@ -17,7 +17,7 @@ from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
-from turnout.server.api.errors import invalid, unavailable
+from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
@@ -63,15 +63,25 @@ class Service:
 
     def check_ready(self) -> Tokenizer:
         """Raises ApiError 503 unless a request could be served now."""
+        tokenizer = self.check_open()
+        if not self.engine.serving:
+            raise self._restarting()
+        return tokenizer
+
+    def check_open(self) -> Tokenizer:
+        """Raises ApiError 503 unless requests are taken, if only to wait for the ranks to start anew."""
         if self.engine.failure:
             raise unavailable(f"the engine failed: {self.engine.failure}", "engine_failed")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.tokenizer is None:
             raise unavailable("the model is loading", "loading")
-        if not self.engine.serving:
-            raise unavailable(f"restarting: {self.engine.last_failure}", "restarting")
+        if not self.engine.accepting:
+            raise self._restarting()
         return self.tokenizer
+
+    def _restarting(self) -> ApiError:
+        return unavailable(f"restarting: {self.engine.last_failure or 'as told to'}", "restarting")
 
     async def complete(self, body: CompletionBody, prompts: list[list[int]]) -> Generation:
         """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
@@ -123,6 +133,13 @@ class Service:
             return "loading"
         return "ready" if self.engine.serving else "restarting"
 
+    def restart(self) -> None:
+        """Start the ranks anew without losing a request. Raises ApiError 403 and 503."""
+        if self.config.api_key is None:
+            raise ApiError(403, "POST /restart needs a server that was started with --api-key")
+        self.check_ready()
+        self.engine.restart()
+
     def release(self, generation: Generation) -> None:
         """The request has been answered or its client has left; harmless when repeated."""
         generation.close()
@@ -144,13 +161,13 @@ class Service:
         self, kind: str, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
     ) -> Generation:
         """Thousands of sequences may be asked for at once: other requests have their turns in between."""
-        self.check_ready()  # again: things may have changed while the prompts were encoded
+        self.check_open()  # again: things may have changed while the prompts were encoded
         promised = (body.n or 1) * len(prompts)
         self._admit(promised)
         self._promised += promised
         try:
             choices = await self._choices(body, prompts, default_tokens)
-            self.check_ready()
+            self.check_open()
             key = f"{kind}-{uuid.uuid4().hex}"
             generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
         finally:
@@ -167,7 +184,7 @@ class Service:
     async def _choices(
         self, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
     ) -> list[Choice]:
-        tokenizer, turn = self.check_ready(), Turn()
+        tokenizer, turn = self.check_open(), Turn()
         sampling_of = functools.cache(functools.partial(body.sampling, vocab_size=self.limits.vocab_size))
         choices: list[Choice] = []
         for whole_ids in prompts:
@@ -189,7 +206,7 @@ class Service:
                 self._promised -= 1
                 left -= 1
                 if await turn.share():
-                    self.check_ready()
+                    self.check_open()
         finally:
             self._promised -= left
 

@@ -1,9 +1,10 @@
 """The engine as the server sees it, through all lives of its group of ranks.
 
-When a rank fails, all requests get the failure at once, and the group starts anew, which is the only way out
-of a collective that a rank has left. What ends the engine for good: a user error while starting, a failure
-that a rank reports before anything was ever served (it would only happen again), several starts in a row
-that came to nothing, or a failure while the server is leaving anyway.
+When a rank fails, the group starts anew, which is the only way out of a collective that a rank has left.
+Requests wait meanwhile, and then go on where they were (ledger.py). What ends the engine for good: a user
+error while starting, a failure that a rank reports before anything was ever served (it would only happen
+again), several starts in a row that came to nothing, or a failure while the server is leaving and owes no
+answer any more.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from turnout.config import ServerConfig
-from turnout.engine.messages import AddRequest, EngineStats, Ready
+from turnout.engine.messages import AddRequest, EngineStats, Ready, RequestOutput
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
-from turnout.server.supervise.engine_group import EngineFailed, EngineGroup, Sink, topology_of
+from turnout.server.supervise.engine_group import EngineGroup, topology_of
 from turnout.server.supervise.hosts import AgentConnection, Hosts, RemoteRanks
+from turnout.server.supervise.ledger import EngineFailed, Entry, Ledger, Sink
 from turnout.server.supervise.local_ranks import Host, LocalRanks, Rendezvous
 from turnout.server.supervise.node_protocol import head_address
 from turnout.server.supervise.watchdog import STILL_SECONDS
@@ -33,7 +36,7 @@ log = logging.getLogger("turnout.server")
 
 
 class EngineSupervisor:
-    """Requests go in through `submit` while `serving`; see `EngineGroup`."""
+    """Requests go in through `submit` while `accepting`."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
@@ -42,6 +45,7 @@ class EngineSupervisor:
         self._last_failure: EngineFailed | None = None
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
+        self.ledger = Ledger(config.max_request_restarts, config.random_seed)
         self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
         self._others = Hosts(config)
@@ -50,8 +54,14 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> bool:
-        group = self._group
-        return group is not None and group.ready is not None and group.failure is None
+        """Whether requests are being computed."""
+        return self._group is not None and self._group.serving
+
+    @property
+    def accepting(self) -> bool:
+        """Whether requests are taken: where they survive ranks, also while these start anew."""
+        waits = self.config.max_request_restarts > 0 and self.started.is_set() and self.failure is None
+        return waits or self.serving
 
     @property
     def last_failure(self) -> EngineFailed | None:
@@ -61,7 +71,7 @@ class EngineSupervisor:
     @property
     def num_requests(self) -> int:
         """Submitted and not finished."""
-        return self._group.num_requests if self._group else 0
+        return len(self.ledger)
 
     @property
     def stats(self) -> dict[int, EngineStats]:
@@ -80,13 +90,15 @@ class EngineSupervisor:
 
     async def run(self) -> None:
         """Start the ranks, again if they fail, until `stop`. Raises EngineFailed when that is of no use,
-        UserError if other hosts cannot come."""
+        UserError if other hosts cannot come. Requests that are left get the reason."""
         reason: str | None = None
         try:
             await self._others.open()
             await self._live()
         except (EngineFailed, UserError) as error:
             reason = str(error)
+            self.failure = error if isinstance(error, EngineFailed) else EngineFailed(reason)
+            self.ledger.fail(self.failure)
             raise
         finally:
             await self._others.close(reason)
@@ -98,15 +110,17 @@ class EngineSupervisor:
             group = self._group = self._make_group(life, agents)
             try:
                 await group.run(self._on_ready)
-                return
+                if self._told_to_stop.is_set():
+                    return
+                self.ledger.park()
             except EngineFailed as failure:
                 self._last_failure = failure
                 served = group.ready is not None
                 failed_starts = 0 if served else failed_starts + 1
+                self._end_blamed(self.ledger.ranks_died(group.computed()), failure)
                 if self._is_final(failure, served, failed_starts):
-                    self.failure = failure
                     raise
-                log.error("%s; the group of ranks restarts", failure)
+                log.error("%s; the ranks restart, and %d requests wait", failure, len(self.ledger))
             finally:
                 self._group = None
             self.restarts += 1
@@ -121,14 +135,23 @@ class EngineSupervisor:
         return None if self._told_to_stop.is_set() else here.result()
 
     def submit(self, request: AddRequest, sink: Sink) -> None:
-        """Generate; `sink` is called for every output, or once with the failure of the ranks."""
-        assert self._group is not None
-        self._group.submit(request, sink)
+        """Generate; `sink` is called for every output, or once with the failure that ends the request."""
+        self.ledger.add(request, sink)
+        self._submit_due()
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; those unknown or finished are ignored."""
+        ids = list(ids)
         if self._group:
             self._group.abort(ids)
+        if self.ledger.abort(ids):
+            self._submit_due()
+
+    def restart(self) -> None:
+        """Start the ranks anew; requests wait meanwhile. The engine must be serving."""
+        assert self._group is not None
+        log.info("the ranks restart as they were told to, and %d requests wait", len(self.ledger))
+        self._group.stop()
 
     def leave(self) -> None:
         """The server is about to stop: from now on a failure is the last."""
@@ -178,7 +201,7 @@ class EngineSupervisor:
             return "ended"
         if group.watchdog.silence(rank) > STILL_SECONDS:
             return "stalled"
-        return "running" if group.num_requests else "idle"
+        return "running" if group.busy else "idle"
 
     def _make_group(self, life: int, agents: Sequence[AgentConnection]) -> EngineGroup:
         local = self._local = LocalRanks(self.config, range(self.config.tp_size // self.config.nnodes))
@@ -207,13 +230,37 @@ class EngineSupervisor:
         )
 
     def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:
-        if self._leaving or failed_starts >= MAX_FAILED_STARTS:
+        if (self._leaving and not self.ledger) or failed_starts >= MAX_FAILED_STARTS:
             return True
         return not served and (failure.user_error or (failure.spoken and self.ready is None))
 
     def _on_ready(self) -> None:
         assert self._group is not None
         if self.restarts:
-            log.info("the ranks are ready again")
+            log.info("the ranks are ready again, and %d requests go on", len(self.ledger))
         self.ready = self._group.ready
         self.started.set()
+        self._submit_due()
+
+    def _submit_due(self) -> None:
+        group = self._group
+        if group is None or not group.serving:
+            return
+        for entry in self.ledger.due():
+            group.submit(entry.message(), partial(self._deliver, entry))
+
+    def _deliver(self, entry: Entry, output: RequestOutput) -> None:
+        more_due = self.ledger.delivered(entry, output)
+        entry.sink(output)
+        if more_due:
+            self._submit_due()
+
+    def _end_blamed(self, blamed: Sequence[Entry], failure: EngineFailed) -> None:
+        for entry in blamed:
+            if entry.strikes:
+                log.error("request %s ends: the ranks died %d times over it", entry.request.id, entry.strikes)
+                failure = EngineFailed(
+                    f"the ranks died {entry.strikes} times over this request, the last time when no other "
+                    f"could have been the reason: {failure}"
+                )
+            entry.sink(failure)

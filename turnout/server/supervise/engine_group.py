@@ -3,7 +3,7 @@
 The ranks run in processes of their own, so that Python code of the HTTP side never delays a step and this
 process needs no torch. Two ZeroMQ sockets carry messages.py: a ROUTER that names the rank it commands, and a
 PULL for what they all report. A rank that fails takes the group with it: the others wait for it in some
-collective, and nothing but their end gets them out of there.
+collective, and nothing but their end gets them out of there. What becomes of requests is the ledger's matter.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
 from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
+from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.local_ranks import Host, Rendezvous
 from turnout.server.supervise.watchdog import Stall, Watchdog
 
@@ -48,23 +49,11 @@ UNREACHED_SECONDS = 0.01  # between attempts to reach a rank whose connection is
 log = logging.getLogger("turnout.server")
 
 
-class EngineFailed(Exception):
-    """The engine cannot go on. `user_error` tells a wrong input from a bug.
-
-    spoken: a rank said so itself, so that the next attempt is likely to end in the same way.
-    """
-
-    def __init__(self, message: str, *, user_error: bool = False, spoken: bool = False):
-        super().__init__(message)
-        self.user_error = user_error
-        self.spoken = spoken
-
-
-Sink = Callable[[RequestOutput | EngineFailed], None]
+Receiver = Callable[[RequestOutput], None]
 
 
 class EngineGroup:
-    """Requests go in through `submit`; each one's outputs come back through its sink, in order."""
+    """Requests go in through `submit`; each one's outputs come back through its receiver, in order."""
 
     def __init__(self, config: ServerConfig, hosts: Sequence[Host], rendezvous: Rendezvous):
         self.rendezvous = rendezvous
@@ -79,7 +68,7 @@ class EngineGroup:
         self._config = config
         self._hosts = hosts
         self._host_of = {rank: host for host in hosts for rank in host.ranks}
-        self._sinks: dict[str, Sink] = {}
+        self._receivers: dict[str, Receiver] = {}  # in the order of submission
         known = 0 if config.disable_prefix_cache else KNOWN_PAGES
         self._router = Router(config.dp_size, config.page_size, known_pages=known)
         self._announced: dict[int, Ready] = {}
@@ -95,9 +84,25 @@ class EngineGroup:
         self._events = self._socket(zmq.PULL, rendezvous.events)
 
     @property
-    def num_requests(self) -> int:
-        """Submitted and not finished."""
-        return len(self._sinks)
+    def serving(self) -> bool:
+        """Whether requests may be submitted."""
+        return self.ready is not None and self.failure is None and not self._stopping
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests that are not finished."""
+        return bool(self._receivers)
+
+    def computed(self) -> list[str]:
+        """Ids of the requests that may be in the present step: those that each rank got first."""
+        room = [self._config.max_running_requests] * self.topology.dp_size
+        found = []
+        for id in self._receivers:
+            dp_rank = self._router.rank_of(id)
+            room[dp_rank] -= 1
+            if room[dp_rank] >= 0:
+                found.append(id)
+        return found
 
     def pid(self, rank: int) -> int | None:
         return self._host_of[rank].pid(rank)
@@ -109,7 +114,7 @@ class EngineGroup:
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Start the ranks and pass their events on until all have ended. Raises EngineFailed unless stopped.
 
-        When this returns or raises, every request has its answer and no process is left.
+        When this returns or raises, no process is left, and no request gets anything more.
         """
         loop = asyncio.get_running_loop()
         descriptor = self._events.fileno()
@@ -123,9 +128,8 @@ class EngineGroup:
             if watching.done():
                 watching.result()
             if not self._stopping:
-                failure = await self._cause()
-                self._fail(failure)
-                raise failure
+                self.failure = await self._cause()
+                raise self.failure
             await self._all_ended(STOP_SECONDS)
         finally:
             watching.cancel()
@@ -135,13 +139,11 @@ class EngineGroup:
             loop.remove_reader(descriptor)
             self._context.destroy(linger=0)
 
-    def submit(self, request: AddRequest, sink: Sink) -> None:
-        """Generate; `sink` is called for every output, or once with the failure of the group.
-
-        The group must be ready, and not have failed.
-        """
-        self._sinks[request.id] = sink
-        dp_rank = self._router.place(request.id, request.prompt_ids, request.sampling.max_tokens)
+    def submit(self, request: AddRequest, receiver: Receiver) -> None:
+        """Generate; `receiver` is called for every output. The group must be serving."""
+        self._receivers[request.id] = receiver
+        left = request.sampling.max_tokens - len(request.output_ids)
+        dp_rank = self._router.place(request.id, request.prompt_ids, left)
         owners = self._sharing(dp_rank)
         self._tell(owners, request)
         self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
@@ -150,7 +152,7 @@ class EngineGroup:
         """Forget requests; those unknown or finished are ignored."""
         by_rank: dict[int, list[str]] = {}
         for id in ids:
-            if self._sinks.pop(id, None) is not None:
+            if self._receivers.pop(id, None) is not None:
                 by_rank.setdefault(self._router.rank_of(id), []).append(id)
                 self._router.finished(id, complete=False)
         for dp_rank, of_rank in by_rank.items():
@@ -265,20 +267,14 @@ class EngineGroup:
         if stats.expert_tokens is not None:
             self.expert_tokens[stats.rank] = stats.expert_tokens
         for output in event.outputs:
-            sink = self._sinks.get(output.id)
-            if sink is None:  # aborted while this was on its way
+            receiver = self._receivers.get(output.id)
+            if receiver is None:  # aborted while this was on its way
                 continue
             self._router.produced(output.id, len(output.token_ids))
             if output.finish_reason is not None:
-                del self._sinks[output.id]
+                del self._receivers[output.id]
                 self._router.finished(output.id, complete=output.finish_reason in ("stop", "length"))
-            sink(output)
-
-    def _fail(self, failure: EngineFailed) -> None:
-        self.failure = failure
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink(failure)
+            receiver(output)
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         """Wait for all ranks to be ready, then for one to stall."""
@@ -297,7 +293,7 @@ class EngineGroup:
         self.ready = self._announced[0]
         on_ready()
         while True:
-            if stall := self._look(busy=bool(self._sinks)):
+            if stall := self._look(busy=self.busy):
                 return self.fail(EngineFailed(str(stall)))
             await asyncio.sleep(LOOK_SECONDS)
 

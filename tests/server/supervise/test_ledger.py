@@ -1,0 +1,241 @@
+"""What is owed to clients, over ranks that die as the test says."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from turnout.engine.messages import AddRequest, RequestOutput
+from turnout.engine.sampling_params import SamplingParams
+from turnout.server.supervise.ledger import GOT_ON, EngineFailed, Entry, Ledger, Sink
+
+STRIKES = 2
+TOKENS = 6  # of every request
+
+
+def unread(output: RequestOutput | EngineFailed) -> None:
+    pass
+
+
+def add(ledger: Ledger, id: str, sink: Sink = unread, **sampling: Any) -> None:
+    params = SamplingParams(**({"max_tokens": TOKENS} | sampling))
+    ledger.add(AddRequest(id=id, prompt_ids=[1, 2, 3], sampling=params), sink)
+
+
+def filled(*ids: str, strikes: int = STRIKES) -> Ledger:
+    ledger = Ledger(strikes)
+    for id in ids:
+        add(ledger, id)
+    return ledger
+
+
+def names(entries: list[Entry]) -> list[str]:
+    return [entry.request.id for entry in entries]
+
+
+def give(ledger: Ledger, entry: Entry, *tokens: int, last: bool = False) -> bool:
+    output = RequestOutput(
+        id=entry.request.id, token_ids=list(tokens), finish_reason="stop" if last else None
+    )
+    return ledger.delivered(entry, output)
+
+
+def test_requests_go_on_after_what_was_delivered_in_the_order_of_arrival():
+    ledger = filled("a", "b")
+    _, b = ledger.due()
+    assert ledger.due() == []
+    assert b.message() is b.request
+    give(ledger, b, 7, 8)
+    give(ledger, b, 9)
+    assert ledger.ranks_died(["a", "b"]) == []
+    add(ledger, "c")
+    again = ledger.due()
+    assert names(again) == ["a", "b", "c"]
+    assert [entry.message().output_ids for entry in again] == [[], [7, 8, 9], []]
+    assert (ledger.resumed, ledger.replayed_tokens) == (2, 3 + 3 + 3)
+    give(ledger, again[1], 10, last=True)
+    ledger.park()
+    assert names(ledger.due()) == ["a", "c"]
+    assert len(ledger) == 2
+
+
+def test_seeds_are_chosen_once_and_only_where_none_is_asked_for():
+    ledger = Ledger(STRIKES, first_seed=2**63 - 1)
+    for id, seed in (("a", None), ("b", 5), ("c", None)):
+        add(ledger, id, seed=seed)
+    seeds = [entry.message().sampling.seed for entry in ledger.due()]
+    assert seeds == [2**63 - 1, 5, 0]
+    ledger.park()
+    assert [entry.message().sampling.seed for entry in ledger.due()] == seeds
+
+
+def test_the_forgotten_are_not_submitted_again():
+    ledger = filled("a", "b", "c")
+    ledger.due()
+    ledger.abort(["a", "unknown"])
+    ledger.park()
+    ledger.abort(["b"])
+    assert names(ledger.due()) == ["c"]
+
+
+def test_suspects_are_tried_one_by_one_before_all_others():
+    ledger = filled("a", "b", "c")
+    entries = ledger.due()
+    give(ledger, entries[1], 1)
+    assert ledger.ranks_died(["a", "b", "c"]) == []
+    a, b, c = ledger.due()
+    for _ in range(2):
+        give(ledger, b, 1)  # b gets on, and is no suspect
+    assert ledger.ranks_died(["a", "b", "c"]) == []
+    add(ledger, "new")
+    (tried,) = ledger.due()
+    assert tried is a
+    assert ledger.due() == []
+    assert not give(ledger, a, 1)  # its known tokens were computed; now it must decode
+    assert give(ledger, a, 1)
+    (tried,) = ledger.due()
+    assert tried is c
+    assert ledger.abort(["c"])
+    assert names(ledger.due()) == ["b", "new"]
+
+
+def test_whatever_ends_a_trial_lets_others_in():
+    ledger = filled("a", "b")
+    for _ in range(STRIKES):
+        ledger.due()
+        ledger.ranks_died(["a", "b"])
+    (a,) = ledger.due()
+    assert give(ledger, a, 1, last=True)
+    assert names(ledger.due()) == ["b"]
+    ledger.park()
+    assert names(ledger.due()) == ["b"]
+
+
+def test_requests_that_waited_in_the_engine_are_no_suspects():
+    ledger = filled("a", "b")
+    for _ in range(STRIKES):
+        ledger.due()
+        assert ledger.ranks_died(["a"]) == []
+    assert names(ledger.due()) == ["a"]
+    assert names(ledger.ranks_died(["a"])) == ["a"]
+    assert names(ledger.due()) == ["b"]
+
+
+def test_without_restarts_what_was_submitted_ends_when_ranks_die():
+    ledger = filled("a", "b", strikes=0)
+    ledger.due()
+    add(ledger, "parked")
+    assert names(ledger.ranks_died([])) == ["a", "b"]
+    assert names(ledger.due()) == ["parked"]
+
+
+def test_all_are_told_of_the_end():
+    told: list[object] = []
+    ledger = Ledger(STRIKES)
+    add(ledger, "a", told.append)
+    ledger.due()
+    add(ledger, "b", told.append)
+    failure = EngineFailed("the end")
+    ledger.fail(failure)
+    assert told == [failure, failure]
+    assert len(ledger) == 0
+    assert ledger.due() == []
+
+
+def simulate(
+    ledger: Ledger, kills: Callable[[Entry], bool], interrupt: Callable[[], bool] = lambda: False
+) -> tuple[list[str], dict[str, list[int]], int]:
+    """Ranks that give each request a token a step: (ids of those blamed, finished outputs, deaths).
+
+    kills: whether the next step of an entry kills the ranks. interrupt: whether something else does.
+    """
+    blamed: list[str] = []
+    finished: dict[str, list[int]] = {}
+    deaths = 0
+    while len(ledger):
+        running = {entry.request.id: entry for entry in ledger.due()}
+        while running:
+            if interrupt() or any(kills(entry) for entry in running.values()):
+                deaths += 1
+                blamed += names(ledger.ranks_died(list(running)))
+                break
+            for entry in list(running.values()):
+                last = len(entry.output_ids) == entry.request.sampling.max_tokens - 1
+                give(ledger, entry, len(entry.output_ids), last=last)
+                if last:
+                    finished[entry.request.id] = running.pop(entry.request.id).output_ids
+            running |= {entry.request.id: entry for entry in ledger.due()}
+    return blamed, finished, deaths
+
+
+@pytest.mark.parametrize("requests", [1, 2, 64])
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("strikes", [1, 2, 3])
+def test_a_request_that_kills_is_found_and_nothing_else_is_lost(requests: int, at: int, strikes: int):
+    """From its token `at` on, whatever runs with it."""
+    ids = [str(i) for i in range(requests)]
+    poison = ids[requests // 2]
+    ledger = filled(*ids, strikes=strikes)
+    blamed, finished, deaths = simulate(
+        ledger, lambda entry: entry.request.id == poison and len(entry.output_ids) >= at
+    )
+    assert blamed == [poison]
+    assert finished == {id: list(range(TOKENS)) for id in ids if id != poison}
+    assert deaths == strikes + 1
+
+
+def test_a_request_that_kills_only_when_it_decodes_is_found():
+    """Each time its known tokens are computed it gets one, which must not count as getting on."""
+    ledger = filled("a", "poison", "b")
+    blamed, finished, deaths = simulate(
+        ledger, lambda entry: entry.request.id == "poison" and entry.outputs == 1
+    )
+    assert (blamed, sorted(finished), deaths) == (["poison"], ["a", "b"], STRIKES + 1)
+
+
+def test_ranks_that_die_of_something_else_cost_no_request():
+    """However often, as long as requests get on in between."""
+    steps = itertools.count(1)
+    ledger = filled(*(str(i) for i in range(8)))
+    add(ledger, "long", max_tokens=200)
+    blamed, finished, deaths = simulate(ledger, lambda entry: False, lambda: next(steps) % (GOT_ON + 1) == 0)
+    assert blamed == []
+    assert finished["long"] == list(range(200))
+    assert len(finished) == 9
+    assert deaths == 200 // GOT_ON - 1
+
+
+def test_a_token_costs_the_same_however_many_came_before():
+    """Lines of Python that run for one more token of a request that has 10, or 10,000."""
+    ledger = filled("a")
+    (entry,) = ledger.due()
+    delivered = entry.output_ids
+    costs = []
+    for known in (10, 10_000):
+        give(ledger, entry, *range(known - len(entry.output_ids)))
+        output = RequestOutput(id="a", token_ids=[1])
+        costs.append(lines_run(lambda output=output: ledger.delivered(entry, output)))
+    assert costs[0] == costs[1] < 20
+    assert entry.output_ids is delivered
+    assert entry.message().output_ids is delivered  # encoded from there
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count

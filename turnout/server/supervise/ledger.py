@@ -1,0 +1,172 @@
+"""What is owed to clients: every request that is not finished, through all lives of the group of ranks.
+
+A request is its prompt, its sampling parameters with a seed, and the tokens that its client got. That is all
+it takes to go on with it on other ranks as if nothing had happened.
+
+A request that kills ranks must not do so for ever. Each of those that were being computed when ranks died
+gets a strike; for one that had got on since it was submitted it is the first one. Those that reach the limit
+are suspects: the next ranks get them before all others and one at a time, each until it has got on. If the
+ranks die then, this one is to blame, and nothing else is lost. One of 64 requests that always kills costs
+three restarts in that way; halving the suspects from death to death would cost about six.
+
+Pure: no clock, no sockets. One caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from turnout.engine.messages import AddRequest, RequestOutput
+
+GOT_ON = 2  # outputs: the step that computes the known tokens, and one that decodes
+
+
+class EngineFailed(Exception):
+    """The engine cannot go on. `user_error` tells a wrong input from a bug.
+
+    spoken: a rank said so itself, so that the next attempt is likely to end in the same way.
+    """
+
+    def __init__(self, message: str, *, user_error: bool = False, spoken: bool = False):
+        super().__init__(message)
+        self.user_error = user_error
+        self.spoken = spoken
+
+
+Sink = Callable[[RequestOutput | EngineFailed], None]
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One request. lives: of the group, in which it was submitted. outputs: that the present ranks sent."""
+
+    request: AddRequest
+    sink: Sink
+    output_ids: list[int] = field(default_factory=list)  # that the client got
+    outputs: int = 0
+    lives: int = 0
+    strikes: int = 0
+
+    @property
+    def got_on(self) -> bool:
+        return self.outputs >= GOT_ON
+
+    def message(self) -> AddRequest:
+        """What to tell ranks that know nothing of it."""
+        if not self.output_ids:
+            return self.request
+        return msgspec.structs.replace(self.request, output_ids=self.output_ids)
+
+
+class Ledger:
+    """Entries in order of arrival.
+
+    resumed: how often one was submitted to further ranks. replayed_tokens: that these had to compute again.
+    """
+
+    def __init__(self, max_strikes: int, first_seed: int = 0):
+        """max_strikes: see above; 0: requests end when their ranks die. first_seed: of the first request that
+        brings none; each further one takes the next."""
+        self.resumed = self.replayed_tokens = 0
+        self._max_strikes = max_strikes
+        self._next_seed = first_seed
+        self._entries: dict[str, Entry] = {}
+        self._parked: dict[str, Entry] = {}  # those of them that are not submitted
+        self._on_trial: Entry | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: AddRequest, sink: Sink) -> None:
+        """A new request, to be submitted when `due` says so."""
+        if request.sampling.seed is None:
+            sampling = msgspec.structs.replace(request.sampling, seed=self._next_seed)
+            request = msgspec.structs.replace(request, sampling=sampling)
+            self._next_seed = (self._next_seed + 1) % 2**63
+        self._entries[request.id] = self._parked[request.id] = Entry(request, sink)
+
+    def due(self) -> list[Entry]:
+        """What to submit now to ranks that serve, which afterwards counts as submitted.
+
+        Everything; but as long as there are suspects, one of these after the other.
+        """
+        if self._on_trial:
+            return []
+        due = list(self._parked.values())
+        if suspect := next((entry for entry in due if 0 < self._max_strikes <= entry.strikes), None):
+            self._on_trial, due = suspect, [suspect]
+        for entry in due:
+            del self._parked[entry.request.id]
+            entry.outputs = 0
+            entry.lives += 1
+            if entry.lives > 1:
+                self.resumed += 1
+                self.replayed_tokens += len(entry.request.prompt_ids) + len(entry.output_ids)
+        return due
+
+    def delivered(self, entry: Entry, output: RequestOutput) -> bool:
+        """Note what goes to a client; whether more may be `due` thereby."""
+        entry.output_ids += output.token_ids
+        entry.outputs += 1
+        if output.finish_reason is not None:
+            self._forget(entry)
+        elif not (entry is self._on_trial and entry.got_on):
+            return False
+        return self._end_trial(entry)
+
+    def abort(self, ids: Iterable[str]) -> bool:
+        """Forget requests, of which some may be unknown; whether more may be `due` thereby."""
+        entries = [self._entries[id] for id in ids if id in self._entries]
+        more_due = False
+        for entry in entries:
+            self._forget(entry)
+            more_due |= self._end_trial(entry)
+        return more_due
+
+    def park(self) -> None:
+        """The ranks are gone: all requests wait for the next ones."""
+        self._on_trial = None
+        self._parked = dict(self._entries)
+
+    def ranks_died(self, computed: Collection[str]) -> list[Entry]:
+        """As `park`, and returns requests that end by that, which are forgotten.
+
+        computed: ids of requests that may have been in the step that failed.
+        """
+        blamed = [entry for id, entry in self._entries.items() if id not in self._parked]
+        if self._max_strikes:
+            blamed = self._strike([self._entries[id] for id in computed if id in self._entries])
+        for entry in blamed:
+            self._forget(entry)
+        self.park()
+        return blamed
+
+    def fail(self, failure: EngineFailed) -> None:
+        """End all requests."""
+        entries, self._entries, self._parked = self._entries, {}, {}
+        for entry in entries.values():
+            entry.sink(failure)
+
+    def _strike(self, computed: Iterable[Entry]) -> list[Entry]:
+        """Count strikes; the one request that is to blame, if it is certain."""
+        stuck = []
+        for entry in computed:
+            if entry.got_on:
+                entry.strikes = 1
+            else:
+                entry.strikes += 1
+                stuck.append(entry)
+        return stuck if len(stuck) == 1 and stuck[0].strikes > self._max_strikes else []
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.request.id]
+        self._parked.pop(entry.request.id, None)
+
+    def _end_trial(self, entry: Entry) -> bool:
+        if entry is not self._on_trial:
+            return False
+        self._on_trial = None
+        return True
