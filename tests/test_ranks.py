@@ -29,7 +29,7 @@ def write_and_read(rank):
 def fail_on_one(rank):
     groups = rank.groups()
     if rank.number == 1:
-        raise UserError("mend this")
+        raise UserError("correct this")
     groups.world.all_reduce(torch.zeros(1))
 
 
@@ -60,7 +60,7 @@ def test_a_folder_for_every_run(ranks: Pools):
 @pytest.mark.parametrize(
     ("function", "timeout", "error", "match"),
     [
-        (fail_on_one, 60, UserError, "mend this"),
+        (fail_on_one, 60, UserError, "correct this"),
         (die_on_one, 60, RankFailed, "rank 0 died"),
         (hang, 0.5, RankFailed, r"rank\(s\) \[0, 1\] silent after 0.5 s"),
     ],

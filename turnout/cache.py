@@ -139,7 +139,7 @@ def _can_add(folder: Path) -> bool:
 def _temporary() -> Path | None:
     """This uid's folder among the temporary files; None if they cannot be written or it is another's.
 
-    Compiled code is run from there, so nobody else may have put anything in.
+    Compiled code is run from there, so no other user may have put anything in.
     """
     folder = place_temporary_files() / f"turnout-{os.getuid()}"
     try:

@@ -332,13 +332,11 @@ def bench_moe(
     ] = "uniform",
     runner: Annotated[str, typer.Option(help="the runner; auto: what a plan takes")] = "auto",
     device: Annotated[str, typer.Option(help="where to run [auto|cpu|cuda]")] = "auto",
-    peers: Annotated[
-        bool, typer.Option(help="measure torch's and transformers' implementations beside it")
-    ] = True,
+    peers: Annotated[bool, typer.Option(help="measure torch's and transformers' implementations too")] = True,
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
     plot: Annotated[str, typer.Option(help="draw the share of the roofline as SVG here")] = "",
 ) -> None:
-    """Time of one layer's experts. Beside other implementations and what the device allows."""
+    """Time of one layer's experts. Compared with other implementations and what the device allows."""
     from turnout.commands.bench import moe as run
 
     run(
@@ -379,7 +377,7 @@ def bench_a2a(
     output: Annotated[str, typer.Option(help="write the result as JSON here")] = "",
     plot: Annotated[str, typer.Option(help="draw the share of the wire as SVG here")] = "",
 ) -> None:
-    """Time of tokens to experts and back. Beside the collectives alone."""
+    """Time of tokens to experts and back. Compared with the collectives alone."""
     from turnout.commands.bench import a2a as run
 
     run(

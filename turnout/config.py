@@ -79,16 +79,15 @@ class Config:
     )
     deterministic: bool = flag(
         False,
-        "a request's tokens and log-probabilities are the same bits in every run and in whatever company; "
-        "slower",
+        "a request's tokens and log-probabilities are the same bits in every run and in every batch; slower",
     )
     enable_two_batch_overlap: bool = flag(
         False,
-        "large steps as two micro-batches, one of which computes while the other's tokens travel between "
+        "large steps as two micro-batches, one of which computes while the other's tokens are sent between "
         "ranks",
     )
     disable_shared_expert_overlap: bool = flag(
-        False, "CUDA: compute a shared expert after the routed ones, not beside their dispatch and combine"
+        False, "CUDA: compute a shared expert after the routed ones, not during their dispatch and combine"
     )
     deepep_mode: str = flag(
         "auto",
@@ -345,7 +344,7 @@ def _type_name(f: dataclasses.Field) -> str:
 
 
 def _check_key(key: str) -> None:
-    """Raise UserError, without showing the key, if it would let everybody in or nobody."""
+    """Raise UserError, without showing the key, if it would admit everyone or no one."""
     if not key:
         raise UserError(
             "--api-key is given, but empty, so that nothing would be required; give a key, or drop --api-key "

@@ -1,4 +1,4 @@
-"""The one family of errors that a user can mend.
+"""The one family of errors that a user can correct.
 
 `UserError` carries a message that names what was wrong and what to do. The command line prints it
 without a traceback and exits with code 2; the server answers it as a 4xx. Everything else is a bug
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """Something the user asked for or supplied is wrong; the message says what and how to mend it."""
+    """Something the user asked for or supplied is wrong; the message says what and how to correct it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], n
 @pytest.mark.timeout(2 * TIMEOUT + 30)
 @pytest.mark.parametrize("name", ["dp", "tp"])
 def test_a_shared_expert_beside_the_others_changes_no_bit(ranks: Pools, tmp_path: Path, name: str):
-    """Whole where tokens travel, a share of the sum where they do not."""
+    """Whole where tokens are sent, a share of the sum where they do not."""
     write_model(tmp_path, QWEN2_MOE, dtype=torch.bfloat16)
     settings = SETTINGS | ARRANGEMENTS[name] | {"model": str(tmp_path), "tp_size": 2, "ep_size": 2}
     found = {

@@ -73,7 +73,7 @@ class Case:
 
     @property
     def moves(self) -> bool:
-        """Whether tokens travel at all."""
+        """Whether tokens leave their rank."""
         return self.dispatcher != "none" or self.dp > 1
 
     @property

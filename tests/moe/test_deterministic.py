@@ -1,4 +1,4 @@
-"""Under --deterministic a token's result is the same bits alone and in any company; and who may be planned.
+"""Under --deterministic a token's result is the same bits in any batch; and who may be planned.
 
 Sizes are no multiple of a vector, so that loops over several rows would end within one; and large enough
 for a matrix library to sum by the number of rows, which the same layer without the promise shows.
@@ -42,7 +42,7 @@ def layer_of(spec: MoESpec, device: torch.device = CPU, most: int = 64, **fields
     )
 
 
-def assert_alone_as_in_company(layer: MoELayer, x_TH: Tensor, sizes: tuple[int, ...]) -> None:
+def assert_batch_invariant(layer: MoELayer, x_TH: Tensor, sizes: tuple[int, ...]) -> None:
     """Every token of the smallest batch, alone and among the first of each size, in another order too."""
     alone_TH = torch.cat([layer(row) for row in x_TH[: sizes[0]].split(1)])
     for size in sizes:
@@ -56,7 +56,7 @@ def test_a_layer_on_a_cpu(format: str, storage: str):
     sizes = {"hidden_size": 256, "intermediate_size": 128} if format == "fp8" else {"hidden_size": 288}
     layer = layer_of(make_spec("swiglu", format, **sizes), weight_storage=storage)
     x_TH = torch.randn(33, layer._spec.hidden_size, generator=torch.Generator().manual_seed(1))
-    assert_alone_as_in_company(layer, x_TH, (3, 17, 33))
+    assert_batch_invariant(layer, x_TH, (3, 17, 33))
     layer._runner._alone = False
     assert not torch.equal(layer(x_TH), torch.cat([layer(row) for row in x_TH.split(1)]))
 
@@ -122,7 +122,7 @@ def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
         compute_dtype="bfloat16",
     )
     x_TH = torch.randn(4096, 640, generator=torch.Generator().manual_seed(1)).bfloat16().to(CUDA)
-    assert_alone_as_in_company(layer, x_TH, (3, 5, 9, 20, 40, 80, 160, 500, 1100, 4096))
+    assert_batch_invariant(layer, x_TH, (3, 5, 9, 20, 40, 80, 160, 500, 1100, 4096))
 
 
 @pytest.mark.gpu

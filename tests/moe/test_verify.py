@@ -80,7 +80,7 @@ def test_more_experts_than_tokens_fit_come_in_several_batches():
         ("PaddingLeaks", "padding", "relative error nan"),
         ("NeedsTokens", "0", "ZeroDivisionError: no tokens"),
         ("Drifts", "17", "a repeated call gives other bits"),
-        ("MindsCompany", "1", "bits depend on its company"),
+        ("MindsCompany", "1", "bits depend on its batch"),
         ("WrongType", "3", "gives torch.float64"),
         ("CannotPrepare", "any", "cannot be built: RuntimeError: no kernel for this shape"),
     ],

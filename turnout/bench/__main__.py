@@ -1,4 +1,4 @@
-"""`make bench`: the CPU benchmarks in one run, beside transformers on the same machine and weights.
+"""`make bench`: the CPU benchmarks in one run, and transformers on the same machine and weights.
 
 Serving: the demo model, 128 requests of 64 tokens in and 64 out, at concurrency 1, 8 and 32; memory of
 all server processes; then transformers' `generate` at batch 1 and 32. Layer: `bench moe`. Everything is

@@ -1,9 +1,9 @@
-"""`bench a2a`: how long tokens take to their experts and back, beside the collectives alone.
+"""`bench a2a`: how long tokens take to their experts and back, and how long the collectives alone.
 
 Every rank brings as many tokens (data-parallel attention, one slice of the experts each). For every routing,
 format there and back, number of tokens and dispatcher, `dispatch` and its `combine` are timed, and then the
 very collectives that they made, with the same sizes and nothing in between: `raw_dispatch_us`,
-`raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. Beside a
+`raw_combine_us`. What a dispatcher adds is packing, and for the all-to-all a wait for the counts. For a
 dispatcher that makes no collectives, they are those of `collective`. On CUDA `graph_us` is an exchange, there
 and back, replayed as a graph, for dispatchers that can be captured, and `raw_graph_us` their collectives so.
 `wire_bytes` is what a rank sends to others in both, on average over the ranks; `wire_share` is its rate, in
@@ -369,7 +369,7 @@ def _rank_main(rank: int, settings: Settings, folder: str) -> None:
             settings,
             rank,
             local_rank=rank,
-            init_method=f"file://{folder}/meeting",
+            init_method=f"file://{folder}/rendezvous",
             keep=lambda row: kept.write(json.dumps(row) + "\n"),
         )
 

@@ -27,7 +27,7 @@ from turnout.vocabulary import Format, Phase
 
 ROUTINGS = ("uniform", "zipf")
 ZIPF = 1.2  # a place's popularity is its power to minus this
-INTERMEDIATE = 32  # of the layer; what travels does not depend on it
+INTERMEDIATE = 32  # of the layer; what is sent does not depend on it
 CHECKED_TOKENS = (3, 0, 17, 1)  # by rank, in turn, of a layer that is compared with the reference
 INPUT_SCALE = 6 / nvfp4.GLOBAL_MAX  # of the layer's input, whose values reach about 5
 
@@ -66,7 +66,7 @@ class Layers:
     hardware: Hardware
 
     def spec(self, format: Format) -> MoESpec:
-        """nvfp4 travels where a calibrated nvfp4 checkpoint says with what scales."""
+        """nvfp4 is sent where a calibrated nvfp4 checkpoint says with what scales."""
         s, calibrated = self.settings, format == Format.NVFP4
         return MoESpec(
             hidden_size=s.hidden,

@@ -1,4 +1,4 @@
-"""`bench moe`: the experts of one layer (no router), as planned, beside torch's grouped GEMM and, where a
+"""`bench moe`: the experts of one layer (no router), as planned, and torch's grouped GEMM and, where a
 layer is whole and without biases, transformers' implementations.
 
 Everything at a point, ours and peers, is timed in the same run, on inputs and routes that change from call

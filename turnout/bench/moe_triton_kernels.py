@@ -25,7 +25,7 @@ from turnout.moe.spec import Activation, MoESpec
 from turnout.vocabulary import ActivationKind
 
 FORMATS = ("mxfp4",)
-NO_ROUTE = -60.0  # as a logit, beside logarithms of weights: never among the largest k
+NO_ROUTE = -60.0  # as a logit, next to logarithms of weights: never among the largest k
 
 
 def refusal(spec: MoESpec) -> str:

@@ -26,9 +26,9 @@ def read_config(folder_or_file: Path) -> dict[str, Any]:
             "is missing", file=path, remedy="A model is a folder that holds config.json and *.safetensors"
         )
     config = read_json_object(path)
-    beside = path.with_name(MODELOPT_CONFIG)
-    if path.name == CONFIG and beside.is_file():
-        config["quantization_config"] = _merge(config.get("quantization_config"), path, beside)
+    sibling = path.with_name(MODELOPT_CONFIG)
+    if path.name == CONFIG and sibling.is_file():
+        config["quantization_config"] = _merge(config.get("quantization_config"), path, sibling)
     return config
 
 
@@ -47,20 +47,20 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _merge(inside: Any, path: Path, beside: Path) -> Any:
-    record = read_json_object(beside).get("quantization")
+def _merge(inside: Any, path: Path, sibling: Path) -> Any:
+    record = read_json_object(sibling).get("quantization")
     if not isinstance(record, dict):
-        raise CheckpointError("has no object named quantization", file=beside)
+        raise CheckpointError("has no object named quantization", file=sibling)
     if inside is None:
         return {"quant_method": "modelopt", **record}
     ours, theirs = (_algorithm(value) for value in (inside, record))
     if ours is not None and theirs is not None and ours != theirs:
         raise CheckpointError(
             "names another quantisation than config.json",
-            file=beside,
+            file=sibling,
             expected=ours,
             found=theirs,
-            remedy=f"Correct whichever of {path.name} and {beside.name} is out of date",
+            remedy=f"Correct whichever of {path.name} and {sibling.name} is out of date",
         )
     return inside
 

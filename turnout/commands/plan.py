@@ -123,7 +123,7 @@ def _phases(engine_plan: EnginePlan) -> Table:
         "runner": [p.runner for p in phases],
         "dispatcher": [p.dispatcher for p in phases],
         "layout": [p.layout for p in phases],
-        "tokens travel in": [_travels(engine_plan, p) for p in phases],
+        "tokens dispatched in": [_wire_format(engine_plan, p) for p in phases],
         "GEMMs multiply with": [plan.activation_format for _ in phases],
         "weights are kept": [plan.weight_storage for _ in phases],
         "sum over ranks owed by": [_owed_by(engine_plan, p) for p in phases],
@@ -138,13 +138,13 @@ def _phases(engine_plan: EnginePlan) -> Table:
 
 def _owed_by(engine_plan: EnginePlan, phase: PhasePlan) -> str:
     if engine_plan.topology.tp_size == 1:
-        return "nobody"
+        return "none: one rank"
     return "the layer" if phase.reduce == Reduce.LAYER else "the dispatcher"
 
 
-def _travels(engine_plan: EnginePlan, phase: PhasePlan) -> str:
+def _wire_format(engine_plan: EnginePlan, phase: PhasePlan) -> str:
     if _owed_by(engine_plan, phase) != "the dispatcher":
-        return "nothing travels"
+        return "nothing is sent"
     return engine_plan.compute_dtype if phase.wire_format == Format.BF16 else phase.wire_format
 
 
@@ -208,8 +208,8 @@ def _buffers(engine_plan: EnginePlan) -> Table:
     table = _table("Receive buffers per rank", ("dispatcher", "tokens", *WIRE_FORMATS))
     for buffers in receive_buffers(engine_plan):
         sizes = (_size(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRE_FORMATS)
-        slabs = f" x {buffers.slabs} experts" if buffers.slabs > 1 else ""
-        table.add_row(buffers.dispatcher, f"{buffers.tokens:,}{slabs}", *sizes)
+        experts = f" x {buffers.experts} experts" if buffers.experts > 1 else ""
+        table.add_row(buffers.dispatcher, f"{buffers.tokens:,}{experts}", *sizes)
     return table
 
 

@@ -63,7 +63,7 @@ def _print(console: Console, report: Report, *, show_all: bool) -> None:
             f"Inputs of the layers: {report.inputs}; batches of up to {report.most} tokens{least}.\n"
             "Relative error by batch, the largest of layers "
             f"{', '.join(map(str, report.layers))}, and its bound. Under bits, what gives the same ones: "
-            "r repeating a batch, g a CUDA graph, c other company"
+            "r repeating a batch, g a CUDA graph, c another batch"
         )
     )
     for pair in dict.fromkeys((one.runner, one.dispatcher) for one in report.checked):

@@ -159,7 +159,7 @@ def _kv_refusals(config: Config, pages: int, room: int, page_bytes: int) -> list
             Refusal(
                 who="KV cache",
                 asked=f"{flag} {pages * size} ({gigabytes(pages * page_bytes)})",
-                limit=f"{gigabytes(room * page_bytes)} are left for it beside the weights",
+                limit=f"{gigabytes(room * page_bytes)} are left for it next to the weights",
                 remedy=f"use {flag} {most} or less, or raise --mem-fraction-static",
             )
         )

@@ -77,16 +77,16 @@ def parallel_layouts(config: Config, model: ModelFolder, hardware: Hardware) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiveBuffers:
-    """What one dispatcher would keep on a rank for the largest step. slabs: copies, one per local expert."""
+    """What one dispatcher would keep on a rank for the largest step, for each of `experts` local experts."""
 
     dispatcher: str
     tokens: int
-    slabs: int
+    experts: int
     sizes: dict[str, int]  # bytes by wire format; "bf16": the compute dtype
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"slabs": self.experts}  # its earlier name
 
 
 def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
@@ -99,7 +99,7 @@ def receive_buffers(engine_plan: EnginePlan) -> list[ReceiveBuffers]:
         ReceiveBuffers(
             dispatcher=declared.name,
             tokens=declared.rows(Phase.PREFILL, budget, engine_plan.topology),
-            slabs=plan.num_local_experts if declared.layout == Layout.BATCHED_EXPERTS else 1,
+            experts=plan.num_local_experts if declared.layout == Layout.BATCHED_EXPERTS else 1,
             sizes={
                 wire: declared.buffers(
                     DispatchShare(

@@ -20,7 +20,7 @@ WITH_GPU = 4
 
 
 def default_threads(ranks: int = 1, *, with_gpu: bool = False) -> int:
-    """For each of `ranks` processes on this host: their share of the cores; beside a GPU, few of them."""
+    """For each of `ranks` processes on this host: their share of the cores; with a GPU, few of them."""
     share = max(1, (usable_cores() - 1) // ranks)
     return min(share, WITH_GPU) if with_gpu else share
 

@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def run(core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
-    """Obey, step, report, until all ranks were told to shut down.
+    """Execute commands, step, report, until all ranks were told to shut down.
 
     Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
     waits for joins it. Ranks that share requests execute a command when all of them have it, and until then

@@ -25,7 +25,7 @@ class Step:
 
     tokens: how many each data-parallel rank brings; None if there is one.
     real: which rows are tokens, the others being padding; None: all.
-    other: a second micro-batch of the same step, computed in turns with this one; its tokens come after this
+    other: a second micro-batch of the same step, which overlaps with this one; its tokens come after this
     one's, and may attend to them.
     """
 

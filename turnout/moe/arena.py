@@ -1,6 +1,6 @@
 """One block of device memory for all layers' scratch: made once, from bounds, never grown.
 
-Layers run one after another, so they use the same bytes. Two models, or a model and a self-check beside it,
+Layers run one after another, so they use the same bytes. Two models, or a model and its self-check,
 do not: an arena belongs to those who ask for the same regions on the same device, and goes with the last.
 The bytes are a plan's `workspace_bytes`, but for the output, which a call hands out.
 """

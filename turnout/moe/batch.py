@@ -40,8 +40,8 @@ class TokensBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsBatch:
-    """Layout "batched_experts": one slab per local expert; output [E_loc, C, H] is unweighted."""
+    """Layout "batched_experts": C rows per local expert; output [E_loc, C, H] is unweighted."""
 
     layout: ClassVar[Layout] = Layout.BATCHED_EXPERTS
     hidden: Hidden  # [E_loc, C, H]
-    counts: Tensor  # int32 [E_loc], on the device: rows in use per slab
+    counts: Tensor  # int32 [E_loc], on the device: rows in use per expert

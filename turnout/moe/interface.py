@@ -52,7 +52,7 @@ class Runner(Experts, Protocol):
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None: ...
 
     def same_bits(self, tokens: int) -> range:
-        """Sizes of "tokens" batches, around `tokens`, between which what a token gets differs in no bit,
+        """Sizes of "tokens" batches, around `tokens`, between which a token gets the same bits,
         whatever else is in the batch; empty where nothing is promised. Known after `prepare`."""
         ...
 

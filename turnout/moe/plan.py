@@ -5,7 +5,7 @@ storage. A combination is joined by what its parts declare (capability.py), neve
 cannot run is a refusal; refusals are collected, all of them, and kept in the plan or raised together.
 `auto` takes the best of what is allowed; what was asked for is honoured or refused, never replaced.
 
-Both phases share one runner, because weights are prepared once, in its layout. A second one beside it takes
+Both phases share one runner, because weights are prepared once, in its layout. A second one may take
 the batch sizes at which it was measured faster, where that is worth a second copy
 (planning/runner_by_batch_size.py). Dispatchers may differ.
 
@@ -167,18 +167,18 @@ def plan(
         mean = means(measured)
         candidates.sort(key=lambda c: mean.get(c.runner.name, math.inf))
     best = candidates[0]
-    beside = second(problem, best, candidates, measured)
-    together = [best] if beside is None else [best, beside[0]]
+    added = second(problem, best, candidates, measured)
+    together = [best] if added is None else [best, added[0]]
     tuned = next((one for one in together if one.runner.tuning is not None), best)
     table = _table(problem, tuned, tiles, tuning_folder)
     return replace(
         _made(problem, together),
-        runner_by_batch_size=() if beside is None else beside[1],
+        runner_by_batch_size=() if added is None else added[1],
         tiles=table,
         refused=tuple(refused),
         reasons=(
             *reasons(problem, best, candidates, means(measured)),
-            *(() if beside is None else why(best, *beside, measured, num_layers)),
+            *(() if added is None else why(best, *added, measured, num_layers)),
             *why_sibling(best, known_dispatchers, refused),
             *why_tuning(problem, tuned, table),
         ),

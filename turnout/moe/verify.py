@@ -3,7 +3,7 @@
 A layer's weights and some of its real inputs are run through dispatch -> experts -> combine in one process,
 in batches of every kind that serving meets, and compared with the oracle (reference.py) under the bounds of
 accuracy.py. What a backend declares beyond that is held against it: the same bits when a batch is repeated,
-from a CUDA graph as without one, and for a token in whatever company (`same_bits`).
+from a CUDA graph as without one, and for a token in any batch (`same_bits`).
 
 A backend that raises is a finding like any other, so that one broken backend hides nothing about the rest.
 
@@ -78,7 +78,7 @@ class Result:
     error: float | None = None
     repeats: bool | None = None
     replays: bool | None = None  # a CUDA graph gives what running eagerly does
-    independent: bool | None = None  # of company
+    independent: bool | None = None  # of the rest of the batch
     problem: str = ""
 
     @property
@@ -247,7 +247,7 @@ def examine(
 
 
 def caught(batch: TokensBatch | ExpertsBatch, first_expert: int, top_k: int) -> Inputs:
-    """What a runner was given, as tokens; a row of a slab is a token that goes to one expert."""
+    """What a runner was given, as tokens; a row of a local expert is a token that goes to one expert."""
     x = _decoded(batch.hidden)
     if isinstance(batch, TokensBatch):
         return Inputs(x_TH=x, ids_TK=batch.topk_ids, weights_TK=batch.topk_weights)
@@ -291,7 +291,7 @@ def _with_broken_promises(result: Result) -> Result:
         for kept, what in (
             (result.repeats, "a repeated call gives other bits"),
             (result.replays, "a CUDA graph gives other bits than running eagerly"),
-            (result.independent, "a token's bits depend on its company"),
+            (result.independent, "a token's bits depend on its batch"),
         )
         if kept is False
     ]

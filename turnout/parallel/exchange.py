@@ -1,8 +1,8 @@
 """The step exchange: before each step all ranks tell each other a small fixed record.
 
 On one host it goes through shared memory, a file that all ranks map: each rank has two slots, used in
-turn, and writes its record with the number of the exchange. Nobody can be two exchanges ahead, so the slot
-being written is one that everybody has read. A checksum over record and number tells a slot that is only
+turn, and writes its record with the number of the exchange. No rank can be two exchanges ahead, so the slot
+being written is one that all have read. A checksum over record and number tells a slot that is only
 half written, on any processor. Between hosts it goes through a process group.
 
 A wait looks, then yields its core, then naps for an eighth of what it has waited so far: so it is over at

@@ -32,7 +32,7 @@ class Hardware:
     """One device of a rank. `architecture`: CUDA compute capability times ten (90: Hopper); CPU 0.
 
     `present` tells this machine's own device, whose installed packages count, from a named one; `devices`
-    is how many of them it has, 0 where ranks may share them or nobody knows. `peer_access`: whether all of
+    is how many of them it has, 0 where ranks may share them or it is unknown. `peer_access`: whether all of
     them read and write each other's memory. `multiprocessors`: of a GPU; 0 where it is not known.
     """
 

@@ -84,7 +84,7 @@ class Progress(Protocol):
 
 
 class Unwatched:
-    """A `Progress` that nobody reads."""
+    """A `Progress` that is not read."""
 
     def note(self, step: int, phase: str) -> None:
         pass

@@ -1,8 +1,8 @@
 """Bytes between ranks of one host through shared memory, where sockets would cost most of a small layer.
 
 Each rank has two slots, used in turn. In a round, each writes what it has to give, says which part is for
-whom, and then the number of the round; and takes its parts from the slots of all others. Nobody can be two
-rounds ahead, so the slot being written is one that everybody has read. What does not fit into a slot takes
+whom, and then the number of the round; and takes its parts from the slots of all others. No rank can be two
+rounds ahead, so the slot being written is one that all have read. What does not fit into a slot takes
 several rounds.
 
 The number is written last and read first, which is enough on x86: it keeps the order of stores and of loads.

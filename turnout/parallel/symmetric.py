@@ -110,7 +110,7 @@ def _on_gpus(group: Group, size: int, device: torch.device) -> SymmetricMemory:
     own_B.zero_()
     handle = torch_memory.rendezvous(own_B, dist.group.WORLD.group_name)  # type: ignore[union-attr]
     torch.cuda.synchronize(device)
-    group.all_gather(torch.zeros(1, device=device), [1] * group.size)  # nobody writes before all are zero
+    group.all_gather(torch.zeros(1, device=device), [1] * group.size)  # no rank writes before all are zero
     torch.cuda.synchronize(device)
     return _view(group.rank, own_B, list(handle.buffer_ptrs), device, handle)
 

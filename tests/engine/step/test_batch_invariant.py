@@ -1,4 +1,4 @@
-"""Under --deterministic a request's tokens and log-probabilities are the same bits in whatever company."""
+"""Under --deterministic a request's tokens and log-probabilities are the same bits in every batch."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_as_over_whole_contexts(heads, kv_heads, size):
     torch.testing.assert_close(then[1:], expected[1][5:45], rtol=1e-5, atol=1e-5)
 
 
-def test_company_chunks_and_threads_change_no_bit(monkeypatch):
+def test_batches_chunks_and_threads_change_no_bit(monkeypatch):
     torch.manual_seed(1)
     sequences = Sequences(2, 300, 8, 4, 32)
     whole = sequences.attend((0, 0, 300))

@@ -111,7 +111,7 @@ def test_a_factor_kept_apart_from_decoded_weights():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_threads_and_company_change_no_bit(monkeypatch):
+def test_threads_and_batches_change_no_bit(monkeypatch):
     torch.manual_seed(2)
     experts = weights("nvfp4", Activation(), False)
     mine = layer(experts, Activation())

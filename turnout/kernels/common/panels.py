@@ -6,7 +6,7 @@ that a product reads memory strictly in order. Two products:
 * `gather_product`: few rows, each with a matrix of its own. A product with one row is a weighted sum of
   panel rows, which is what `embedding_bag` computes: one call for all rows and matrices, with a kernel
   generated for W (FBGEMM), float32 accumulation, threads over panels. Its result for a row depends on
-  nothing but that row: bit-equal in whatever company.
+  nothing but that row: batch-invariant.
 * `product`: many rows with one matrix, a batched GEMM over its panels, in float32.
 
 Measured on an AMD EPYC (AVX2), matrices 1024 x 1024 chosen 8 per token from 64:

@@ -1,11 +1,11 @@
 """The small steps between the matrix products of a decoder, each in one launch (Triton).
 
-At one token such a step is but its launch. Composed by torch, a decode step of 12 layers of Qwen3-30B's
-shape was 488 kernels in a graph and took 1.56 ms on an H200, 3.66 ms with 64 requests; with these it is 200,
-0.95 ms and 2.68. A layer has three of them, residual sum and norm (twice), and norm and rotation of heads
-with their store to the cache, beside the choice of experts (route.py). Each program computes a row, or a head
-of a row, in float32 and rounds once, so a row's bits do not depend on its company. What a product gave may
-come in parts (split_gemm.py), which are added here, for one launch less.
+At one token such a step is but its launch. Composed by torch, a decode step of 12 layers of Qwen3-30B's shape
+was 488 kernels in a graph and took 1.56 ms on an H200, 3.66 ms with 64 requests; with these it is 200, 0.95
+ms and 2.68. A layer has three of them, residual sum and norm (twice), and norm and rotation of heads with
+their store to the cache; the choice of experts is another (route.py). Each program computes a row, or a head
+of a row, in float32 and rounds once, so a row's bits do not depend on the batch. What a product gave may come
+in parts (split_gemm.py), which are added here, for one launch less.
 
 Programs are launched before their predecessors have ended and wait for them before the first read
 (programmatic dependent launch).

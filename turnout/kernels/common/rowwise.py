@@ -1,4 +1,4 @@
-"""Products whose rows depend on nothing but themselves: the same bits alone and in any company.
+"""Products whose rows depend on nothing but themselves: the same bits in any batch.
 
 GEMM libraries choose tiles and the order of summation by the number of rows, so a row's last bits vary with
 how many others there are. Here they do not:

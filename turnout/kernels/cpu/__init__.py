@@ -4,8 +4,8 @@ Each module holds kernels, which see addresses and sizes, and launchers, which t
 module compiles its kernels, or fetches them from where an earlier process kept them (jit.py), so that no
 request waits for a compiler.
 
-Every sum of a row is made in one order, whatever other rows there are and however many threads: what a token
-gets depends, in no bit, on its company.
+Every sum of a row is made in one order, whatever other rows there are and however many threads: results are
+batch-invariant.
 """
 
 from importlib.util import find_spec

@@ -4,7 +4,7 @@ Blocks of 16 tokens hold their keys transposed, [D, 16], and their values as pan
 scores and outputs are products with panels (tiles.py), read where they lie. Up to six query rows (tokens and
 heads of one KV head) go together. Scores of SPAN tokens are kept, then the softmax moves on: a maximum, sums
 and outputs that are scaled down when a larger one is met. Spans begin at multiples of SPAN whatever the
-chunk, so that a token gets the same bits in any company and however its prompt was cut.
+chunk, so that a token gets the same bits in any batch and however its prompt was cut.
 
 Nothing behind the last token of a context, nor in a block wholly below its window, is used, not even
 multiplied by zero: pages keep what others left. The softmax begins with the sink: a maximum, and a sum of 1.

@@ -237,7 +237,7 @@ def sort_pairs(ids_TK: Tensor, weights_TK: Tensor, first: int, experts: int) -> 
 
 
 def batched_pairs(counts_E: Tensor, capacity: int) -> Pairs:
-    """The rows in use of slabs [E, capacity], numbered through, each with weight 1."""
+    """The rows in use of [E, capacity], numbered through, each with weight 1."""
     counts_E = counts_E.to(torch.int64)
     used_EC = torch.arange(capacity) < counts_E[:, None]
     token = used_EC.flatten().nonzero().squeeze(1)

@@ -35,15 +35,15 @@ def _name() -> str:
 
 def _folder(name: str) -> Path | None:
     """Where kernels are fetched from and, if it can be written, kept; None if there is no such place."""
-    beside = HERE / "__pycache__" / name
-    if os.access(next(place for place in (beside, *beside.parents) if place.exists()), os.W_OK):
-        return beside
+    own = HERE / "__pycache__" / name
+    if os.access(next(place for place in (own, *own.parents) if place.exists()), os.W_OK):
+        return own
     kept = cache.writable_folder()
     if kept is None:
-        return beside if beside.is_dir() else None
-    if beside.is_dir() and not (kept / name).exists():
-        _copy(beside, kept / name)
-        return kept / name if (kept / name).exists() else beside
+        return own if own.is_dir() else None
+    if own.is_dir() and not (kept / name).exists():
+        _copy(own, kept / name)
+        return kept / name if (kept / name).exists() else own
     return kept / name
 
 

@@ -1,7 +1,7 @@
 """Runs a kernel on as many threads as torch would use, each taking the next piece of work that is left.
 
 Threads of Python's, for kernels hold no global lock: a pool of numba's or OpenMP's would be a second one
-beside torch's, and they get in each other's way. Whoever is slow, since another process took its core, takes
+next to torch's, and they get in each other's way. Whoever is slow, since another process took its core, takes
 fewer pieces, where pieces dealt out beforehand would make all wait for it.
 
 A call with one thread is a plain call; a second thread costs 20 to 50 us, so that callers say from where on

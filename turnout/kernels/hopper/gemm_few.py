@@ -9,8 +9,8 @@ their sums are added last: so few tokens keep a GPU busy without partial sums in
 few to be sorted take gemm_pairs.py. What a program's end multiplies with is loaded in the beginning,
 and eight columns of a result stored at once: 1 to 2 % with 16 and 64 tokens.
 
-Measured on an H200, whole layers in MXFP4, us, with the best tilings found; beside it, gemm.py in the
-same run (benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/performance.md):
+Measured on an H200, whole layers in MXFP4, us, with the best tilings found, and gemm.py in the same run
+(benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/notes/hopper-kernels.md):
 
     tokens                               1           4          16           64
     Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4

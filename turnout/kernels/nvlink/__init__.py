@@ -13,14 +13,14 @@ Two launches a layer, no collective, no host. Every rank has the same region of 
     landed    [few rows, H]          the same
 
 Token t of source s is row `t R + s` on every rank that holds one of its experts, and its result from rank r
-comes back into row `t R + r` of s. Nobody allocates slots, so there are no atomics to race for them and no
+comes back into row `t R + r` of s. No one allocates slots, so there are no atomics to race for them and no
 sums over ranks, and the rows of a batch are a prefix of the buffer whatever its size: ranks may run graphs
 of different batch sizes. What a rank has for itself it never sends.
 
-There are two ways to know that something has arrived, and a source's tokens travel one way, there and back:
+There are two ways to know that something has arrived, and a source's tokens and results all use the same one:
 
 * Up to `few` tokens, in words. A word of 32 bits that is not zero has arrived: it is its own flag, and no
-  fence is paid for. Two zeros of bfloat16 travel as (0, -0), and the last of four zeros in FP8, of eight in
+  fence is paid for. Two zeros of bfloat16 are sent as (0, -0), and the last of four zeros in FP8, of eight in
   NVFP4, as -0. Receivers poll what they copy or add up anyway, and leave zeros for the next exchange.
 * More tokens, by flags. A row is stored where it is to be read, and then a flag released, for whose fence all
   stores before it have to be acknowledged. Ids and weights are words even then.
@@ -34,11 +34,11 @@ Why no barrier keeps a buffer from being overwritten too early: a rank leaves di
 begun theirs, so they have left combine e - 1. Counts and meta of e lie in one half, those of e + 1 in the
 other; meta is zeroed by combine e, before dispatch e + 1 begins, before anyone can begin e + 2. A row is
 written again after its result came back, hence was used, and its words zeroed by the launch before; one that
-nobody wanted here is neither written nor read. A result is written again after its owner has begun the next
+no rank wanted here is neither written nor read. A result is written again after its owner has begun the next
 dispatch, its words zeroed. That holds as long as each dispatch is followed by its combine before the next on
-the same region: batches under way together need a region each.
+the same region: batches in flight together need a region each.
 
-Epochs live on the device: `epochs[0]` is the last that was combined, `epochs[1]` the one under way. Each
+Epochs live on the device: `epochs[0]` is the last that was combined, `epochs[1]` the one in flight. Each
 kernel writes the one that it does not read, so graphs replay without anyone counting.
 
 A program pushes before it waits, and no more programs are launched than fit on the device together: none

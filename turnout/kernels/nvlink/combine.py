@@ -3,7 +3,7 @@
 How and why: the package.
 
 Legend: R ranks, k top-k (KP, RP: the next power of two), H hidden, room: tokens per rank for which there are
-rows. A row is moved in PARTS parts of W words. BACK: what results travel in, "bf16" (as they are) or "fp8"
+rows. A row is moved in PARTS parts of W words. BACK: what results are sent in, "bf16" (as they are) or "fp8"
 (combine_fp8.py); they lie STRIDE bytes apart.
 """
 

@@ -1,7 +1,8 @@
 """Results back in FP8, a float32 scale per 128 columns: a part of a row sent, and of a token's sum (Triton).
 
-A row is H bytes of values, then its scales. In words (the package says when), zeros at a word's end travel as
--0; scales are positive. Only what travels is rounded: a rank's own part of a sum is as its experts left it.
+A row is H bytes of values, then its scales. In words (the package says when), zeros at a word's end are sent
+as -0; scales are positive. Only what is sent is rounded: a rank's own part of a sum is as its experts left
+it.
 
 Legend: R ranks, H hidden, G groups of 128 columns; a row takes STRIDE bytes.
 """

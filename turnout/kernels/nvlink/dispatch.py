@@ -136,7 +136,7 @@ def take(
         tl.store(at_word(here + row * (4 * ROW), hidden_at, tl.int32) + c, word, mask=c < ROW)
         tl.store(word_ptr + c, tl.zeros([W], tl.int32), mask=c < ROW)
         if SCALE_ROW > 0:
-            # Scales are not negative: what looks so is a zero that travelled.
+            # Scales are not negative: what looks so is a zero that was sent.
             scale_ptr = at(here, scales_at + row * (4 * SCALE_ROW), tl.int32)
             scale = tl.load(word_ptr + ROW + s, mask=s < SCALE_ROW, other=1, volatile=True)
             tl.store(scale_ptr + s, scale & 0x7FFFFFFF, mask=s < SCALE_ROW)
@@ -161,7 +161,7 @@ def push_meta(
 
 @triton.jit
 def put_meta(out_ids_ptr, out_weights_ptr, row, id_K, weight_K, wanted, k, K: tl.constexpr):
-    """Ids and weights as they travelled to those of a batch, of one row or several."""
+    """Ids and weights as they were sent, to those of a batch, of one row or several."""
     held = wanted & (id_K > 1)
     tl.store(out_ids_ptr + row * K + k, tl.where(held, id_K - 2, -1), mask=(k < K) & (row >= 0))
     weight = tl.where(held, weight_K.to(tl.float32, bitcast=True), 0.0)

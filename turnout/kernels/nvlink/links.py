@@ -36,7 +36,7 @@ class Links:
     """What the kernels need to know of a layer's exchanges; each call is one launch.
 
     addresses int64 [R], failed and told int64 [1]: of the symmetric memory. epochs int64 [2]. starts: where
-    the parts of the region begin; rows: its capacity in all; few: tokens of a rank that travel in words.
+    the parts of the region begin; rows: its capacity in all; few: tokens of a rank that are sent in words.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Links:
         self, y: Tensor, received_ids: Tensor, ids_TK: Tensor, out_TH: Tensor, room: int, format: str
     ) -> None:
         """y [room * R, H] and out of the compute dtype, the latter contiguous; received_ids as `dispatch`
-        left them. format: what results travel in, "bf16" (the compute dtype) or "fp8"."""
+        left them. format: what results are sent in, "bf16" (the compute dtype) or "fp8"."""
         T, itemsize = len(out_TH), out_TH.dtype.itemsize
         y, out, columns, stride = (
             y.to(out_TH.dtype),

@@ -63,7 +63,7 @@ class RunnerCapability:
     all_triton: bool = False
     tuning: Tuning | None = None  # how its GEMMs are cut, where that is measured
     checked: str = ""  # what stands in for a run on its hardware (planning/hardware_evidence.py)
-    # Under --deterministic what a token gets depends, in no bit, on what else is in the batch.
+    # Under --deterministic what a token gets does not depend on what else is in the batch.
     batch_invariant: bool = False
     requires: tuple[Package, ...] = ()
 
@@ -77,7 +77,7 @@ class WireNeed:
     package: Package
 
     def lacking(self, hardware: Hardware) -> str:
-        """On what tokens travel so, where they do not between GPUs of this kind; "" where they do."""
+        """On what tokens are sent so, where they are not between GPUs of this kind; "" where they are."""
         if hardware.device == "cuda" and hardware.architecture not in self.architectures:
             return f"on compute capability {generations(self.architectures)}"
         missing = hardware.present and self.package.lacking()

@@ -28,8 +28,8 @@ class Package:
     only_with: str = ""
 
     def __str__(self) -> str:
-        beside = f" with {self.only_with}" if self.only_with else ""
-        return self.distribution + (f">={self.minimum}" if self.minimum else "") + beside
+        only = f" with {self.only_with}" if self.only_with else ""
+        return self.distribution + (f">={self.minimum}" if self.minimum else "") + only
 
     def lacking(self) -> str:
         """What stands against importing it here: "" if nothing."""

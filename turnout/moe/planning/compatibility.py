@@ -93,7 +93,7 @@ def wire_format(
 def _wire_formats(
     runner: RunnerCapability, dispatcher: DispatcherCapability, spec: MoESpec, wanted: str, dp_size: int
 ) -> set[Format]:
-    """Tokens that do not travel stay as they are; NVFP4 needs scales that calibration left."""
+    """Tokens that are not sent stay as they are; NVFP4 needs scales that calibration left."""
     possible = set(WIRE_FORMATS) if moves(dispatcher.exchange, dp_size=dp_size) else {Format.BF16}
     if not spec.quantized_activations:
         possible -= {Format.NVFP4}

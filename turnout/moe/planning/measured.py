@@ -3,7 +3,7 @@
 Only an explicit command measures and writes; planning reads. So what is chosen does not depend on how busy
 the machine was at a start, and ranks that read the same file choose alike.
 
-One file holds one layer on one device in one arrangement of ranks. It counts while the versions it was
+One file holds one layer on one device in one parallel layout. It counts while the versions it was
 measured with are those installed; a file that is older, or damaged, is left aside with a warning.
 """
 

@@ -108,7 +108,7 @@ class PlanningProblem:
 
     def large_prefill_us(self, dispatcher: DispatcherCapability, storage: WeightStorage, wire: Format) -> int:
         """Where buffers hold less than the largest step of prefill, what that takes there and back, weights
-        that are read again included; 0 where all fits, nothing moves or nobody measured."""
+        that are read again included; 0 where all fits, nothing moves or nothing was measured."""
         if self.budget.capacity >= self.budget.local or dispatcher.cost is None or not self.moves(dispatcher):
             return 0
         H, gathers = self.spec.hidden_size, dispatcher.exchange == Exchange.GATHER

@@ -3,7 +3,7 @@
 Weights are prepared once for each, so that a second runner costs a second copy of the experts. `auto` takes
 one where `turnout tune` found it WORTH times as fast at some batch sizes, it differs in nothing that the rest
 of a plan rests on, and its copy takes no more than COPY_PART of the device's memory. Which of the two gets a
-batch follows from the number of its tokens alone. Runners hold no collectives, so ranks with batches of
+batch follows from the number of its tokens only. Runners hold no collectives, so ranks with batches of
 different sizes may differ.
 
 No torch here: planning asks.
@@ -40,7 +40,7 @@ def means(measured: Times) -> dict[str, float]:
 def second(
     problem: PlanningProblem, best: Candidate, candidates: Sequence[Candidate], measured: Times
 ) -> tuple[Candidate, BatchSizes] | None:
-    """The runner beside `best` that gains most, and who computes what; None where no other is worth it."""
+    """The runner besides `best` that gains most, and who computes what; None where no other is worth it."""
     own = measured.get(best.runner.name, {})
     if problem.request.moe_runner_backend != "auto" or problem.request.deterministic:
         return None
@@ -61,7 +61,7 @@ def second(
 
 
 def _fits(problem: PlanningProblem, best: Candidate, other: Candidate) -> bool:
-    """Whether batches of a plan made for `best` can go to `other`, and its weights beside the others."""
+    """Whether batches of a plan made for `best` can go to `other`, and its weights fit next to the others."""
     alike = (
         (best.prefill, best.decode, best.activation, best.storage, best.wire)
         == (other.prefill, other.decode, other.activation, other.storage, other.wire)

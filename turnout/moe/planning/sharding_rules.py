@@ -1,4 +1,4 @@
-"""How a layer divides among ranks: what no arrangement allows, and which one would do.
+"""How a layer divides among ranks: what no parallel layout allows, and which one would do.
 
 Experts divide by --ep-size, and the intermediate size of each by the expert-TP ranks that share it, in whole
 groups of the format's scales.

@@ -29,7 +29,7 @@ from turnout.server.api.service import Service
 from turnout.server.api.turns import Turns
 
 GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
+CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
 def create_app(service: Service) -> FastAPI:

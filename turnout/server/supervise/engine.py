@@ -165,7 +165,7 @@ class EngineSupervisor:
             self._group.stop()
 
     def end_at_once(self) -> None:
-        """Leave nothing behind on this host, waiting for nobody; other hosts see the connection end."""
+        """Leave nothing behind on this host, without waiting; other hosts see the connection end."""
         if self._local:
             self._local.kill()
             self._local.remove_folder()

@@ -194,7 +194,7 @@ class EngineGroup:
     def _tell(self, ranks: Iterable[int], command: Command) -> None:
         payload = encoder.encode(command)
         for rank in ranks:
-            with suppress(zmq.ZMQError):  # nobody is there: it has ended, as `run` is about to find
+            with suppress(zmq.ZMQError):  # the process has ended, as `run` is about to find
                 self._send(rank, payload)
 
     def _send(self, rank: int, payload: bytes) -> None:

@@ -93,7 +93,7 @@ class NodeAgent:
             raise UserError(
                 f"the head at {host}:{port} was not reached within --startup-timeout "
                 f"{self._config.startup_timeout:g} s: {why}; start `turnout serve --node-rank 0` there, "
-                "or mend --dist-init-addr"
+                "or correct --dist-init-addr"
             )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

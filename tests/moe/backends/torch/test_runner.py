@@ -1,4 +1,4 @@
-"""What the torch runner promises beyond the matrix: who keeps which memory, and equal bits in company."""
+"""What the torch runner promises beyond the matrix: who keeps which memory, and equal bits in any batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows(batch: TokensBatch, index) -> TokensBatch:
 @pytest.mark.parametrize("numerics", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_batches_leave_no_trace_in_a_token(numerics, dtype):
-    """Bit-equal alone and in any company, order or padding included."""
+    """Bit-equal in any batch, order or padding included."""
     spec = make_spec("swiglu", "nvfp4")
     runner = make_runner(spec, compute_dtype=dtype, activation_format=numerics)
     most = GATHER_PAIRS_PER_EXPERT * spec.num_experts // spec.top_k

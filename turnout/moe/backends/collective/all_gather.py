@@ -1,6 +1,6 @@
 """The all-to-all where almost every rank needs almost every token: everyone's tokens to all ranks.
 
-A token's k experts lie on most of a few ranks: top-8 needs 90 % of four. Leaving out the rows that nobody
+A token's k experts lie on most of a few ranks: top-8 needs 90 % of four. Leaving out the rows that no rank
 asked for would save the rest, and cost a wait of the host for their counts. Here sizes follow from what
 each rank brings, which all of them know.
 

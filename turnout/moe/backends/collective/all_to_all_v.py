@@ -5,7 +5,7 @@ A token goes once to a rank, however many of its experts are there, and to all r
 share each. Results come back as one row per token and rank, and are summed in the order of ranks, in
 float32: the same bits every time.
 
-Counts travel ahead, since torch.distributed needs sizes on the host. What does not depend on them is queued
+Counts are sent ahead, since torch.distributed needs sizes on the host. What does not depend on them is queued
 before the wait for them, so that a GPU packs while the host waits.
 
 Legend: T tokens of this rank's share, k top-k, H hidden, W words of a row, R ranks, S rows sent: one per

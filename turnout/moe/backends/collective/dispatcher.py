@@ -1,7 +1,7 @@
 """An all-to-all through torch.distributed: any backend, any number of hosts.
 
 Each rank's runner sees the tokens that chose one of its experts, from all ranks, or everyone's where that
-costs less. How they travel and are summed is `moe.exchange`.
+costs less. How they are sent and summed: all_gather.py, all_to_all_v.py.
 """
 
 from __future__ import annotations

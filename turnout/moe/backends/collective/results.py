@@ -1,4 +1,4 @@
-"""How results of experts travel back through torch.distributed: as they are, or in FP8.
+"""How results of experts are sent back through torch.distributed: as they are, or in FP8.
 
 FP8 is e4m3 with a float32 scale per row and 128 columns: half the bytes of bfloat16. Each rank's part of a
 sum is rounded for itself, here its own part as well; the parts are decoded and summed as others are.
@@ -25,7 +25,7 @@ class Results:
         self._parts = row_of(*fp8_columns(setup.spec.hidden_size))
 
     def encode(self, out_NH: Tensor) -> Tensor:
-        """Rows that travel: [N, H] of the compute dtype, or int64 [N, W], values and then scales."""
+        """Rows as sent: [N, H] of the compute dtype, or int64 [N, W], values and then scales."""
         if self._format == Format.BF16:
             return out_NH.to(self._dtype)
         words = self._parts[-1].stop

@@ -1,4 +1,4 @@
-"""What the kernels for CPUs need beside weights."""
+"""What the kernels for CPUs need in addition to weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from turnout.vocabulary import Layout
 
 
 def workspace_bytes(share: Share) -> int:
-    """For a batch of `rows` tokens, or slabs of as many rows: input and output in float32, and for each pair
+    """For a batch of `rows` tokens, or of as many per expert: input and output in float32, and for each pair
     the activation's output, its token and its weight. What threads unpack a panel into is not counted."""
     held = share.rows
     pairs = held * min(share.shape.top_k, share.shape.local_experts)

@@ -1,8 +1,8 @@
 """DeepEP's all-to-all: normal kernels for throughput, low-latency kernels for small steps.
 
 Normal: a token goes once to every rank that holds an expert of it, through queues over NVLink; the host waits
-for how many arrive. Low-latency: every expert has a slab with a place for each token that any rank may send;
-nobody waits, so it can be captured in a CUDA graph, and the weights are applied where the token came from.
+for how many arrive. Low-latency: every expert has a place for each token that any rank may send;
+nothing waits, so it can be captured in a CUDA graph, and the weights are applied where the token came from.
 One `deep_ep.Buffer` per process serves all layers, both kinds included.
 
 What the library asks for, and how it is met:
@@ -10,15 +10,14 @@ What the library asks for, and how it is met:
 * Expert ids are `topk_idx_t` (int64), with -1 for padding, as here. Those that arrive count from the rank's
   first expert.
 * The normal kernels move rows of bfloat16, or FP8 with a float32 scale per 128 columns. They do not look into
-  rows: NVFP4 travels as rows of bytes, padded to 32, that are called bfloat16.
+  rows: NVFP4 is sent as rows of bytes, padded to 32, that are called bfloat16.
 * The low-latency kernels take bfloat16 and quantise themselves: to FP8 by the same rule as `formats.fp8`, or,
   those of sgl-deep-ep, to NVFP4 by the scale that all experts share. Block scales arrive in the tiles of
-  Blackwell's tensor cores, and are laid out in rows here. Options of a format are passed for it alone.
+  Blackwell's tensor cores, and are laid out in rows here. Options of a format are passed for it only.
 * Both combine in bfloat16.
 
-Legend: T tokens of this rank, H hidden, k top-k, N rows received, E experts held here, C a slab's rows: those
-that all ranks may send.
-"""
+Legend: T tokens of this rank, H hidden, k top-k, N rows received, E experts held here, C rows per expert:
+those that all ranks may send."""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ class LowLatencyDispatch:
         if self._format == Format.FP8:
             return {"use_fp8": True, "round_scale": False, "use_ue8m0": False}
         if self._format == Format.NVFP4:
-            assert self._input_scale is not None, "planned for calibrated checkpoints alone"
+            assert self._input_scale is not None, "planned for calibrated checkpoints only"
             return {
                 "use_fp8": False,
                 "use_nvfp4": True,
@@ -219,6 +218,6 @@ def _library() -> Any:
         import deep_ep
     except (ImportError, AssertionError, OSError) as error:  # it asserts which NCCL it finds
         raise UserError(
-            f"DeepEP cannot be imported: {error}. Mend the installation, or choose another --moe-a2a-backend"
+            f"DeepEP cannot be imported: {error}. Repair it, or choose another --moe-a2a-backend"
         ) from error
     return deep_ep

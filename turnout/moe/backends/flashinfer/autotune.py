@@ -5,7 +5,7 @@ sizes that it rounds to, up to the plan's bound. That needs a device to itself a
 the runner is given tokens made up here, spread evenly over all experts. So nothing is exchanged while rank 0
 times, and its choice is everyone's: ranks whose tactics differ would wait for the slowest.
 
-What was chosen is kept in one file for each library version, device, layer and arrangement of ranks;
+What was chosen is kept in one file for each library version, device, layer and parallel layout;
 FlashInfer itself refuses a file from another environment. Delete the file to tune anew.
 """
 
@@ -74,7 +74,7 @@ def tune(
 
 
 def path(folder: Path, spec: MoESpec, plan: MoEPlan, device_name: str, ranks: int) -> Path:
-    """The file of one layer on one device in one arrangement of ranks."""
+    """The file of one layer on one device in one parallel layout."""
     layer: dict[str, Any] = {
         "library": version(LIBRARY),
         "device": device_name,

@@ -4,7 +4,7 @@ Two routes, taken by the layout of a batch. They share no weights, since their k
 
 * "tokens": `CuteDslMoEWrapper` sorts, multiplies, activates and sums in one call. W1 has up and gate in
   alternating blocks of 64 rows. W4A16 takes the same weights and bf16 tokens.
-* "batched_experts": masked GEMMs over slabs, with a kernel between them that activates and quantises. W1
+* "batched_experts": masked GEMMs, with a kernel between them that activates and quantises. W1
   keeps gate before up. The kernels take a scale per expert, which is the same for all. W4A4 only.
 
 W4A4 quantises with the scales of formats.scales.resolve, tokens that arrive as NVFP4 before they are routed.
@@ -15,7 +15,7 @@ its last bits vary. Recipes of its quantisers that environment variables would c
 Not run on hardware yet: tests/moe/backends/flashinfer/test_flashinfer_contract.py decodes what the library is
 handed, and through that the demo answers with the torch runner's tokens (tests/engine/test_demo_in_fp4.py).
 
-Legend: T tokens, k top-k, H hidden, I intermediate, N outputs of GEMM1, E local experts, C slab capacity,
+Legend: T tokens, k top-k, H hidden, I intermediate, N outputs of GEMM1, E local experts, C rows per expert,
 G = H / 16 groups.
 """
 
@@ -251,7 +251,7 @@ class ExpertsRoute:
 
 
 def _arrived(hidden: Hidden) -> tuple[Tensor, Tensor]:
-    """Slabs quantised before the wire, as a masked GEMM takes them."""
+    """Rows [E, C, .] quantised before the wire, as a masked GEMM takes them."""
     from flashinfer import block_scale_interleave
 
     assert hidden.scale is not None, "nvfp4 hidden states carry scales"

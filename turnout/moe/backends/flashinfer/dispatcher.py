@@ -10,7 +10,7 @@ What the library asks for, and how it is met:
 * All ranks name the same number of rows per sender for a batch: that of the largest rank, at least one. Rows
   that a sender leaves unused carry garbage, and get expert ids -1.
 * Experts of routes exist. Padding, -1, is routed to an expert of the sender's own, and costs no wire; the ids
-  that travel say -1 still.
+  that are sent say -1 still.
 * Results are kept behind the largest dispatch, not behind this batch's, where the library would put them: a
   rank that is done with one batch may write the next, larger one while its peers still read results.
 * One workspace serves all layers and phases, one batch at a time: `combine` follows its `dispatch`.
@@ -109,12 +109,12 @@ class Workspace:
         self._owner = MnnvlMemory(mapping, sizes.total_bytes)
         self._shared = self._owner.as_torch_strided_tensor(torch.uint8)
         self._places = moe_a2a_initialize(self._shared, world.rank, n, sizes.capacity)
-        world.all_reduce(torch.zeros(1, device=self._shared.device))  # nobody writes before all are cleared
+        world.all_reduce(torch.zeros(1, device=self._shared.device))  # no rank writes before all are cleared
 
     def send(self, routes_TK: Tensor, parts: Sequence[Tensor], R: int, experts: int) -> list[Tensor]:
         """Rows of `parts` to the ranks of experts `routes`; the N rows of each part that this rank got.
 
-        The last part but one are int32 ids [T, k], -1 in rows that nobody sent. Views of the workspace.
+        The last part but one are int32 ids [T, k], -1 in rows that no rank sent. Views of the workspace.
         """
         from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_dispatch, moe_a2a_sanitize_expert_ids
 
@@ -153,5 +153,5 @@ class Workspace:
 
 
 def _carried_as(part: Tensor) -> torch.dtype:
-    """FP8 travels as bytes, which all versions of DLPack know."""
+    """FP8 is sent as bytes, which all versions of DLPack know."""
     return torch.uint8 if part.itemsize == 1 else part.dtype

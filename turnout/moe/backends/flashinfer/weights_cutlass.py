@@ -53,7 +53,7 @@ def pad(x: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
 def interleave_mxfp4(codes: Tensor) -> Tensor:
     """uint8 [E, N, K/2], N % 16 == K % 64 == 0, as the library's kernel of this purpose leaves them.
 
-    One expert at a time, which bounds what is needed beside the result.
+    One expert at a time, which bounds what is needed next to the result.
     """
     if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] % 16 or codes.shape[2] % 32:
         raise ValueError(f"codes of 16 rows and 64 columns are interleaved, not {tuple(codes.shape)}")

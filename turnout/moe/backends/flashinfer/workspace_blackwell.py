@@ -1,4 +1,4 @@
-"""What FlashInfer's kernels for Blackwell need beside weights, by the formulas of its source (0.7.2).
+"""What FlashInfer's kernels for Blackwell need in addition to weights, by the formulas of its source (0.7.2).
 
 No torch here. The library takes its scratch from torch's allocator in each call and gives it back, so layers
 share it. All sizes are bytes.
@@ -15,7 +15,7 @@ from turnout.moe.capabilities.rank_share import Share
 from turnout.vocabulary import ActivationKind, Format, Layout
 
 TILE = 256  # the tallest of the tiles that the libraries' tuners choose between
-SCALE_ROWS = 128  # block scales of slabs come in tiles of as many rows
+SCALE_ROWS = 128  # block scales of experts' rows come in tiles of as many rows
 GROUP = FORMATS[Format.NVFP4].group
 
 
@@ -33,7 +33,7 @@ def nvfp4(rows: int, columns: int) -> int:
 
 def cutedsl_workspace_bytes(share: Share) -> int:
     """Tokens: the input quantised, maps of the pairs, the output, and of W4A4 or W4A16 what is more: GEMM1's
-    output in NVFP4, or both GEMMs' inputs in bf16. Slabs: the input quantised, GEMM1's output, the same
+    output in NVFP4, or both GEMMs' inputs in bf16. By expert: the input quantised, GEMM1's output, the same
     activated and quantised, the output; other activations than silu pass through float32."""
     shape, rows, itemsize = share.shape, share.rows, share.itemsize
     H, I, E = shape.hidden, shape.inner, shape.local_experts

@@ -1,4 +1,4 @@
-"""What FlashInfer's `cutlass_fused_moe` needs beside weights, by the formulas of its source (0.7.2).
+"""What FlashInfer's `cutlass_fused_moe` needs in addition to weights, by the formulas of its source (0.7.2).
 
 No torch here. All sizes are bytes.
 

@@ -1,9 +1,9 @@
 """Which tile configurations are worth timing: those that a model of the hardware leaves of all that run.
 
 The model takes a grouped GEMM as five streams that overlap, each with what an H200 was seen to reach in these
-kernels (docs/performance.md), and adds the depth of a program's own loop, which alone counts where programs
-are few. It says which configurations cannot be fast, not which is fastest: it is right within a factor of
-two, and what it keeps is timed (autotune.py).
+kernels (docs/notes/hopper-kernels.md), and adds the depth of a program's own loop, which alone counts where
+programs are few. It says which configurations cannot be fast, not which is fastest: it is right within a
+factor of two, and what it keeps is timed (autotune.py).
 
 No torch here. Legend: T tokens, N weight rows, K columns, n tokens of one expert.
 """

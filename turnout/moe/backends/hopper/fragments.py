@@ -110,7 +110,7 @@ def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
     values = (codes_ENK.to(torch.int32) & 8) << 12 | (codes_ENK.to(torch.int32) & 7) << 6
     value_ENK = (
         values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63
-    )  # 2^126 in two steps: it overflows beside a scale
+    )  # 2^126 in two steps: it overflows with a scale
     scale_ENK = scale_ENG.repeat_interleave(GROUP[fragments.format], dim=2)
     weight_ENK = value_ENK * (scale_ENK * 2.0**-63) * fragments.alpha[:, None, None]
     if paired:

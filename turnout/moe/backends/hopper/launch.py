@@ -1,7 +1,7 @@
 """What the launches of a layer take: its workspace, a batch of tokens, and one GEMM of it.
 
 No torch here. Legend: T tokens, k top-k, P = T k pairs, H hidden, R rows of x or out (tokens, pairs or rows
-of slabs), K inner size, N outputs, E local experts.
+per expert), K inner size, N outputs, E local experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Workspace:
     quantized: e4m3 and float32 scales.
     """
 
-    rows: int  # the most tokens of a batch, or rows of a slab
+    rows: int  # the most tokens of a batch, or rows per expert
     counts: Tensor
     tiles: Tensor
     order: Tensor
@@ -64,7 +64,7 @@ class Batch:
 class Gemm:
     """GEMM1 (`first`: with the activation, of tokens' rows) or GEMM2 (times the routing weights) of a batch.
 
-    weights None: of slabs, whose rows are neither gathered nor scattered. unsorted: the table holds
+    weights None: of rows by expert, which rows are neither gathered nor scattered. unsorted: the table holds
     the expert ids of pairs; else tiles, at most `most_tiles`, of rows in the order `order`
     (kernels/hopper/sort.py).
     """

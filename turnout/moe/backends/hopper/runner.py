@@ -3,7 +3,7 @@
 Two to four launches, none of which waits for the host: sort the pairs by expert (left out when there are so
 few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 with the routing weights, and the
 sum over a token's pairs (where none is sorted and weights are of 4 bits or bf16, GEMM2 adds them up). FP8's
-tokens are quantised beside the sort, or in the GEMM that takes them; with 16 tokens a tile or more, GEMM2's
+tokens are quantised next to the sort, or in the GEMM that takes them; with 16 tokens a tile or more, GEMM2's
 by a launch of their own. Each is launched before its predecessor has ended (programmatic dependent launch),
 so that their beginnings overlap.
 
@@ -14,7 +14,7 @@ sum, whatever the tile. The tensor cores keep to that: every tile of every forma
 (tests/moe/test_deterministic.py, on an H200). In which order atomics place an expert's rows changes none.
 
 Legend: T tokens, k top-k, P = T k pairs, H hidden, I intermediate, N outputs of GEMM1, E local experts,
-C slab capacity.
+C rows per expert.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class HopperRunner:
         self, tiles: LayerTiles, space: Workspace, x: Tensor, out: Tensor, *, pairs: int, table: Tensor,
         weights: Tensor | None, top_k: int, unsorted: bool, most_tiles: int,
     ) -> None:  # fmt: skip
-        """`out` from `x` by way of h, which has a row for each of `pairs`, or of slabs' rows."""
+        """`out` from `x` by way of h, which has a row for each of `pairs`, or of [E, C] rows."""
         h = space.h[: pairs * self._w2.inner].view(pairs, -1)
         first = Gemm(
             first=True, w=self._w13, x=x, out=h, columns=self._w2.inner, table=table, weights=weights,

@@ -65,7 +65,7 @@ class TileConfig(
 
     @classmethod
     def batched_experts_rule(cls, shape: LayerShape, capacity: int) -> LayerTiles | None:
-        """For slabs of `capacity` rows, of which an unknown number is filled; None if it takes none."""
+        """For `capacity` rows per expert, of which an unknown number is filled; None if it takes none."""
         return None
 
     @classmethod

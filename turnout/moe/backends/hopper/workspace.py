@@ -1,9 +1,9 @@
-"""What the Hopper kernels need beside weights, region by region: what plans count and arenas hold.
+"""What the Hopper kernels need in addition to weights, region by region: what plans count and arenas hold.
 
 No torch here. All sizes are bytes.
 
-Legend: R rows of a batch, P = R top_k pairs (token, expert), H hidden, I inner, E local experts, C rows of
-a slab.
+Legend: R rows of a batch, P = R top_k pairs (token, expert), H hidden, I inner, E local experts, C rows
+per expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FP8_GROUP = FORMATS[Format.FP8].group  # columns that share a float32 scale
 
 
 def regions(shape: LayerShape, layout: Layout, rows: int) -> dict[str, int]:
-    """For a batch of at most `rows` tokens, or slabs of at most `rows` rows each.
+    """For a batch of at most `rows` tokens, or at most `rows` rows per expert.
 
     counts: int32, nine for each of a power of two above E (kernels/hopper/sort.py), zero between calls, hence
     first. tiles: int32 [1 + tiles, 4]. h: GEMM1's output, bf16. order: int32 [P], pairs sorted by expert. y:

@@ -1,6 +1,6 @@
 """The all-to-all by stores into peers' memory: GPUs of one host, no collective, no wait of the host.
 
-How tokens travel, arrive and are summed is `kernels.nvlink`; here a layer's calls become launches. The batch
+How tokens are sent and results summed is `kernels.nvlink`; here a layer's calls become launches. The batch
 has a row for every token that a rank may bring, `room` of each, of which those that chose an expert of this
 rank are filled in and the others are padding. A captured step may be replayed for as long as the process
 lives, with more or fewer tokens on every rank.
@@ -51,7 +51,7 @@ class Region:
 
     @property
     def few(self) -> int:
-        """Tokens of a rank that travel in words."""
+        """Tokens of a rank that are sent in words."""
         return min(self.capacity, buffers.FEW_TOKENS)
 
     def part(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ FEW_TOKENS = 128  # of a rank, that are sent in words (kernels/nvlink)
 
 
 def buffer_bytes(share: DispatchShare) -> int:
-    """For each batch that may be in flight a region, and the batch's ids and weights; slabs are copies."""
+    """For each batch that may be in flight a region, and its ids and weights; rows by expert are copies."""
     parts = region_parts(
         hidden=share.shape.hidden,
         top_k=share.shape.top_k,
@@ -26,10 +26,10 @@ def buffer_bytes(share: DispatchShare) -> int:
         combine_format=share.combine_format,
         itemsize=share.itemsize,
     )
-    slabs = 0
+    batched = 0
     if share.layout == Layout.BATCHED_EXPERTS:
-        slabs = share.rows * share.shape.local_experts * (share.token + share.result)
-    return share.batches * (sum(parts.values()) + share.rows * 8 * share.shape.top_k + slabs)
+        batched = share.rows * share.shape.local_experts * (share.token + share.result)
+    return share.batches * (sum(parts.values()) + share.rows * 8 * share.shape.top_k + batched)
 
 
 def region_parts(

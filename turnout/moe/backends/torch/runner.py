@@ -7,7 +7,7 @@ shape alone:
   of which also applies the routing weights and sums over k. What a token gets does not depend, in any
   bit, on the tokens it shares the batch with.
 * otherwise: pairs sorted by expert, one GEMM per expert that has any. GEMM libraries choose their order
-  of summation by the number of rows, so here a token's last bits may vary with its company.
+  of summation by the number of rows, so here a token's last bits may vary with its batch.
 
 A `deterministic` plan has tokens, and rows of experts, computed one by one: then it never does.
 
@@ -280,7 +280,7 @@ class TorchRunner:
 
 
 def _load(store: Panels | Matrices, weights: PackedTensor) -> None:
-    """Fill `store`, one expert at a time so that only one is decoded beside it."""
+    """Fill `store`, one expert at a time so that only one more is decoded at a time."""
     if isinstance(store, Matrices):
         store.load(weights)
     else:

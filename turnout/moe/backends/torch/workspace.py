@@ -1,4 +1,4 @@
-"""What plain torch needs beside weights.
+"""What plain torch needs in addition to weights.
 
 Legend: H hidden.
 """
@@ -10,7 +10,7 @@ from turnout.vocabulary import Layout
 
 
 def workspace_bytes(share: Share) -> int:
-    """What a runner needs beside its weights.
+    """What a runner needs in addition to its weights.
 
     Every (token, local expert) pair holds its input and output in the compute dtype, GEMM1's output and
     the activated value in float32; packed weights add one expert decoded at a time, in float32 and in the

@@ -49,13 +49,13 @@ def holds(shape: LayerShape, tiles: LayerTiles, tokens: int) -> bool:
 
 
 def rule(shape: LayerShape, tokens: int, *, batch_invariant: bool = False) -> LayerTiles:
-    """By the mean number of tokens of an expert. batch_invariant: by kernels alone that are."""
+    """By the mean number of tokens of an expert. batch_invariant: only by kernels that are."""
     asked = (k for k in KERNELS if k.takes(shape) and (k.batch_invariant or not batch_invariant))
     return next(tiles for tiles in (kernel.rule(shape, tokens) for kernel in asked) if tiles)
 
 
 def batched_experts_rule(shape: LayerShape, capacity: int) -> LayerTiles:
-    """For slabs of `capacity` rows, of which an unknown number is filled."""
+    """For `capacity` rows per expert, of which an unknown number is filled."""
     asked = (kernel.batched_experts_rule(shape, capacity) for kernel in KERNELS if kernel.takes(shape))
     return next(tiles for tiles in asked if tiles)
 

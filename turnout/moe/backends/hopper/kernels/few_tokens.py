@@ -2,7 +2,7 @@
 
 Its warps hold whole strips of 16 weight rows and may share the columns of a strip. Where strips are few, more
 warps per strip keep a GPU busy; where they are many, one is best, for sums over warps cost a barrier. Bounds
-are those seen on an H200 (docs/performance.md).
+are those seen on an H200 (docs/notes/hopper-kernels.md).
 
 No torch here. Legend: N weight rows, K columns.
 """

@@ -1,5 +1,5 @@
 """Weights of 4 bits or bf16, so few pairs that none is sorted: programs find their pairs
-(kernels/hopper/gemm_pairs.py). Bounds are those seen on an H200 (docs/performance.md).
+(kernels/hopper/gemm_pairs.py). Bounds are those seen on an H200 (docs/notes/hopper-kernels.md).
 
 No torch here. Legend: T tokens, k top-k, N weight rows, K columns.
 """

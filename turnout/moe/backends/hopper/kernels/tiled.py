@@ -27,11 +27,11 @@ IDLE_PROGRAMS = 100
 
 
 class Tiled(TileConfig, frozen=True):
-    """A kernel for any batch: whether its pairs are sorted or not, and for slabs."""
+    """A kernel for any batch: whether its pairs are sorted or not, and for rows by expert."""
 
     @classmethod
     def rules(cls) -> Rules[Tiled]:
-        """Measured on an H200 (docs/performance.md)."""
+        """Measured on an H200 (docs/notes/hopper-kernels.md)."""
         raise NotImplementedError
 
     @classmethod

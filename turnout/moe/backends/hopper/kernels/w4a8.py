@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = 128  # columns of a step; rows are quantised up to a whole one
-BATCHED_TOKENS = 96  # of an expert, the most that slabs' tiles are made for; room says little
+BATCHED_TOKENS = 96  # of an expert, the most that tiles of rows by expert are made for; room says little
 RESULT_BYTES = 5 * 1024  # of shared memory, for results on their way to memory
 
 
@@ -69,8 +69,8 @@ class W4A8(TileConfig, frozen=True, tag="w4a8"):
 
 
 def _quantized(g: Gemm) -> tuple[Tensor, Tensor]:
-    """Launch the quantisation of a GEMM's rows: e4m3 [R, K'], in the order of experts or slabs, and float32
-    [R]. K' is K up to a multiple of COLUMNS."""
+    """Launch the quantisation of a GEMM's rows: e4m3 [R, K'], in the order of experts or as they are, and
+    float32 [R]. K' is K up to a multiple of COLUMNS."""
     from turnout.kernels.hopper.quantize_rows import quantize_rows, quantize_tokens
 
     R, (rows, K), columns = len(g.out), g.x.shape, g.w.blocks[1] * COLUMNS
