@@ -246,7 +246,7 @@ def test_a_model_without_experts_is_refused(source):
     refuses(source, "mxfp4", r"has no routed experts to quantise: expected .*, found none")
     stacked = dense | {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(8, 64, 64)}
     save_file(stacked, source / "model.safetensors")
-    refuses(source, "mxfp4", r"found model\.layers\.0\.mlp\.experts\.gate_up_proj")
+    refuses(source, "mxfp4", r"tensor model\.layers\.0\.mlp\.experts\.down_proj: is missing")
 
 
 def test_a_missing_expert_tensor_is_named(source):

@@ -33,8 +33,12 @@ from tests.checkpoint import packing
 from tests.tiny import QWEN3_MOE, write_model
 
 Tensors = dict[str, Tensor]
-EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight")
-DENSE = re.compile(r".*\.(self_attn\.[qkvo]_proj|(mlp|shared_expert)\.(gate|up|down)_proj)\.weight")
+EXPERT = re.compile(
+    r"(?P<experts>.*\.(mlp|block_sparse_moe)\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight"
+)
+DENSE = re.compile(
+    r".*\.(self_attn\.[qkvo]_proj|(mlp|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
+)
 
 
 @dataclass

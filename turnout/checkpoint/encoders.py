@@ -33,13 +33,18 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """The routed experts of one layer: `{prefix}.{e}.gate_proj.weight [I, H]` and so on."""
+    """The routed experts of one layer, written as `{prefix}.{e}.gate_proj.weight [I, H]` and so on."""
 
     prefix: str
     experts: ExpertShape
+    names: tuple[str, str, str] = PROJECTIONS  # what the checkpoint calls gate, up and down
 
     def expert(self, index: int) -> str:
         return f"{self.prefix}.{index}"
+
+    def module(self, index: int, projection: str) -> str:
+        """The name of a projection, one of PROJECTIONS, of expert `index`."""
+        return f"{self.expert(index)}.{self.names[PROJECTIONS.index(projection)]}"
 
     def shape(self, projection: str) -> tuple[int, int]:
         rows, columns = self.experts.intermediate, self.experts.hidden
@@ -81,16 +86,15 @@ class Nvfp4:
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
-            [e for p in PROJECTIONS for e in self._entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
+            [e for p in PROJECTIONS for e in self._entries(layer.module(i, p), layer.shape(p))]
             for i in range(layer.experts.num_experts)
         ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
-        name = layer.expert(index)
         both = torch.cat((weights["gate_proj"], weights["up_proj"]))
         shared = {"gate_proj": nvfp4.global_scale(both), "up_proj": nvfp4.global_scale(both)}
         for projection, weight in weights.items():
-            module = f"{name}.{projection}"
+            module = layer.module(index, projection)
             packed = encode(weight, Format.NVFP4, global_scale=shared.get(projection), name=module)
             assert packed.scale is not None
             assert packed.global_scale is not None
@@ -100,7 +104,8 @@ class Nvfp4:
         if self._calibration is not None:
             amax = self._amax(layer, index)
             for projection, value in zip(PROJECTIONS, (amax.w13, amax.w13, amax.w2), strict=True):
-                to.write(f"{name}.{projection}.input_scale", torch.tensor(value / nvfp4.GLOBAL_MAX))
+                scale = torch.tensor(value / nvfp4.GLOBAL_MAX)
+                to.write(f"{layer.module(index, projection)}.input_scale", scale)
 
     def declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Weight-only is what ModelOpt calls W4A16_NVFP4: no activation scheme, no input scales."""
@@ -195,13 +200,13 @@ class Fp8:
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
-            [e for p in PROJECTIONS for e in self.entries(f"{layer.expert(i)}.{p}", layer.shape(p))]
+            [e for p in PROJECTIONS for e in self.entries(layer.module(i, p), layer.shape(p))]
             for i in range(layer.experts.num_experts)
         ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         for projection, weight in weights.items():
-            module = f"{layer.expert(index)}.{projection}"
+            module = layer.module(index, projection)
             packed = encode(weight, Format.FP8, name=module)
             assert packed.scale is not None
             to.write(f"{module}.weight", packed.data)

@@ -27,7 +27,7 @@ from turnout.checkpoint.parts import Part, check_positive, read_scalar
 from turnout.vocabulary import Format
 
 # Families whose stacked experts are [E, H, 2I]; asked only where the sizes leave both readings possible.
-TRANSPOSED_FAMILIES = ("gpt_oss", "llama4_text", "qwen3_vl_moe_text")
+TRANSPOSED_FAMILIES = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
 INTERLEAVED_FAMILIES = ("gpt_oss",)
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 

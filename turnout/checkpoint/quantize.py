@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.experts import ExpertShape
+from turnout.checkpoint.experts import ExpertShape, Wanted, arrangement
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
+from turnout.checkpoint.parts import PLAIN
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
 from turnout.formats.codec import check
@@ -37,7 +39,8 @@ Calibration = Mapping[str, tuple[float, float]]
 OUTPUT_FORMATS = (Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16)
 SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 1 << 26  # of a large tensor, such as the embeddings, at a time
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")  # of all experts of a layer
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _COPIED_STEMS = ("LICENSE", "NOTICE")
 
@@ -90,6 +93,7 @@ class _Job:
     """What is copied and what is encoded."""
 
     files: TensorFiles
+    config: Mapping[str, Any]  # of the source
     copied: tuple[str, ...]
     dtypes: Mapping[str, torch.dtype]  # of copied tensors that are rounded to another one
     layers: tuple[ExpertLayer, ...] = ()
@@ -110,9 +114,22 @@ class _Job:
         for layer in self.layers:
             assert self.encoder is not None
             for index in range(layer.experts.num_experts):
-                names = {p: f"{layer.expert(index)}.{p}.weight" for p in PROJECTIONS}
-                weights = {p: self.files.read(name) for p, name in names.items()}
-                self.encoder.write(layer, index, weights, writer)
+                self.encoder.write(layer, index, self._read(layer, index), writer)
+
+    def _read(self, layer: ExpertLayer, index: int) -> dict[str, Tensor]:
+        """Gate, up and down of one expert, by PROJECTIONS, however they are stored."""
+        wanted = Wanted(
+            files=self.files,
+            config=dict(self.config),
+            prefix=layer.prefix,
+            shape=layer.experts,
+            stored=Format.BF16,
+            first=index,
+            count=1,
+        )
+        stored = arrangement(wanted, PLAIN)
+        (w13,), (w2,) = (stored.read(matrix, PLAIN) for matrix in ("w13", "w2"))
+        return dict(zip(PROJECTIONS, (*w13.chunk(2), w2), strict=True))
 
     def _copy(self, name: str, writer: ShardWriter) -> None:
         meta, dtype = self.files.meta(name), self._dtype(name)
@@ -138,13 +155,22 @@ def _job(
     layers = _expert_layers(files, config)
     for layer in layers:
         for projection in PROJECTIONS:
-            check(format, layer.shape(projection), f"{layer.expert(0)}.{projection}.weight")
+            check(format, layer.shape(projection), f"{layer.module(0, projection)}.weight")
+        _refuse_bias(files, layer, format)
     _check_calibration(calibration, layers)
     encoders: dict[Format, Encoder] = {
         encoder.format: encoder for encoder in (Nvfp4(calibration), Mxfp4(), Fp8())
     }
-    copied = tuple(name for name in files if not _EXPERT.fullmatch(name))
-    return _Job(files=files, copied=copied, dtypes={}, layers=layers, encoder=encoders[format], changes={})
+    copied = tuple(name for name in files if not _EXPERT.fullmatch(name) and not _STACKED.fullmatch(name))
+    return _Job(
+        files=files,
+        config=config,
+        copied=copied,
+        dtypes={},
+        layers=layers,
+        encoder=encoders[format],
+        changes={},
+    )
 
 
 def _bf16_job(files: TensorFiles, config: Mapping[str, Any]) -> _Job:
@@ -153,7 +179,8 @@ def _bf16_job(files: TensorFiles, config: Mapping[str, Any]) -> _Job:
     metas = {name: files.meta(name).dtype for name in files}
     rounded = {name: torch.bfloat16 for name, dtype in metas.items() if own == str(dtype)[len("torch.") :]}
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    return _Job(files=files, copied=tuple(files), dtypes=rounded, changes=dict.fromkeys(keys, "bfloat16"))
+    changes = dict.fromkeys(keys, "bfloat16")
+    return _Job(files=files, config=config, copied=tuple(files), dtypes=rounded, changes=changes)
 
 
 def _unquantized_config(source: Path) -> dict[str, Any]:
@@ -177,12 +204,14 @@ def _expert_layers(files: TensorFiles, config: Mapping[str, Any]) -> tuple[Exper
     for name in files:
         if match := _EXPERT.fullmatch(name):
             counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+        elif match := _STACKED.fullmatch(name):
+            counts[match[1]] = files.meta(name).shape[0]
     if not counts:
         raise CheckpointError(
             "has no routed experts to quantise",
             file=files.folder,
-            expected="tensors named ....experts.0.gate_proj.weight and so on, one per expert",
-            found=_stacked(files) or "none",
+            expected="tensors named ....experts.0.gate_proj.weight and so on, or ....experts.gate_up_proj",
+            found="none",
         )
     for prefix, count in counts.items():
         declared = _declared_experts(config)
@@ -190,31 +219,61 @@ def _expert_layers(files: TensorFiles, config: Mapping[str, Any]) -> tuple[Exper
             raise CheckpointError(
                 f"{prefix} has the wrong number of experts", file=files.folder, expected=declared, found=count
             )
-    return tuple(_expert_layer(files, prefix, count) for prefix, count in counts.items())
+    return tuple(
+        _stacked_layer(files, config, prefix, count)
+        if f"{prefix}.gate_up_proj" in files
+        else _expert_layer(files, prefix, count)
+        for prefix, count in counts.items()
+    )
+
+
+def _stacked_layer(files: TensorFiles, config: Mapping[str, Any], prefix: str, count: int) -> ExpertLayer:
+    """Its experts are written one by one; their sizes are checked when they are read."""
+    hidden = _text(config).get("hidden_size")
+    down = files.expect(f"{prefix}.down_proj", None, FLOATS)
+    if len(down.shape) != 3 or not isinstance(hidden, int) or hidden not in down.shape[1:]:
+        expected = f"three dimensions, one of them hidden_size ({hidden})"
+        raise files.wrong(f"{prefix}.down_proj", "has the wrong shape", expected, list(down.shape))
+    inner = down.shape[1] * down.shape[2] // hidden
+    return ExpertLayer(
+        prefix=prefix, experts=ExpertShape(num_experts=count, intermediate=inner, hidden=hidden)
+    )
+
+
+def _refuse_bias(files: TensorFiles, layer: ExpertLayer, format: Format) -> None:
+    """MXFP4 is written stacked, next to stacked biases as they are; nothing reads the other formats so."""
+    name = f"{layer.prefix}.down_proj_bias"
+    if name in files and format != Format.MXFP4:
+        raise files.wrong(
+            name, f"is a bias of experts, for which {format} has no place", "none", "a bias", "Give mxfp4"
+        )
 
 
 def _expert_layer(files: TensorFiles, prefix: str, count: int) -> ExpertLayer:
-    first = files.expect(f"{prefix}.0.gate_proj.weight", None, FLOATS)
+    names = ("w1", "w3", "w2") if f"{prefix}.0.w1.weight" in files else PROJECTIONS
+    first = files.expect(f"{prefix}.0.{names[0]}.weight", None, FLOATS)
     if len(first.shape) != 2:
-        raise files.wrong(f"{prefix}.0.gate_proj.weight", "is not a matrix", "[I, H]", list(first.shape))
+        raise files.wrong(f"{prefix}.0.{names[0]}.weight", "is not a matrix", "[I, H]", list(first.shape))
     rows, columns = first.shape
     shape = ExpertShape(num_experts=count, intermediate=rows, hidden=columns)
-    layer = ExpertLayer(prefix=prefix, experts=shape)
+    layer = ExpertLayer(prefix=prefix, experts=shape, names=names)
     for index in range(count):
         for projection in PROJECTIONS:
-            name = f"{layer.expert(index)}.{projection}.weight"
+            name = f"{layer.module(index, projection)}.weight"
             files.expect(name, layer.shape(projection), FLOATS, why="All experts of a layer are needed")
     return layer
 
 
-def _stacked(files: TensorFiles) -> str | None:
-    return next((name for name in files if name.endswith((".gate_up_proj", ".gate_up_proj.weight"))), None)
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the language model, which those of other parts may stand next to."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def _declared_experts(config: Mapping[str, Any]) -> int | None:
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if isinstance(config.get(key), int):
-            return config[key]
+        if isinstance(_text(config).get(key), int):
+            return _text(config)[key]
     return None
 
 
@@ -244,7 +303,7 @@ def _write_config(folder: Path, source_config: Mapping[str, Any], job: _Job) -> 
         kept = {n.removesuffix(".weight") for n in job.copied if _is_linear(n, job.files)}
         kept.add("lm_head")  # a module even where its weights are those of the embeddings
         quantized = [
-            f"{layer.expert(index)}.{projection}"
+            layer.module(index, projection)
             for layer in job.layers
             for index in range(layer.experts.num_experts)
             for projection in PROJECTIONS
