@@ -68,9 +68,12 @@ ARCHITECTURES: Registry[Any] = Registry(
     {
         "Glm4MoeForCausalLM": "turnout.models.glm4_moe:read_spec",
         "HYV3ForCausalLM": "turnout.models.hy_v3:read_spec",
+        "Llama4ForCausalLM": "turnout.models.llama4:read_text_spec",
+        "Llama4ForConditionalGeneration": "turnout.models.llama4:read_spec",
         "MiniMaxM2ForCausalLM": "turnout.models.minimax_m2:read_spec",
         "MixtralForCausalLM": "turnout.models.mixtral:read_spec",
         "Qwen2MoeForCausalLM": "turnout.models.qwen2_moe:read_spec",
         "Qwen3MoeForCausalLM": "turnout.models.qwen3_moe:read_spec",
+        "Qwen3VLMoeForConditionalGeneration": "turnout.models.qwen3_vl_moe:read_spec",
     },
 )

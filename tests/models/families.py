@@ -25,14 +25,14 @@ from tests.checkpoint.writers import Tensors, save
 from tests.tiny import write_tokenizer
 
 COMMON = {
-    "vocab_size": 256,
+    "vocab_size": 387,  # which no number of ranks divides
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "eos_token_id": 255,
+    "eos_token_id": 257,
     "bos_token_id": None,
     "pad_token_id": None,
     "tie_word_embeddings": False,
@@ -54,6 +54,11 @@ def one_by_one(tensors: Mapping[str, Tensor], names: tuple[str, str, str] = GATE
             for part, rows in parts if match[2] == "gate_up_proj" else ((names[2], matrix),):
                 out[f"{match[1]}.{e}.{part}.weight"] = rows
     return out
+
+
+def transposed(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Stacked experts as [E, K, N]."""
+    return {n: t.transpose(1, 2) if EXPERTS.fullmatch(n) else t for n, t in tensors.items()}
 
 
 def renamed(tensors: Mapping[str, Tensor], *pairs: tuple[str, str]) -> Tensors:
@@ -196,6 +201,73 @@ FAMILIES = {
             "use_grouped_mm": True,
         },
     ),
+    "qwen3_vl_moe": Family(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        config={
+            "model_type": "qwen3_vl_moe",
+            "text_config": {
+                "intermediate_size": 96,
+                "moe_intermediate_size": 96,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "rope_parameters": {"rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 16,
+            },
+        },
+        release=lambda t: transposed(t),
+        text=False,
+    ),
+    "llama4": Family(
+        architecture="Llama4ForConditionalGeneration",
+        config={
+            "model_type": "llama4",
+            "text_config": {
+                "intermediate_size": 32,
+                "intermediate_size_mlp": 96,
+                "num_hidden_layers": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1, 1, 0],
+                "use_qk_norm": True,
+                "attention_chunk_size": 128,
+                "floor_scale": 128,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 16.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 1.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "image_size": 28,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+        release=lambda t: renamed(
+            t,
+            (r"^model\.language_model\.", "language_model.model."),
+            (r"^model\.(vision_model|multi_modal_projector)\.", r"\1."),
+            (r"^lm_head\.", "language_model.lm_head."),
+        ),
+        text=False,
+    ),
 }
 
 
@@ -232,7 +304,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def random_model(family: Family, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(**(COMMON | family.config | overrides))
+    config = AutoConfig.for_model(**with_common(family.config, **overrides))
     torch.manual_seed(seed)
     make = AutoModelForCausalLM if family.text else AutoModelForImageTextToText
     model = make.from_config(config, attn_implementation="eager").eval().float()
@@ -240,6 +312,16 @@ def random_model(family: Family, *, seed: int = 0, **overrides: Any) -> PreTrain
         if tensor.is_floating_point():
             tensor.copy_(noise(name, tensor))
     return model
+
+
+def with_common(config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """The fields of the text model are COMMON's unless they are given."""
+    if "text_config" in config:
+        return config | {
+            "text_config": COMMON | config["text_config"] | overrides,
+            "tie_word_embeddings": False,
+        }
+    return COMMON | config | overrides
 
 
 def noise(name: str, tensor: Tensor) -> Tensor:
@@ -256,7 +338,11 @@ def noise(name: str, tensor: Tensor) -> Tensor:
 def release_config(family: Family, model: PreTrainedModel) -> dict[str, Any]:
     """transformers' fields with those of a release, such as a rope next to the other fields."""
     config = json.loads(model.config.to_json_string())
-    rope = config.pop("rope_parameters")
-    config |= {key: value for key, value in rope.items() if key in ("rope_theta", "partial_rotary_factor")}
-    config.pop("layer_types", None)
+    text = config.get("text_config", config)
+    rope = text.pop("rope_parameters")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            text[name] = rope.pop(name)
+    text["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" or len(rope) > 1 else None
+    text.pop("layer_types", None)
     return config | {"architectures": [family.architecture]} | family.extra

@@ -15,10 +15,10 @@ from tests.checkpoint.writers import save
 from tests.models.families import FAMILIES, Built, build
 from tests.models.running import PlainAttention, load
 from tests.models.test_logits import BOUND, error, prompt, reference
+from turnout import LLM, SamplingParams
 from turnout.errors import UserError
 
-IDS = [i % 256 for i in prompt(82)]
-OTHER = [i % 256 for i in prompt(20, seed=1)]
+IDS, OTHER = prompt(82), prompt(20, seed=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +77,30 @@ def test_what_is_skipped_is_logged_and_nothing_else_is(
     save(tmp_path, built.tensors | {"model.layers.1.self_attn.sinks": torch.ones(4)})
     with pytest.raises(UserError, match=r"1 tensors have no place .* model\.layers\.1\.self_attn\.sinks"):
         load(tmp_path)
+
+
+ENGINE = {
+    "num_threads": 1,
+    "load_progress": False,
+    "page_size": 4,
+    "chunked_prefill_size": 16,
+    "max_total_tokens": 160,  # less than four sequences of 30 + 24 tokens
+    "max_running_requests": 4,
+}
+
+
+def test_in_the_engine(case: Case) -> None:
+    """Paged caches, after being put back and recomputed, and from pages that another request left behind."""
+    built = case.built
+    prompts = [prompt(30, seed=s) for s in range(4)]
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
+    with LLM(str(built.folder), **ENGINE) as llm:
+        first = llm.generate(prompts, sampling)
+        assert llm.stats().preemptions > 0
+        again = llm.generate(prompts[-1] + first[-1].token_ids, sampling)[0]
+        assert again.cached_tokens > 0
+    for asked, answer in zip([*prompts, again.prompt_token_ids], [*first, again], strict=True):
+        scores = reference(built.model, asked + answer.token_ids).log_softmax(-1)[len(asked) - 1 : -1]
+        chosen = scores.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert error(chosen, scores.amax(1)) <= BOUND, "a token that is not the likeliest one"
+        assert error(torch.tensor([entry.logprob for entry in answer.logprobs]), chosen) <= BOUND

@@ -182,7 +182,7 @@ def change(name: str, **fields) -> dict:
         (change("linear", factor="2"), "factor = '2'"),
         (change("linear", factor=float("nan")), "factor = nan"),
         (change("dynamic", factor=...), "factor is missing"),
-        (change("llama3", high_freq_factor=1.0), "high_freq_factor = 1.0: must be above low_freq_factor"),
+        (change("llama3", high_freq_factor=0.5), "high_freq_factor = 0.5: must be at least low_freq_factor"),
         (change("llama3", low_freq_factor=...), "low_freq_factor is missing"),
         (change("longrope", short_factor=SHORT[:-1]), f"short_factor = .*list of {HEAD_DIM // 2}"),
         (change("longrope", long_factor=...), "long_factor is missing"),

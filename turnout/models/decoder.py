@@ -41,6 +41,7 @@ from turnout.models.blocks import (
     WholeNorm,
 )
 from turnout.models.interface import ProgressFn, Step
+from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, Share, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
@@ -133,7 +134,11 @@ class Decoder:
         self._make_runner = make_runner
         self.layers_begun = 0
         self._embed, self._head = self._read_vocabulary()
-        self._ropes = {"default": RotaryEmbedding(spec.rope, device=weights.device, dtype=weights.dtype)}
+        ropes = {"default": spec.rope, NOPE: spec.rope.still()}
+        self._ropes = {
+            name: RotaryEmbedding(ropes[name], device=weights.device, dtype=weights.dtype)
+            for name in {layer.rope for layer in local}
+        }
         self._layers: list[DecoderLayer] = []
         self._moe_layers: list[MoELayer] = []
         for i in range(shape.num_layers):
@@ -216,7 +221,7 @@ class Decoder:
         rows = {f"{prefix}.q_proj": heads.queries, f"{prefix}.k_proj": heads.keys}
         rows[f"{prefix}.v_proj"] = heads.values
         out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None
-        order = None if i in spec.nope_layers else spec.rope.order
+        order = None if heads.spec.rope == NOPE else spec.rope.order
         return Attention(
             i,
             heads.spec,
@@ -244,7 +249,7 @@ class Decoder:
     ) -> Norm | WholeNorm | None:
         kind, local, whole_layer = self._spec.qk_norm, heads.spec, self._spec.shape.attention[i]
         D, num_qk = local.head_dim, local.num_heads + local.num_kv_heads
-        if kind == QKNorm.NONE or (kind == QKNorm.UNIT and i in self._spec.nope_layers):
+        if kind == QKNorm.NONE or (kind == QKNorm.UNIT and local.rope == NOPE):
             return None
         if kind == QKNorm.UNIT:
             ones_GD = torch.ones(num_qk, D, dtype=self._weights.dtype, device=self._weights.device)

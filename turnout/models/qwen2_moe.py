@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from turnout.models.fields import ConfigFields
 from turnout.models.qwen3_moe import read_qwen
+from turnout.models.reading import read_head_dim
+from turnout.models.rope import read_rope
 from turnout.models.spec import DecoderSpec, SharedExpert
 from turnout.vocabulary import QKNorm
 
@@ -14,6 +16,8 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     spec = read_qwen(
         fields,
         architecture="Qwen2MoeForCausalLM",
+        rope=read_rope(fields, head_dim=read_head_dim(fields)),
+        renormalize=fields.flag("norm_topk_prob", False),
         qkv_bias=fields.flag("qkv_bias", True),
         out_bias=False,
         qk_norm=QKNorm.NONE,

@@ -11,7 +11,7 @@ from turnout.models.reading import (
     read_shape,
     read_sparse_step,
 )
-from turnout.models.rope import read_rope
+from turnout.models.rope import Rope, read_rope
 from turnout.models.spec import DecoderSpec
 from turnout.moe.spec import Routing
 from turnout.vocabulary import QKNorm, RoutingKind
@@ -21,19 +21,31 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     fields.choice("use_qk_norm", (True,), default=True)  # Qwen3-Coder's files spell it out
     bias = fields.flag("attention_bias", False)
     return read_qwen(
-        fields, architecture="Qwen3MoeForCausalLM", qkv_bias=bias, out_bias=bias, qk_norm=QKNorm.HEAD
+        fields,
+        architecture="Qwen3MoeForCausalLM",
+        rope=read_rope(fields, head_dim=read_head_dim(fields)),
+        renormalize=fields.flag("norm_topk_prob", False),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm.HEAD,
     )
 
 
 def read_qwen(
-    fields: ConfigFields, *, architecture: str, qkv_bias: bool, out_bias: bool, qk_norm: QKNorm
+    fields: ConfigFields,
+    *,
+    architecture: str,
+    rope: Rope,
+    renormalize: bool,
+    qkv_bias: bool,
+    out_bias: bool,
+    qk_norm: QKNorm,
 ) -> DecoderSpec:
-    """What Qwen2-MoE's and Qwen3-MoE's files have in common."""
-    rope = read_rope(fields, head_dim=read_head_dim(fields))
+    """What the files of Qwen2-MoE, Qwen3-MoE and Qwen3-VL-MoE have in common."""
     shape = read_shape(fields, architecture=architecture, max_positions=rope.max_positions)
     check_sliding_window(fields, rope.max_positions)
     moe_layers = read_sparse_step(fields, shape.num_layers)
-    routing = Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=fields.flag("norm_topk_prob", False))
+    routing = Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=renormalize)
     return DecoderSpec(
         shape=shape,
         moe=read_moe(fields, experts=("num_experts", "num_local_experts"), routing=routing),

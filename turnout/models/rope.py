@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from turnout.errors import UserError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_THETA = 10000.0
+NOPE = "none"  # what layers that do not rotate their heads declare as their rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,10 @@ class Rope:
     adjust: Callable[[Tensor], Tensor]
     scaling: float = 1.0
     interleaved: bool = False
+
+    def still(self) -> Rope:
+        """Of as large heads, none of whose dimensions turn."""
+        return replace(self, rotary_dim=0, adjust=lambda plain: plain)
 
     @property
     def order(self) -> tuple[int, ...] | None:
@@ -96,10 +101,12 @@ def read_rope(
     theta: float = DEFAULT_THETA,
     partial: float | None = None,
     interleaved: bool = False,
+    mrope: bool = False,
 ) -> Rope:
     """The variant that a config names, in `rope_parameters` (transformers 5) or `rope_scaling`.
 
     theta, partial: what the file means where it does not say; without `partial` heads are rotated whole.
+    mrope: its sections are accepted, since positions of text are the same along all axes.
     Raises UserError for a variant, a field or a value that is not implemented, by name.
     """
     max_positions = fields.integer("max_position_embeddings")
@@ -109,6 +116,8 @@ def read_rope(
     kind = str(rope.raw("rope_type") or rope.raw("type") or "default")
     if kind not in _VARIANTS:
         raise UserError(f"{rope.where}: rope_type {kind!r} is not implemented; known: {', '.join(_VARIANTS)}")
+    if mrope:
+        rope.unused("mrope_section", "mrope_interleaved")
     rotary_dim = _read_rotary_dim(fields, rope, head_dim, partial)
     trained = rope.integer("original_max_position_embeddings", max_positions)
     request = _Request(
@@ -209,12 +218,15 @@ def _llama3(request: _Request) -> Rope:
     fields, trained = request.fields, request.trained_positions
     factor = fields.number("factor", minimum=1)
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-    if high <= low:
-        raise fields.wrong("high_freq_factor", f"must be above low_freq_factor ({low:g})")
+    if high < low:
+        raise fields.wrong("high_freq_factor", f"must be at least low_freq_factor ({low:g})")
 
     def adjust(plain: Tensor) -> Tensor:
         rotations = trained * plain / (2 * math.pi)
-        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        if high == low:  # no ramp: Llama-4-Scout
+            kept = (rotations > low).to(plain.dtype)
+        else:
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
         return plain / factor * (1 - kept) + plain * kept
 
     return request.rope(adjust)

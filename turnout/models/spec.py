@@ -58,7 +58,7 @@ class Skipped:
 class DecoderSpec:
     """A decoder that `decoder.py` can build; what most families do not have is off by default.
 
-    nope_layers: layers whose queries and keys are not rotated; `QKNorm.UNIT` leaves their heads alone too.
+    Heads of layers whose rope is `rope.NOPE` are not rotated, and not normed where the norm is `QKNorm.UNIT`.
     dense_intermediate_size: of the layers that are not MoE layers.
     correction_bias: every router has a float32 bias [E] that moves its choice.
     router_float32: logits are computed in float32 whatever the compute type.
@@ -73,7 +73,6 @@ class DecoderSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
-    nope_layers: tuple[int, ...] = ()
     dense_intermediate_size: int = 0
     shared_expert: SharedExpert | None = None
     correction_bias: bool = False

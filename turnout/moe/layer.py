@@ -97,7 +97,7 @@ class MoELayer:
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
         """
         shared = self._start_shared(x_TH)
-        ids_TK, weights_TK = self._route(x_TH, real_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
@@ -115,7 +115,7 @@ class MoELayer:
     ) -> InFlight:
         """A call in stages, for two-batch overlap: routes, and starts the dispatch on another stream."""
         shared = self._start_shared(x_TH)
-        ids_TK, weights_TK = self._route(x_TH, real_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T)
         return StagedBatch(
             self._runner,
             self._dispatchers[phase],
@@ -139,12 +139,15 @@ class MoELayer:
             return None
         return self._fork_shared(partial(self._shared_expert, x_TH))
 
-    def _route(self, x_TH: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """int32 [T, k] global expert ids, -1 for padding, and float32 [T, k] weights."""
+    def _route(self, x_TH: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
         # A product per row, or parts [P, T, E] for a router that adds them up.
         multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
         logits_TE = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
-        return self._router(logits_TE, real_T, self.expert_counts)
+        ids_TK, weights_TK = self._router(logits_TE, real_T, self.expert_counts)
+        if self._spec.routing.on_input:
+            return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
+        return x_TH, ids_TK, weights_TK
 
     def _chunks(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, tokens: Sequence[int] | None

@@ -110,7 +110,10 @@ def _sigmoid_topk(
     A group counts as much as its two best biased scores together; experts of the other groups are out.
     """
     scores_TE = logits_TE.sigmoid()
-    choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
+    # Without a bias logits are in the same order, and large ones, whose scores are all 1, in no tie.
+    choice_TE = logits_TE if routing.n_group == 1 else scores_TE
+    if correction_bias is not None:
+        choice_TE = scores_TE + correction_bias.float()
     if routing.n_group > 1:
         choice_TGe = choice_TE.unflatten(-1, (routing.n_group, -1))
         best = min(2, choice_TGe.shape[-1])

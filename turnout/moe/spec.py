@@ -38,7 +38,8 @@ class Routing:
                           `topk_group` of `n_group` groups; weights are the unbiased scores (DeepSeek-V3)
     kind "topk_softmax":  the k largest logits, then softmax over those k (GPT-OSS)
 
-    `scaling_factor` multiplies the final weights, here and nowhere else.
+    `scaling_factor` multiplies the final weights, here and nowhere else. on_input: a token's weight
+    multiplies what its expert reads instead of what it writes, which takes a top_k of 1 (Llama-4).
     """
 
     kind: RoutingKind = RoutingKind.SOFTMAX_TOPK
@@ -46,6 +47,7 @@ class Routing:
     n_group: int = 1
     topk_group: int = 1
     scaling_factor: float = 1.0
+    on_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,108 @@
+"""Families from quantised checkpoints, as published and as `turnout quantize` writes them.
+
+The reference is transformers' model with the dequantised weights of `tests/checkpoint/packing.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint import packing
+from tests.checkpoint.writers import FORMATS, Tensors, Written, edit_config, save, stack_experts
+from tests.models.families import FAMILIES, Built, build, one_by_one, write
+from tests.models.test_formats import BOUND, relative, run
+from tests.models.test_formats import IDS as PROMPT
+from tests.models.test_logits import reference
+from turnout.checkpoint.quantize import quantize
+
+# What publishers name as not converted, where that is not every module by its name.
+NOT_CONVERTED = {"minimax_m2": ["gate", "e_score_correction_bias", "lm_head"]}
+PUBLISHED = [
+    ("minimax_m2", "fp8"),
+    ("hy_v3", "fp8"),
+    ("mixtral", "fp8"),
+    ("glm4_moe", "fp8-dynamic"),
+    ("glm4_moe", "compressed-tensors"),
+    ("glm4_moe", "modelopt"),
+    ("glm4_moe_air", "fp8-block"),
+    ("hy_v3", "compressed-mxfp4"),
+    ("qwen3_vl_moe", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("name", "format"), PUBLISHED)
+def test_as_published(name: str, format: str, tmp_path: Path) -> None:
+    """Attention, dense and shared MLPs quantised too; experts one by one, by the family's names."""
+    family = FAMILIES[name]
+    if name == "qwen3_vl_moe":
+        family = replace(family, release=one_by_one)
+    built = build(tmp_path / "quantised", family)
+    tensors = dict(built.tensors)
+    written = Written(built.folder, built.model, dict(tensors))
+    FORMATS[format](written, tensors, True)
+    save(built.folder, tensors)
+    if name in NOT_CONVERTED:
+        with edit_config(built.folder) as config:
+            config["quantization_config"]["modules_to_not_convert"] = NOT_CONVERTED[name]
+    theirs = dequantised(built, written.weights, tmp_path / "plain")
+    assert relative(run(built.folder, activation_format="bf16"), reference(theirs, PROMPT)) <= BOUND
+
+
+def dequantised(built: Built, weights: Tensors, folder: Path) -> torch.nn.Module:
+    """transformers' model with these weights, by names on disk."""
+    if built.family.text:
+        write(folder, built.config, weights)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prefix, (gate, up, down) in stack_experts(weights).items():
+        weights[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        weights[f"{prefix}.down_proj"] = down
+    built.model.load_state_dict(weights)
+    return built.model
+
+
+def nvfp4(gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    both = max(float(gate.abs().max()), float(up.abs().max()))
+    return (
+        packing.nvfp4(gate, both)[1],
+        packing.nvfp4(up, both)[1],
+        packing.nvfp4(down, float(down.abs().max()))[1],
+    )
+
+
+def mxfp4(*matrices: Tensor) -> tuple[Tensor, ...]:
+    return tuple(packing.mxfp4(matrix)[1] for matrix in matrices)
+
+
+def fp8(*matrices: Tensor) -> tuple[Tensor, ...]:
+    return tuple(packing.fp8(matrix)[1] for matrix in matrices)
+
+
+@pytest.mark.parametrize("format", [nvfp4, mxfp4, fp8], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_quantize_writes_it(name: str, format, tmp_path: Path) -> None:
+    built = build(tmp_path / "source", FAMILIES[name])
+    quantize(built.folder, tmp_path / "out", format.__name__)
+    plain = reference(built.model, PROMPT)
+    for key, tensor in built.model.state_dict().items():
+        if key.endswith(".experts.gate_up_proj"):
+            round_experts(tensor, built.model.state_dict()[key.replace("gate_up", "down")], name, format)
+    theirs = reference(built.model, PROMPT)
+    assert relative(theirs, plain) > 10 * BOUND  # the rounding shows
+    assert relative(run(tmp_path / "out", activation_format="bf16"), theirs) <= BOUND
+
+
+def round_experts(gate_up: Tensor, down: Tensor, name: str, format) -> None:
+    """In place; Llama-4's matrices are transposed in transformers' model too."""
+    turned = name == "llama4"
+    for wide, narrow in zip(gate_up, down, strict=True):
+        gate, up = (wide.T if turned else wide).chunk(2)
+        parts = format(gate.contiguous(), up.contiguous(), (narrow.T if turned else narrow).contiguous())
+        both = torch.cat(parts[:2])
+        wide.copy_(both.T if turned else both)
+        narrow.copy_(parts[2].T if turned else parts[2])

@@ -1,0 +1,43 @@
+"""Every family over ranks: attention TP, and data-parallel attention with experts spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.families import FAMILIES, build
+from tests.models.test_parallel import check, expected_logits
+from tests.ranks import Pools
+
+TOPOLOGIES = {"tp2": (2, {}), "dp2 ep2": (2, {"dp_size": 2, "ep_size": 2})}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(its folder, transformers' logits of every sequence)"""
+    built = build(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+    return built.folder, expected_logits(built.model)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_logits_equal_transformers(name: str, model: Any, ranks: Pools) -> None:
+    folder, expected = model
+    size, sizes = TOPOLOGIES[name]
+    check(ranks, folder, expected, size, sizes)
+
+
+def test_a_key_head_that_two_ranks_hold_counts_once_in_a_whole_norm(tmp_path: Any, ranks: Pools) -> None:
+    built = build(tmp_path, FAMILIES["minimax_m2"])
+    check(ranks, tmp_path, expected_logits(built.model), 4, {})
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"dp_size": 2, "ep_size": 4}], ids=str)
+@pytest.mark.parametrize("dispatcher", ["none", "collective", "collective-experts"])
+def test_four_ranks(sizes: dict[str, int], dispatcher: str, model: Any, ranks: Pools) -> None:
+    """Shared experts are a shard of the sum, or whole; tokens go to the ranks of their experts."""
+    folder, expected = model
+    torch.manual_seed(0)
+    check(ranks, folder, expected, 4, sizes, dispatcher=dispatcher)
