@@ -9,6 +9,10 @@ representation of their arguments into what they compile. Imports no torch.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]  # torch dtypes of hidden states, by name
 
 
 class Word(StrEnum):

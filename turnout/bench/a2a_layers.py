@@ -96,7 +96,7 @@ class Layers:
                 moe_combine_dtype=formats.back,
                 moe_activation_dtype=Format.BF16,
             ),
-            compute_dtype=str(self.dtype).removeprefix("torch."),
+            compute_dtype="float32" if self.dtype == torch.float32 else "bfloat16",
         )
 
     def setup(self, spec: MoESpec, chosen: MoEPlan) -> DispatchSetup:

@@ -52,7 +52,7 @@ from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.groups import SINGLE_RANK
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ActivationKind, Format
+from turnout.vocabulary import ActivationKind, ComputeDtype, Format
 
 ROUTINGS = ("uniform", "zipf", "zipf-1.2")  # zipf-S: an expert's chance falls with its rank to the power S
 W4A8 = "w4a8"  # as a format: MXFP4 weights that are multiplied with FP8 activations
@@ -146,7 +146,7 @@ def run(
             check_output(path)
     machine = hardware.detect(device)
     ceilings = timing.measure_ceilings(machine.device)
-    dtypes = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
+    dtypes: tuple[ComputeDtype, ...] = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for shape in shapes:
@@ -182,7 +182,7 @@ class LayerBench:
             seeds = range(1, hardware.copies_beyond_cache(self._sets[0].nbytes))
             self._sets += [draw_experts(shape, self._format, machine.device, seed) for seed in seeds]
 
-    def contenders(self, runner: str, dtypes: Sequence[str], peers: bool) -> list[Contender]:
+    def contenders(self, runner: str, dtypes: Sequence[ComputeDtype], peers: bool) -> list[Contender]:
         found = [self._ours(runner, dtype) for dtype in dtypes]
         if not peers:
             return found
@@ -234,7 +234,7 @@ class LayerBench:
             row["efficiency"] = row["floor_us"] / row["time_us"]
         return rows
 
-    def _ours(self, name: str, dtype: str) -> Contender:
+    def _ours(self, name: str, dtype: ComputeDtype) -> Contender:
         budget = Budget.from_limits(
             chunked_prefill_size=2048, max_prefill_tokens=16384, max_running_requests=1024
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -37,6 +37,7 @@ from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import ComputeDtype
 
 NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
@@ -44,15 +45,10 @@ QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the na
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePlan:
+class EnginePlan(Rank):
     """One rank's run, resolved once and passed down."""
 
-    config: Config
     folder: Path
-    description: ModelDescription
-    topology: Topology
-    hardware: Hardware
-    compute_dtype: str  # torch dtype name: "float32", "bfloat16", "float16"
     budget: Budget
     plan: MoEPlan
     page_size: int
@@ -181,20 +177,12 @@ def decide(
     if found:
         raise PlanRefused("the configuration cannot run", found)
     rank = Rank(
-        config=config,
-        description=description,
-        topology=topology,
-        hardware=hardware,
-        compute_dtype=dtype,
+        config=config, description=description, topology=topology, hardware=hardware, compute_dtype=dtype
     )
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
     return EnginePlan(
-        config=config,
+        **vars(rank),
         folder=model.folder,
-        description=description,
-        topology=topology,
-        hardware=hardware,
-        compute_dtype=dtype,
         budget=budget,
         plan=moe,
         page_size=config.page_size,
@@ -206,7 +194,7 @@ def decide(
 
 
 def _measured(
-    config: Config, description: ModelDescription, topology: Topology, hardware: Hardware, dtype: str
+    config: Config, description: ModelDescription, topology: Topology, hardware: Hardware, dtype: ComputeDtype
 ) -> Times:
     """What `turnout tune` found on this machine; a named device was never measured."""
     if not hardware.present or topology.refusals():
@@ -216,13 +204,13 @@ def _measured(
     return {RUNNERS.aliases.get(name, name): times for name, times in found.items()}
 
 
-def _compute_dtype(config: Config, hardware: Hardware) -> str:
+def _compute_dtype(config: Config, hardware: Hardware) -> ComputeDtype:
     if config.dtype != "auto":
-        return config.dtype
+        return cast(ComputeDtype, config.dtype)
     return "bfloat16" if hardware.device == "cuda" else "float32"
 
 
-def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: str) -> Budget:
+def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: ComputeDtype) -> Budget:
     graphs = hardware.device == "cuda" and not config.disable_cuda_graph
     drafts = config.speculative_num_draft_tokens if config.speculative_algorithm != "none" else 0
     return Budget.from_limits(

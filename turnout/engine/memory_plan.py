@@ -27,7 +27,7 @@ from turnout.moe.budget import (
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Format, SharedExpert
+from turnout.vocabulary import ComputeDtype, Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
 
@@ -71,7 +71,7 @@ class Rank:
     description: ModelDescription
     topology: Topology
     hardware: Hardware
-    compute_dtype: str
+    compute_dtype: ComputeDtype
 
     @property
     def page_bytes(self) -> int:

@@ -14,14 +14,7 @@ def make_topology(config: Config, rank: int | None) -> Topology:
     if rank is None:
         ranks_per_node, rest = divmod(config.tp_size, config.nnodes)
         rank = 0 if rest or config.node_rank >= config.nnodes else config.node_rank * ranks_per_node
-    return Topology(
-        tp_size=config.tp_size,
-        dp_size=config.dp_size,
-        ep_size=config.ep_size,
-        enable_dp_attention=config.enable_dp_attention,
-        nnodes=config.nnodes,
-        rank=rank,
-    )
+    return Topology.of(config, rank)
 
 
 def host_refusals(config: Config, topology: Topology, hardware: Hardware, *, launched: bool) -> list[Refusal]:

@@ -1,4 +1,4 @@
-"""Every way to make_topology a number of ranks, in data-parallel groups and slices of the experts."""
+"""Every way to arrange a number of ranks, in data-parallel groups and slices of the experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, ModelFolder, decide
-from turnout.engine.parallel_config import make_topology
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.moe.budget import moves
@@ -68,7 +67,7 @@ def parallel_layouts(config: Config, model: ModelFolder, hardware: Hardware) -> 
     sizes = divisors(config.tp_size)
     for dp_size, ep_size in product(sizes, sizes):
         asked = dataclasses.replace(config, dp_size=dp_size, ep_size=ep_size, enable_dp_attention=dp_size > 1)
-        topology = make_topology(asked, rank=0)
+        topology = Topology.of(asked)
         try:
             yield ParallelLayout(topology=topology, engine_plan=decide(asked, model, hardware, topology))
         except PlanRefused as error:

@@ -34,12 +34,16 @@ from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ActivationKind, Format
+from turnout.vocabulary import ActivationKind, ComputeDtype, Format
 
 NAME = "turnout"
 REMEDY = 'use experts_implementation="eager" for this model'
 FIRST_TOKENS = 2048  # the batch planned for first; a larger one plans anew for the next power of two
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES: dict[torch.dtype, ComputeDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
 @torch.compiler.disable

@@ -48,7 +48,7 @@ from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Format, Layout, Phase, Reduce, SharedExpert, WeightStorage
+from turnout.vocabulary import ComputeDtype, Format, Layout, Phase, Reduce, SharedExpert, WeightStorage
 
 __all__ = ["PHASES", "MoEPlan", "PhasePlan", "PlanRequest", "Wishes", "plan"]
 
@@ -96,7 +96,7 @@ class MoEPlan:
     decode: PhasePlan
     activation_format: Format  # what the GEMMs multiply with
     weight_storage: WeightStorage
-    compute_dtype: str  # torch dtype name of hidden states: "float32", "bfloat16", "float16"
+    compute_dtype: ComputeDtype
     first_expert: int
     num_local_experts: int
     weight_bytes: int  # of one layer on this rank, as stored for use
@@ -129,7 +129,7 @@ def plan(
     hardware: Hardware,
     request: PlanRequest = PlanRequest(),
     wishes: PlanRequest | None = None,
-    compute_dtype: str,
+    compute_dtype: ComputeDtype,
     num_layers: int = 1,
     stored_itemsize: int = 2,
     runners: Sequence[RunnerCapability] | None = None,

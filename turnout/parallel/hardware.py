@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from turnout.errors import UserError
+from turnout.vocabulary import Device
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ class Hardware:
     """
 
     name: str
-    device: str  # "cpu" or "cuda"
+    device: Device
     architecture: int
     memory_bytes: int
     present: bool = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from turnout.errors import Refusal
@@ -33,6 +33,12 @@ class Topology:
     enable_dp_attention: bool = False
     nnodes: int = 1
     rank: int = 0
+
+    @classmethod
+    def of(cls, config: object, rank: int = 0) -> Topology:
+        """`rank`'s place among ranks of the sizes that `config` has under the same names."""
+        sizes = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "rank"}
+        return cls(**sizes, rank=rank)
 
     @property
     def attention_tp(self) -> int:

@@ -18,18 +18,18 @@ from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
+from turnout.parallel.topology import Topology
 from turnout.server.api.app import create_app
 from turnout.server.api.guard import GuardedProtocol
 from turnout.server.api.service import Service
+from turnout.server.api.turns import BEGUN_AT_ONCE
 from turnout.server.supervise.engine import EngineSupervisor
-from turnout.server.supervise.engine_group import topology_of
 from turnout.server.supervise.node_protocol import head_address
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
 WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
-ACCEPTED_AT_ONCE = 64  # of these, in one turn of the event loop; all requests in them begin in the next
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -56,7 +56,7 @@ def check_hosts(config: ServerConfig) -> None:
             f"--node-rank {config.node_rank}: with --nnodes {config.nnodes} it is 0 to {config.nnodes - 1}"
         )
     if config.nnodes > 1:
-        if refusals := topology_of(config).refusals():
+        if refusals := Topology.of(config).refusals():
             raise PlanRefused("the ranks cannot be arranged as asked", refusals)
         head_address(config)
 
@@ -177,7 +177,7 @@ class Supervisor:
                 ws="none",
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                backlog=ACCEPTED_AT_ONCE,
+                backlog=BEGUN_AT_ONCE,  # connections accepted in one turn
                 timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )
         )

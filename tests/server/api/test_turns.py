@@ -21,7 +21,7 @@ from turnout.server.api.protocol import CompletionBody
 from turnout.server.api.service import Service
 from turnout.server.api.sizes import Limits
 from turnout.server.api.turns import BEGUN_AT_ONCE, Turns
-from turnout.server.run import ACCEPTED_AT_ONCE, HttpServer, bind
+from turnout.server.run import HttpServer, bind
 
 
 class Engine:
@@ -163,13 +163,13 @@ def test_a_flood_of_connections_is_accepted_a_few_at_a_time():
 
     async def scenario(listener: socket.socket) -> None:
         server = HttpServer(
-            uvicorn.Config(app, lifespan="off", log_level="error", backlog=ACCEPTED_AT_ONCE, http="h11")
+            uvicorn.Config(app, lifespan="off", log_level="error", backlog=BEGUN_AT_ONCE, http="h11")
         )
         async with Ticks(lambda: begun) as ticks:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while begun < clients:
                 await asyncio.sleep(0)
-        assert 0 < ticks.most <= ACCEPTED_AT_ONCE
+        assert 0 < ticks.most <= BEGUN_AT_ONCE
         server.should_exit = True
         await serving
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from turnout.errors import listed
 from turnout.formats.spec import WEIGHT_FORMATS
@@ -19,7 +20,16 @@ from turnout.moe.capabilities.rank_share import DispatchShare, Share, received_b
 from turnout.moe.capabilities.tuning import Tuning
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ActivationKind, Exchange, Format, Layout, Phase, WeightStorage
+from turnout.vocabulary import (
+    ActivationKind,
+    ComputeDtype,
+    Device,
+    Exchange,
+    Format,
+    Layout,
+    Phase,
+    WeightStorage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +49,10 @@ class RunnerCapability:
     fp8_weight_formats: frozenset[Format] = frozenset({Format.FP8})
     weight_only_formats: frozenset[Format] = frozenset(WEIGHT_FORMATS)
     weight_only_layouts: frozenset[Layout] = frozenset(Layout)  # in which it does so
-    compute_dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})  # of hidden states
+    compute_dtypes: frozenset[ComputeDtype] = frozenset(get_args(ComputeDtype))  # of hidden states
     activations: frozenset[ActivationKind] = frozenset(ActivationKind)
     expert_bias: bool = True
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    devices: frozenset[Device] = frozenset({"cpu", "cuda"})
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any
     format_architectures: tuple[tuple[Format, frozenset[int]], ...] = ()  # of formats not for all
     hidden_multiple: int = 1
@@ -107,7 +117,7 @@ class DispatcherCapability:
     wire_needs: tuple[WireNeed, ...] = ()
     combine_formats: frozenset[Format] = frozenset({Format.BF16})  # "bf16": the compute dtype
     withheld: tuple[str, ...] = ()  # formats that `on` took away, each with where it is there
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    devices: frozenset[Device] = frozenset({"cpu", "cuda"})
     multi_host: bool = True
     peer_access: bool = False  # needs GPUs that read and write each other's memory
     architectures: frozenset[int] | None = None  # CUDA compute capabilities (90, 100); None: any

@@ -9,7 +9,7 @@ from turnout.errors import Refusal, listed
 from turnout.moe.budget import Budget, fewer_tokens
 from turnout.moe.spec import MoESpec
 from turnout.parallel.topology import Topology, divisors, one_of
-from turnout.vocabulary import Phase
+from turnout.vocabulary import ComputeDtype, Phase
 
 OTHER_DISPATCHER = "choose another --moe-a2a-backend"
 
@@ -26,14 +26,16 @@ class Limits:
 
     one_to_one: bool = False
     ep_sizes: frozenset[int] | None = None
-    compute_dtypes: frozenset[str] | None = None  # of hidden states
+    compute_dtypes: frozenset[ComputeDtype] | None = None  # of hidden states
     top_ks: frozenset[int] | None = None
     hidden_sizes: frozenset[int] | None = None
     hidden_multiple: int = 1
     max_hidden: int | None = None
     max_tokens: int | None = None
 
-    def refusals(self, who: str, spec: MoESpec, topology: Topology, compute_dtype: str) -> list[Refusal]:
+    def refusals(
+        self, who: str, spec: MoESpec, topology: Topology, compute_dtype: ComputeDtype
+    ) -> list[Refusal]:
         """What stands against layers like `spec` between these ranks, whatever a step brings."""
         H, k, found = spec.hidden_size, spec.top_k, []
 

@@ -18,12 +18,17 @@ from turnout.moe.planning.sharding_rules import parallel_layout, shards
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import ComputeDtype
 
 OTHER_RUNNER = "choose another --moe-runner-backend"
 
 
 def runner_refusals(
-    runner: RunnerCapability, spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str
+    runner: RunnerCapability,
+    spec: MoESpec,
+    topology: Topology,
+    hardware: Hardware,
+    compute_dtype: ComputeDtype,
 ) -> list[Refusal]:
     """Why `runner` cannot run `spec` here, whatever the dispatcher."""
     who = f"runner {runner.name}"
@@ -72,7 +77,7 @@ def dispatcher_refusals(
     spec: MoESpec,
     topology: Topology,
     hardware: Hardware,
-    compute_dtype: str,
+    compute_dtype: ComputeDtype,
 ) -> list[Refusal]:
     """Why `dispatcher` cannot work between these ranks, whatever the runner."""
     who = f"dispatcher {dispatcher.name}"

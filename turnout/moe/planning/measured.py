@@ -43,7 +43,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def describe(
-    spec: MoESpec, topology: Topology, hardware: Hardware, compute_dtype: str, activations: str = "auto"
+    spec: MoESpec,
+    topology: Topology,
+    hardware: Hardware,
+    compute_dtype: str,
+    activations: str = "auto",
 ) -> dict[str, Any]:
     """What times depend on, but for versions; plain values for JSON. activations: what was asked for."""
     sizes = {name: getattr(topology, name) for name in ("tp_size", "dp_size", "ep_size")}

@@ -12,7 +12,7 @@ from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.spec import MoESpec, RankShape
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import Exchange, Format, Phase, WeightStorage
+from turnout.vocabulary import ComputeDtype, Exchange, Format, Phase, WeightStorage
 
 PHASES = tuple(Phase)
 DECODE_ONCE_BYTES = 2 * 2**30
@@ -50,7 +50,7 @@ class PlanningProblem:
     budget: Budget
     hardware: Hardware
     request: PlanRequest
-    compute_dtype: str
+    compute_dtype: ComputeDtype
     stored_itemsize: int  # of unquantised weights in the checkpoint
     num_layers: int
 

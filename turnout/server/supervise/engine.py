@@ -23,7 +23,8 @@ from turnout.config import ServerConfig
 from turnout.engine.messages import AddRequest, EngineStats, Ready, RequestOutput
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
-from turnout.server.supervise.engine_group import EngineGroup, topology_of
+from turnout.parallel.topology import Topology
+from turnout.server.supervise.engine_group import EngineGroup
 from turnout.server.supervise.hosts import AgentConnection, Hosts, RemoteRanks
 from turnout.server.supervise.ledger import EngineFailed, Entry, Ledger, Sink
 from turnout.server.supervise.local_ranks import Host, LocalRanks, Rendezvous
@@ -175,7 +176,7 @@ class EngineSupervisor:
         return [self._describe_rank(rank) for rank in range(self.config.tp_size)]
 
     def _describe_rank(self, rank: int) -> dict[str, Any]:
-        topology, group = topology_of(self.config, rank), self._group
+        topology, group = Topology.of(self.config, rank), self._group
         reading = group.reading(rank) if group else Reading()
         place = {
             "rank": rank,

@@ -57,7 +57,7 @@ class EngineGroup:
 
     def __init__(self, config: ServerConfig, hosts: Sequence[Host], rendezvous: Rendezvous):
         self.rendezvous = rendezvous
-        self.topology = topology_of(config)
+        self.topology = Topology.of(config)
         self.ready: Ready | None = None  # rank 0's, once all are
         self.stats: dict[int, EngineStats] = {}
         self.expert_tokens: dict[int, list[list[int]]] = {}  # by rank, each [layer][expert]
@@ -317,14 +317,3 @@ class EngineGroup:
         return EngineFailed(
             f"the engine did not load within --startup-timeout {seconds:g} s{who}", user_error=True
         )
-
-
-def topology_of(config: ServerConfig, rank: int = 0) -> Topology:
-    return Topology(
-        tp_size=config.tp_size,
-        dp_size=config.dp_size,
-        ep_size=config.ep_size,
-        enable_dp_attention=config.enable_dp_attention,
-        nnodes=config.nnodes,
-        rank=rank,
-    )

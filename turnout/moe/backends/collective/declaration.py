@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability
 from turnout.vocabulary import Exchange, Format, Layout
@@ -19,17 +21,12 @@ TOKENS = DispatcherCapability(
     two_batch_overlap=True,
 )
 
-BATCHED_EXPERTS = DispatcherCapability(
+BATCHED_EXPERTS = replace(
+    TOKENS,
     name="collective-experts",
     summary="the same exchange, batched by expert for masked runners",
     implementation="turnout.moe.backends.collective.batched_experts:CollectiveExpertsDispatch",
     layout=Layout.BATCHED_EXPERTS,
-    exchange=Exchange.ALL_TO_ALL,
-    wire_formats=frozenset(WIRE_FORMATS),
-    combine_formats=frozenset({Format.BF16, Format.FP8}),
-    graph_safe=False,
-    batch_invariant=True,
-    two_batch_overlap=True,
 )
 
 BACKEND = Backend(dispatchers=(TOKENS, BATCHED_EXPERTS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.backends.deepep.buffers import low_latency_bytes, normal_bytes
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability, WireNeed
@@ -33,19 +35,25 @@ NCCL = Package(
     install="pip install --no-deps 'nvidia-nccl-cu13>=2.30'",
     only_with="sgl-deep-ep",  # DeepEP 2 is linked against it, and checks which one PyTorch has loaded
 )
-HOPPER_AND_BLACKWELL = frozenset({90, 100, 103})
 RANKS = frozenset({2, 4, 8})  # between which it has kernels over NVLink
 
-NORMAL = DispatcherCapability(
+_dispatcher = partial(  # what both kinds of kernels share
+    DispatcherCapability,
+    exchange=Exchange.ALL_TO_ALL,
+    devices=frozenset({"cuda"}),
+    architectures=frozenset({90, 100, 103}),
+    multi_host=False,
+    family="deepep",
+    checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
+    requires=(DEEPEP, NVSHMEM, NCCL),
+)
+
+NORMAL = _dispatcher(
     name="deepep-normal",
     summary="DeepEP's normal kernels, for throughput: a token goes once to a rank that needs it",
     implementation="turnout.moe.backends.deepep.dispatcher:NormalDispatch",
     layout=Layout.TOKENS,
-    exchange=Exchange.ALL_TO_ALL,
     wire_formats=frozenset(WIRE_FORMATS),
-    devices=frozenset({"cuda"}),
-    architectures=HOPPER_AND_BLACKWELL,
-    multi_host=False,
     limits=Limits(
         one_to_one=True,
         ep_sizes=RANKS,
@@ -55,25 +63,18 @@ NORMAL = DispatcherCapability(
         max_hidden=8176,  # and in 8 KB of shared memory, with a barrier
     ),
     buffers=normal_bytes,
-    family="deepep",
     mode="normal",
-    checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
     made_for=frozenset({Phase.PREFILL}),
     graph_safe=False,  # the host waits for counts
-    requires=(DEEPEP, NVSHMEM, NCCL),
 )
 
-LOW_LATENCY = DispatcherCapability(
+LOW_LATENCY = _dispatcher(
     name="deepep-low-latency",
     summary="DeepEP's low-latency kernels: rows batched by expert, made for small steps",
     implementation="turnout.moe.backends.deepep.dispatcher:LowLatencyDispatch",
     layout=Layout.BATCHED_EXPERTS,
-    exchange=Exchange.ALL_TO_ALL,
     wire_formats=frozenset({Format.BF16, Format.FP8, Format.NVFP4}),
     wire_needs=(WireNeed(format=Format.NVFP4, architectures=frozenset({100, 103}), package=DEEPEP_NVFP4),),
-    devices=frozenset({"cuda"}),
-    architectures=HOPPER_AND_BLACKWELL,
-    multi_host=False,
     limits=Limits(
         one_to_one=True,
         ep_sizes=RANKS,
@@ -84,15 +85,12 @@ LOW_LATENCY = DispatcherCapability(
     ),
     buffers=low_latency_bytes,
     row_multiple=128,  # scales of NVFP4 come in tiles of as many rows
-    family="deepep",
     mode="low_latency",
-    checked="what DeepEP is handed is checked and moved between CPU ranks, as its documentation says",
     made_for=frozenset({Phase.DECODE}),
     environment=(
         ("NVSHMEM_QP_DEPTH", "2050"),  # its send queues hold two of the largest steps
         ("NVSHMEM_REMOTE_TRANSPORT", "none"),  # one host, which may have no InfiniBand
     ),
-    requires=(DEEPEP, NVSHMEM, NCCL),
 )
 
 BACKEND = Backend(dispatchers=(NORMAL, LOW_LATENCY))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.backends.flashinfer.buffers import buffer_bytes
 from turnout.moe.backends.flashinfer.workspace_blackwell import (
@@ -23,82 +25,73 @@ FLASHINFER = Package(
 AUTOTUNER = "turnout.moe.backends.flashinfer.autotune:tune"
 HOPPER, BLACKWELL = frozenset({90}), frozenset({100, 103})
 
-CUTEDSL = RunnerCapability(
+CHECKED = "what FlashInfer is handed is decoded and computed on a CPU"
+CHECKED_BY_DEMO = f"{CHECKED}, where the demo answers as through torch"
+
+_runner = partial(  # what all runners share
+    RunnerCapability,
+    compute_dtypes=frozenset({"bfloat16"}),
+    devices=frozenset({"cuda"}),
+    weight_storages=frozenset({WeightStorage.PACKED}),
+    autotuner=AUTOTUNER,
+    requires=(FLASHINFER,),
+)
+_blackwell_runner = partial(
+    _runner,
+    weight_formats=frozenset({Format.NVFP4}),
+    wire_formats=frozenset({Format.BF16, Format.NVFP4}),
+    fp4_units=True,
+    expert_bias=False,
+    architectures=BLACKWELL,
+    hidden_multiple=128,  # rows of W2 in whole tiles of scales
+    intermediate_multiple=64,  # up and gate in blocks of as many rows
+)
+
+CUTEDSL = _blackwell_runner(
     name="flashinfer_cutedsl",
     summary="FlashInfer's CuTe DSL kernels: NVFP4 W4A4 and W4A16 on Blackwell, masked ones too",
     implementation="turnout.moe.backends.flashinfer.cutedsl:CuteDslRunner",
     layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
-    weight_formats=frozenset({Format.NVFP4}),
-    wire_formats=frozenset({Format.BF16, Format.NVFP4}),
     activation_formats=frozenset({Format.BF16, Format.NVFP4}),
     weight_only_layouts=frozenset({Layout.TOKENS}),
-    fp4_units=True,
-    compute_dtypes=frozenset({"bfloat16"}),
-    expert_bias=False,
-    devices=frozenset({"cuda"}),
-    architectures=BLACKWELL,
-    hidden_multiple=128,  # rows of W2 in whole tiles of scales
-    intermediate_multiple=64,  # up and gate in blocks of as many rows
     ungated_multiple=128,  # rows of W1 in whole tiles of scales
-    weight_storages=frozenset({WeightStorage.PACKED}),
     weights_per_layout=True,
     preference=10,
     grounds="written for these FP4 units; not measured here",
-    autotuner=AUTOTUNER,
     deterministic=False,  # the sum over a token's experts is atomic
     workspace=cutedsl_workspace_bytes,
-    checked="what FlashInfer is handed is decoded and computed on a CPU, where the demo answers as "
-    "through torch, and compiled for sm_100a",
-    requires=(FLASHINFER,),
+    checked=f"{CHECKED_BY_DEMO}, and compiled for sm_100a",
 )
 
-TRTLLM = RunnerCapability(
+TRTLLM = _blackwell_runner(
     name="flashinfer_trtllm",
     summary="TensorRT-LLM's kernels through FlashInfer: NVFP4 W4A4 on Blackwell",
     implementation="turnout.moe.backends.flashinfer.trtllm:TrtllmRunner",
     layouts=frozenset({Layout.TOKENS}),
-    weight_formats=frozenset({Format.NVFP4}),
-    wire_formats=frozenset({Format.BF16, Format.NVFP4}),
     activation_formats=frozenset({Format.NVFP4}),
     weight_only_formats=frozenset(),
-    fp4_units=True,
-    compute_dtypes=frozenset({"bfloat16"}),
     activations=frozenset({ActivationKind.SILU}),
-    expert_bias=False,
     workspace=trtllm_workspace_bytes,
-    checked="what FlashInfer is handed is decoded and computed on a CPU, where the demo answers as "
-    "through torch",
-    devices=frozenset({"cuda"}),
-    architectures=BLACKWELL,
-    hidden_multiple=128,
-    intermediate_multiple=64,
-    weight_storages=frozenset({WeightStorage.PACKED}),
+    checked=CHECKED_BY_DEMO,
     preference=5,
     grounds="written for these FP4 units, for fewer layers; not measured here",
-    autotuner=AUTOTUNER,
-    requires=(FLASHINFER,),
 )
 
-MXFP4 = RunnerCapability(
+MXFP4 = _runner(
     name="flashinfer_mxfp4",
     summary="FlashInfer's CUTLASS kernels for MXFP4 weights on Hopper: W4A16, fused activation",
     implementation="turnout.moe.backends.flashinfer.mxfp4:FlashinferMxfp4Runner",
     layouts=frozenset({Layout.TOKENS}),
     weight_formats=frozenset({Format.MXFP4}),
     weight_only_formats=frozenset({Format.MXFP4}),
-    compute_dtypes=frozenset({"bfloat16"}),
-    devices=frozenset({"cuda"}),
     architectures=HOPPER,
-    weight_storages=frozenset({WeightStorage.PACKED}),
     preference=5,
     grounds="behind hopper at every size measured on an H200",
-    checked="what FlashInfer is handed is decoded and computed on a CPU",
-    autotuner=AUTOTUNER,
+    checked=CHECKED,
     workspace=cutlass_workspace_bytes,
-    requires=(FLASHINFER,),
 )
 
-CUTLASS = RunnerCapability(
+CUTLASS = _runner(
     name="flashinfer_cutlass",
     summary="FlashInfer's CUTLASS kernels: bf16, FP8 blocks on Hopper, NVFP4 W4A4 on Blackwell",
     implementation="turnout.moe.backends.flashinfer.cutlass:FlashinferCutlassRunner",
@@ -108,19 +101,14 @@ CUTLASS = RunnerCapability(
     weight_only_formats=frozenset({Format.BF16}),
     fp4_units=True,
     fp8_units=True,
-    compute_dtypes=frozenset({"bfloat16"}),
-    devices=frozenset({"cuda"}),
     architectures=HOPPER | BLACKWELL,
     format_architectures=((Format.FP8, HOPPER), (Format.NVFP4, BLACKWELL)),
     hidden_multiple=64,  # rows of scales, and 16-byte copies
     intermediate_multiple=64,
-    weight_storages=frozenset({WeightStorage.PACKED}),
     preference=4,
     grounds="behind hopper at every size measured on an H200; not measured on Blackwell",
-    checked="what FlashInfer is handed is decoded and computed on a CPU",
-    autotuner=AUTOTUNER,
+    checked=CHECKED,
     workspace=cutlass_workspace_bytes,
-    requires=(FLASHINFER,),
 )
 
 ALL_TO_ALL = DispatcherCapability(

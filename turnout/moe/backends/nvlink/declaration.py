@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.backends.nvlink.buffers import buffer_bytes
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability
@@ -9,9 +11,6 @@ from turnout.moe.capabilities.cost import Cost
 from turnout.moe.capabilities.limits import Limits
 from turnout.moe.capabilities.packages import TRITON
 from turnout.vocabulary import Exchange, Format, Layout
-
-ARCHITECTURES = frozenset({90, 100, 103})
-LIMITS = Limits(hidden_multiple=64)  # rows begin at 16 bytes, and scales are whole words
 
 TOKENS = DispatcherCapability(
     name="nvlink",
@@ -22,10 +21,10 @@ TOKENS = DispatcherCapability(
     wire_formats=frozenset(WIRE_FORMATS),
     combine_formats=frozenset({Format.BF16, Format.FP8}),
     devices=frozenset({"cuda"}),
-    architectures=ARCHITECTURES,
+    architectures=frozenset({90, 100, 103}),
     multi_host=False,
     peer_access=True,
-    limits=LIMITS,
+    limits=Limits(hidden_multiple=64),  # rows begin at 16 bytes, and scales are whole words
     buffers=buffer_bytes,
     equal_shares=True,
     preference=20,  # on 2 H200s faster than gathering at every size, up to 128 tokens by half
@@ -36,27 +35,14 @@ TOKENS = DispatcherCapability(
     requires=(TRITON,),
 )
 
-BATCHED_EXPERTS = DispatcherCapability(
+BATCHED_EXPERTS = replace(
+    TOKENS,
     name="nvlink-experts",
     summary="the same stores, batched by expert for masked runners",
     implementation="turnout.moe.backends.nvlink.batched_experts:NvlinkExpertsDispatch",
     layout=Layout.BATCHED_EXPERTS,
-    exchange=Exchange.ALL_TO_ALL,
-    wire_formats=frozenset(WIRE_FORMATS),
-    combine_formats=frozenset({Format.BF16, Format.FP8}),
-    devices=frozenset({"cuda"}),
-    architectures=ARCHITECTURES,
-    multi_host=False,
-    peer_access=True,
-    limits=LIMITS,
     checked="its kernels run between CPU ranks, in Triton's interpreter",
-    buffers=buffer_bytes,
-    equal_shares=True,
-    batch_invariant=True,
-    two_batch_overlap=True,
-    in_chunks=True,
-    cost=Cost(call_us=6, GBps=340),
-    requires=(TRITON,),
+    preference=0,
 )
 
 BACKEND = Backend(dispatchers=(TOKENS, BATCHED_EXPERTS))
