@@ -12,9 +12,11 @@ from turnout.attention.torch import PagedAttention
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.ranks.rendezvous import share_plan
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling.sampler import Sampler
+from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.selfcheck import SelfCheck
@@ -69,7 +71,14 @@ def build_engine(
         one_by_one=config.deterministic,
     )
     commit = StepCommit(
-        model, forward, sampler, scheduler, step_sync, device, resolves_near_ties=resolves_near_ties
+        model,
+        forward,
+        sampler,
+        TokenMaskFiller(model.shape.vocab_size, device),
+        scheduler,
+        step_sync,
+        device,
+        resolves_near_ties=resolves_near_ties,
     )
     return EngineCore(
         engine_plan,
@@ -78,6 +87,7 @@ def build_engine(
         attention=attention,
         forward=forward,
         commit=commit,
+        grammars=GrammarCompiler(engine_plan.folder, model.shape.vocab_size, model.shape.eos_token_ids),
         step_sync=step_sync,
         watch=watch or Unwatched(),
         loaded={"num_threads": num_threads, "verify": verified},

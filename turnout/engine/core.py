@@ -23,6 +23,7 @@ from turnout import __version__
 from turnout.attention.torch import PagedAttention
 from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling.prompt_logprobs import score_prompts
@@ -49,6 +50,7 @@ class EngineCore:
         attention: PagedAttention,
         forward: Forward,
         commit: StepCommit,
+        grammars: GrammarCompiler,
         step_sync: StepSync,
         watch: Progress,
         loaded: Mapping[str, Any],
@@ -59,6 +61,7 @@ class EngineCore:
         self.engine_plan = engine_plan
         self._model, self._attention, self._loaded = model, attention, loaded
         self._scheduler, self._forward, self._commit = scheduler, forward, commit
+        self._grammars = grammars
         self._step_sync, self._watch, self._compilations = step_sync, watch, compilations
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
@@ -81,7 +84,13 @@ class EngineCore:
         self.check(message)
         seed = (self.engine_plan.config.random_seed + self._added) % 2**63
         self._added += 1
-        request = Request.start(message, seed=seed, eos_token_ids=self._model.shape.eos_token_ids)
+        grammar = message.sampling.grammar
+        request = Request.start(
+            message,
+            seed=seed,
+            eos_token_ids=self._model.shape.eos_token_ids,
+            matcher=self._grammars.compile(grammar) if grammar else None,
+        )
         self._requests[request.id] = request
         self._scheduler.add(request)
 
@@ -111,6 +120,7 @@ class EngineCore:
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, synced.phase)
+        self._commit.begin(chunks)
         computed = self._forward(chunks, synced)
         self._scheduler.computed(chunks)
         self._steps += 1

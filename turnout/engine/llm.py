@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from turnout.config import Config, Launched, launched, load
+from turnout.engine import grammar
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
@@ -249,6 +250,8 @@ class LLM:
 def _check(core: EngineCore, request: AddRequest, index: int, count: int) -> None:
     try:
         core.check(request)
+        if request.sampling.grammar:
+            grammar.check(request.sampling.grammar)
     except UserError as error:
         raise UserError(f"prompt {index + 1} of {count}: {error}" if count > 1 else str(error)) from None
 

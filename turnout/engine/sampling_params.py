@@ -48,6 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     many alternatives to report with each token's own log-probability (0: only its own; None: off).
     Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL (repetition: over
     prompt and generated tokens). `skip_special_tokens`: leave special tokens out of the text.
+    `grammar`: the output follows it and ends where it may (turnout.engine.grammar makes one); only
+    max_tokens, stop strings and stop_token_ids cut it short.
     Raises UserError through `check`.
     """
 
@@ -69,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    grammar: str = ""
 
     def check(self) -> None:
         """Raise UserError naming the first field that is out of range."""
@@ -85,6 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "logit_bias",
                 all(-MAX_BIAS <= b <= MAX_BIAS for b in self.logit_bias.values()),
                 f"values must lie in [-{MAX_BIAS}, {MAX_BIAS}]",
+            ),
+            (
+                "ignore_eos",
+                not (self.ignore_eos and self.grammar),
+                "an output that follows a grammar (a schema, a regular expression, choices) ends where that "
+                "does; leave one of the two out",
             ),
             ("seed", self.seed is None or MIN_SEED <= self.seed <= MAX_SEED, "must fit a 64-bit integer"),
         ]

@@ -7,6 +7,8 @@ from typing import Any
 import schemathesis
 from schemathesis.generation import GenerationMode
 
+from turnout.server.api.structured import StructuredFields
+
 VOCABULARY = 384  # of the tiny model
 # A description says what each field may be; these refusals are about several, the tokenizer, or the model.
 ACROSS_FIELDS = (
@@ -27,6 +29,11 @@ ACROSS_FIELDS = (
     "is no variable to choose",
     "is not a variable of chat templates",
     "chat template",  # which may refuse whatever is in chat_template_kwargs
+    "both say what the answer must be",
+    "goes with type",
+    "an output that follows a grammar",
+    *(f"{name}: " for name in StructuredFields.model_fields),  # a schema or pattern that cannot be compiled
+    "structured_outputs.",
 )
 
 

@@ -97,7 +97,10 @@ def test_null_stands_for_the_default():
 def test_fields_that_cannot_matter_are_ignored():
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}
-    assert chat(**ignored, **nothing) == chat()
+    nothing |= {"structured_outputs": {}, "guided_json": None, "guided_decoding_backend": "auto"}
+    body = chat(**ignored, **nothing)
+    assert body.restrictions() == {}
+    assert body.model_copy(update={"response_format": None, "structured_outputs": None}) == chat()
     assert completion(suffix="", best_of=1, user="me") == completion()
 
 
@@ -221,7 +224,6 @@ def test_variables_of_the_chat_template(fields: dict[str, Any], variables: dict[
         ({"zzz": 3}, "zzz: unknown field"),
         ({"suffix": "end"}, 'suffix: not supported by this server; leave it out, or send ""'),
         ({"best_of": 3}, "best_of: not supported by this server; leave it out, or send 1"),
-        ({"regex": "a+"}, "regex: not supported by this server; leave it out"),
         (
             {"truncate_prompt_tokens": 0},
             "truncate_prompt_tokens: must be at least 1, or -1 for as many as fit; 0 leaves no prompt",
@@ -268,7 +270,24 @@ def test_refusals_name_the_field(fields: dict[str, Any], message: str):
     ("fields", "message"),
     [
         ({"tools": [{"type": "function"}]}, "tools: not supported by this server"),
-        ({"response_format": {"type": "json_object"}}, "response_format: not supported by this server"),
+        (
+            {"response_format": {"type": "structural_tag"}},
+            "response_format.type: Input should be 'text', 'json",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            'response_format: json_schema: goes with type "json_s',
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "regex": "a"},
+            "regex and response_format both say what the answer must be; give one",
+        ),
+        ({"guided_choice": []}, "guided_choice: List should have at least 1 item"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn: unknown field"),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True, "whitespace_pattern": " "}},
+            "structured_outputs: disable_any_whitespace and whitespace_pattern exclude each other",
+        ),
         ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
         ({"logprobs": 2}, "logprobs: Input should be a valid boolean"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ"),

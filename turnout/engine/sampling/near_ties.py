@@ -15,5 +15,7 @@ def find_near_ties(logits_SV: Tensor, best_S: Tensor) -> Tensor:
     best_S1 = best_S[:, None]
     top_S1 = logits_SV.gather(1, best_S1)
     low_S = logits_SV.amin(-1)
+    if low_S.isinf().any():  # of tokens that may not be chosen
+        low_S = logits_SV.masked_fill(logits_SV.isinf(), float("inf")).amin(-1)
     second_S = logits_SV.scatter_(1, best_S1, float("-inf")).amax(-1)
     return top_S1[:, 0] - second_S < CLOSE * (top_S1[:, 0] - low_S)

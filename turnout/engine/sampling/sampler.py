@@ -1,7 +1,7 @@
 """Logits -> next tokens, for all requests of a step at once.
 
-Order: logit bias, minimum length, repetition, presence and frequency penalties, temperature, top-k,
-top-p, min-p, draw. Log-probabilities are the model's own, before any of these.
+Order: logit bias, minimum length, repetition, presence and frequency penalties, grammar, temperature,
+top-k, top-p, min-p, draw. Log-probabilities are the model's own, before any of these.
 
 A draw turns one uniform number into a token through the cumulative distribution. That number is a
 digest of (seed, position), not the next one of a generator: a request draws the same tokens whatever
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.sampling.near_ties import find_near_ties
+from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
 
@@ -72,12 +73,14 @@ class Sampler:
         requests: Sequence[Request],
         drafted: Sequence[int] | None = None,
         best_2S: Tensor | None = None,
+        allowed_SW: Tensor | None = None,
     ) -> Sampled:
         """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten.
 
         drafted: how many draft tokens of its request each row has before it (default: none), where the same
         request may stand several times. Penalties do not see drafts. best_2S: int64, the token of each row's
-        largest logit and whether that is finite, where the caller knows.
+        largest logit and whether that is finite, where the caller knows. allowed_SW: tokens that grammars
+        permit, as TokenMaskFiller gives them.
         """
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
@@ -89,6 +92,8 @@ class Sampler:
         ahead = drafted or [0] * len(requests)
         num_outputs = [r.num_output + more for r, more in zip(requests, ahead, strict=True)]
         self._adjust(logits_SV, requests, num_outputs)
+        if allowed_SW is not None:
+            forbid(logits_SV, allowed_SW)
         token_ids, valid, near_ties = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.

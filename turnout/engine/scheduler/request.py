@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
+from turnout.engine.grammar_matcher import GrammarMatcher
 from turnout.engine.messages import AddRequest, TokenLogprobs
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.block_pool import ROOT, Digest, chain
@@ -32,9 +33,17 @@ class Request:
     admitted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
+    matcher: GrammarMatcher | None = None  # of its grammar, if it has one
 
     @classmethod
-    def start(cls, message: AddRequest, *, seed: int, eos_token_ids: tuple[int, ...]) -> Request:
+    def start(
+        cls,
+        message: AddRequest,
+        *,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        matcher: GrammarMatcher | None = None,
+    ) -> Request:
         """`seed` counts where the request brings none."""
         sampling = message.sampling
         eos = () if sampling.ignore_eos else eos_token_ids
@@ -47,6 +56,7 @@ class Request:
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
             plain=_is_plain(sampling),
             prompt_logprobs=None if sampling.prompt_logprobs is None or message.output_ids else [None],
+            matcher=matcher,
         )
 
     @property
@@ -75,6 +85,14 @@ class Request:
         """
         return 0 if self.penalised else self.sampling.max_tokens - self.num_output - 1
 
+    def draft(self, count: int) -> list[int]:
+        """At most `count` tokens that may follow, by its grammar too."""
+        drafts = self.ngrams.draft(self.tokens, count)
+        if drafts and self.matcher is not None:
+            self.matcher.advance(self.tokens, self.num_prompt)
+            drafts = drafts[: self.matcher.allowed(drafts)]
+        return drafts
+
     @property
     def reusable(self) -> int:
         """Tokens that may come from the prefix cache: all before the first row whose logits are needed."""
@@ -97,5 +115,5 @@ def _penalised(sampling: SamplingParams) -> bool:
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
-    adjusts = sampling.logit_bias or sampling.min_tokens or _penalised(sampling)
+    adjusts = sampling.logit_bias or sampling.min_tokens or sampling.grammar or _penalised(sampling)
     return sampling.temperature == 0 and sampling.logprobs is None and not adjusts

@@ -183,7 +183,7 @@ class Scheduler:
         count = min(room, request.most_drafts)
         if count <= 0 or not (chunk.decodes and chunk.samples):
             return ()
-        drafts = request.ngrams.draft(request.tokens, count)
+        drafts = request.draft(count)
         if not self._grow(request, chunk.end + len(drafts)):
             drafts = drafts[: len(request.pages) * self.page_size - chunk.end]
         return tuple(drafts)

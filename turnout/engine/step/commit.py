@@ -18,6 +18,7 @@ import torch
 from turnout.engine.messages import RequestOutput
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling.sampler import Sampled, Sampler
+from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
 from turnout.engine.step.cuda_graphs import Computed
@@ -54,6 +55,7 @@ class StepCommit:
         model: Model,
         forward: Forward,
         sampler: Sampler,
+        token_masks: TokenMaskFiller,
         scheduler: Scheduler,
         step_sync: StepSync,
         device: torch.device,
@@ -62,8 +64,13 @@ class StepCommit:
     ):
         self.counters = TokenCounters()
         self.resolves_near_ties = resolves_near_ties
-        self._model, self._forward, self._sampler = model, forward, sampler
+        self._model, self._forward = model, forward
+        self._sampler, self._token_masks = sampler, token_masks
         self._scheduler, self._step_sync, self._device = scheduler, step_sync, device
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Before the forward of `chunks`: find out meanwhile which tokens grammars permit after it."""
+        self._token_masks.begin([(chunk.request, chunk.drafts) for chunk in chunks if _draws(chunk)])
 
     def sample(
         self, chunks: Sequence[Chunk], computed: Computed
@@ -74,12 +81,11 @@ class StepCommit:
         rows: list[int] = []
         sampling: list[Chunk] = []
         for chunk, first_row in with_rows(chunks):
-            if not chunk.samples:
-                continue
-            if chunk.request.sampling.max_tokens == 0:
-                output = self._first_output(chunk.request)
-                output.finish_reason = "length"
-                outputs.append(output)
+            if not _draws(chunk):
+                if chunk.samples:
+                    output = self._first_output(chunk.request)
+                    output.finish_reason = "length"
+                    outputs.append(output)
                 continue
             sampling.append(chunk)
             rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
@@ -115,7 +121,8 @@ class StepCommit:
             open_tie = pending.popleft()
             request, output = open_tie.request, open_tie.output
             logits_1V = recomputed_logits(self._model, request.tokens, self._device, place)
-            sampled = self._sampler(logits_1V, [request])
+            self._token_masks.begin([(request, ())])
+            sampled = self._sampler(logits_1V, [request], allowed_SW=self._token_masks.finish())
             self._step_sync.sampled(sampled.token_ids)
             self._append(request, output, sampled, 0)
             self._conclude(request, output, drafted=True)
@@ -126,7 +133,7 @@ class StepCommit:
         logits_SV, best_2S = self._forward.logits(computed, rows)
         drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
         requests = [chunk.request for chunk in sampling for _ in (*chunk.drafts, None)]
-        sampled = self._sampler(logits_SV, requests, drafted, best_2S)
+        sampled = self._sampler(logits_SV, requests, drafted, best_2S, self._token_masks.finish())
         self._step_sync.sampled(sampled.token_ids)
         return sampled
 
@@ -149,6 +156,10 @@ class StepCommit:
 
     def _append(self, request: Request, output: RequestOutput, sampled: Sampled, row: int) -> None:
         """Give `request` the token of one row; a `finish_reason` says that it was the last."""
+        matcher = request.matcher
+        if matcher is not None and matcher.error:
+            output.error, output.user_error, output.finish_reason = matcher.error, True, "error"
+            return
         if not sampled.valid[row]:
             output.error = "the model's logits are not finite for this request"
             output.finish_reason = "error"
@@ -161,6 +172,8 @@ class StepCommit:
             output.logprobs = [*(output.logprobs or []), logprobs]
         if token in request.stop_ids:
             output.stop_token = token
+            output.finish_reason = "stop"
+        elif matcher is not None and matcher.advance(request.tokens, request.num_prompt) and matcher.ended:
             output.finish_reason = "stop"
         elif request.num_output >= request.sampling.max_tokens:
             output.finish_reason = "length"
@@ -176,3 +189,8 @@ class StepCommit:
         return RequestOutput(
             id=request.id, prompt_logprobs=request.prompt_logprobs, cached_tokens=request.cached_tokens
         )
+
+
+def _draws(chunk: Chunk) -> bool:
+    """Whether the request gets tokens from this chunk's rows."""
+    return chunk.samples and chunk.request.sampling.max_tokens > 0

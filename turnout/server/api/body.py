@@ -38,7 +38,6 @@ _OPENAI: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -60,13 +59,7 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "repetition_detection": (),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto", "guidance"),  # what there is
     "include_reasoning": (True,),
     "echo": (False,),  # of chat
     "documents": ([],),
@@ -92,9 +85,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 _SGLANG: dict[str, tuple[Any, ...]] = {
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "stop_regex": ("", []),
     "separate_reasoning": (True, False),  # answers are one text either way: there is no reasoning parser
     "stream_reasoning": (True, False),

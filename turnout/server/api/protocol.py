@@ -29,6 +29,7 @@ from turnout.server.api.body import UNSUPPORTED, Body
 from turnout.server.api.chat import Message, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
 from turnout.server.api.sizes import MAX_PROMPTS, MAX_STOP_STRINGS, Limits, check_sizes
+from turnout.server.api.structured import StructuredFields
 
 MAX_CHOICES = 128
 MAX_ID = 256  # characters of a request's name
@@ -118,7 +119,7 @@ TokenId = Annotated[int, Field(ge=0)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredFields):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
@@ -171,8 +172,11 @@ class GenerationBody(Body):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
-        """Checked parameters of one choice. Unlike offline, the default temperature is OpenAI's: 1."""
+    def sampling(self, max_tokens: int, vocab_size: int, grammar: str = "") -> SamplingParams:
+        """Checked parameters of one choice. Unlike offline, the default temperature is OpenAI's: 1.
+
+        grammar: what `structured.compiled` made of this body.
+        """
         given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON}
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -180,6 +184,7 @@ class GenerationBody(Body):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.logit_bias,
+            grammar=grammar,
             include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
             **{name: value for name, value in given.items() if value is not None},
             **self.reported(),

@@ -22,6 +22,7 @@ from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
 from turnout.server.api.sizes import Limits
+from turnout.server.api.structured import compiled
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
 
@@ -184,8 +185,12 @@ class Service:
     async def _choices(
         self, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
     ) -> list[Choice]:
-        tokenizer, turn = self.check_open(), Turn()
-        sampling_of = functools.cache(functools.partial(body.sampling, vocab_size=self.limits.vocab_size))
+        tokenizer = self.check_open()
+        grammar = await asyncio.to_thread(compiled, body) if body.restrictions() else ""
+        turn = Turn()
+        sampling_of = functools.cache(
+            functools.partial(body.sampling, vocab_size=self.limits.vocab_size, grammar=grammar)
+        )
         choices: list[Choice] = []
         for whole_ids in prompts:
             prompt_ids = self._truncate(whole_ids, body, default_tokens)

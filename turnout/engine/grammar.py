@@ -1,0 +1,232 @@
+"""Grammars that an output must follow, in llguidance's dialect of Lark. Torch-free.
+
+The right side of a rule is called an expression: `json_value`, `matching`, `literal` and `lark` make some
+from what requests say, `sequence`, `one_of` and `repeated` join them, and `grammar` makes one the whole of an
+output. `SamplingParams.grammar` takes the result; `check` says beforehand whether it can be compiled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from turnout.errors import UserError
+
+MAX_DEPTH = 64  # of schemas inside each other
+MAX_BYTES = 64 * 2**10  # of a grammar
+LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)  # to compile more takes over 0.2 s
+# Between JSON's tokens: a space, or a new line and its indentation. Models that are unsure write blanks
+# without end where they may.
+WHITESPACE = r" |\n[ \t]{0,32}"
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+SCHEMAS = ("additionalProperties", "additionalItems", "items")
+RULES = (
+    *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum"),
+    *("exclusiveMaximum", "multipleOf"),
+)
+ANNOTATIONS = (
+    *("$schema", "$id", "id", "$comment", "$anchor", "title", "description", "default", "example"),
+    *("examples", "deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs"),
+)
+KNOWN = frozenset((*SCHEMA_MAPS, *SCHEMA_LISTS, *SCHEMAS, *RULES, *ANNOTATIONS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasoning:
+    """What a model may think before an answer that follows a grammar: the texts around it, and whether the
+    prompt ended after the first. special: tokens (to their ids) whose names stand for them in these texts."""
+
+    begin: str
+    end: str
+    begun: bool = False
+    special: Mapping[str, int] = field(default_factory=dict)
+
+
+def grammar(answer: str, *, after: Reasoning | None = None) -> str:
+    """Of outputs that are `answer`, an expression, after reasoning that nothing restricts."""
+    if after is None:
+        return f"start: answer\nanswer: {answer}\n"
+    if any(after.end.startswith(name) for name in after.special):
+        thought, end = "thought: /(?s:.*)/", literal(after.end, after.special)
+    else:
+        thought, end = f"thought[suffix={json.dumps(after.end)}]: /(?s:.*)/", ""
+    thinks = f"thought {end} /\\s{{0,8}}/ answer"
+    start = thinks if after.begun else f"answer | ({literal(after.begin, after.special)}) {thinks}"
+    return f"start: {start}\n{thought}\nanswer: {answer}\n"
+
+
+def json_value(schema: Any, *, whitespace: str | None = WHITESPACE) -> str:
+    """JSON that is valid by `schema`. whitespace: a regular expression of what may stand between its tokens;
+    None: nothing may. Raises UserError naming the keyword that cannot be followed."""
+    _check_schema(schema)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    style: dict[str, Any] = {"whitespace_flexible": whitespace is not None}
+    if whitespace is not None:
+        style["whitespace_pattern"] = whitespace
+    return "%json " + json.dumps({**schema, "x-guidance": style})
+
+
+def matching(pattern: str) -> str:
+    """Text that a regular expression matches as a whole; \\d is a digit of ASCII."""
+    return f"/{regex_to_lark(pattern, use_ascii='d')}/"
+
+
+def literal(text: str, special: Mapping[str, int] | None = None) -> str:
+    """`text`, in which each name of a `special` token (to its id) stands for that token."""
+    if not special:
+        return json.dumps(text)
+    names = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
+    parts = [part for part in names.split(text) if part]
+    return sequence(*(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts))
+
+
+def lark(text: str) -> str:
+    """What a grammar in llguidance's Lark or in GBNF describes. Must stand last in its rule.
+
+    Raises UserError.
+    """
+    try:
+        return f"%lark {{\n{any_to_lark(text)}\n}}"
+    except Exception as error:  # the converter has several kinds, and none in common
+        raise UserError(f"neither Lark nor GBNF: {error}") from None
+
+
+def sequence(*parts: str) -> str:
+    return " ".join(f"({part})" for part in parts)
+
+
+def one_of(parts: Iterable[str]) -> str:
+    return " | ".join(f"({part})" for part in parts)
+
+
+def repeated(part: str, *, between: str = "") -> str:
+    """Once or more, with `between` in between."""
+    return f"({part}) ({f'({between})' if between else ''} ({part}))*"
+
+
+def tool_calls(
+    tools: Sequence[tuple[str, Any]], call: str, *, parallel: bool, special: Mapping[str, int] | None = None
+) -> str:
+    """Calls of `tools` (name, JSON schema of its arguments; None: any object), at least one and nothing else.
+
+    call: how the model writes one, as a format string of `name` and `arguments`; braces doubled, as in
+    '<tool_call>\\n{{"name": "{name}", "arguments": {arguments}}}\\n</tool_call>'. Raises UserError naming the
+    tool and the keyword of a schema that cannot be followed.
+    """
+    calls = []
+    for name, parameters in tools:
+        before, after = call.format(name=name, arguments=_PLACE).split(_PLACE)
+        try:
+            arguments = json_value(ANY_OBJECT if parameters is None else parameters)
+        except UserError as error:
+            raise UserError(f"tool {name!r}: {error}") from None
+        parts = [literal(text, special) for text in (before, after)]
+        calls.append(sequence(parts[0], arguments, parts[1]) if after else sequence(parts[0], arguments))
+    each = one_of(calls)
+    return repeated(each, between=r"/\n?/") if parallel else each
+
+
+_PLACE = "\0"  # stands in no template
+
+
+def check(grammar: str) -> None:
+    """Raise UserError with llguidance's reason if `grammar` cannot be compiled.
+
+    Takes about a millisecond, and some tenths of a second for what is made for that; other threads run
+    meanwhile.
+    """
+    if len(grammar) > MAX_BYTES:
+        raise UserError(
+            f"the grammar has {len(grammar)} bytes, at most {MAX_BYTES} are compiled; make it smaller"
+        )
+    if reason := _why_not(grammar):
+        raise UserError(reason)
+
+
+@lru_cache(maxsize=64)
+def _why_not(grammar: str) -> str:
+    matcher = LLMatcher(_bytes_only(), grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some limits are met only here
+    if not matcher.is_error():
+        return ""
+    reason = _without_source(matcher.get_error())
+    keyword = next((name for start, name in _KEYWORDS.items() if reason.startswith(start)), "")
+    return f"{keyword}: {reason}" if keyword and "%json" in grammar else reason
+
+
+_KEYWORDS = {"regex parse error": "pattern", "Pointer ": "$ref"}  # of schemas, where the library omits them
+
+
+def _without_source(message: str) -> str:
+    """The library shows its state, and the grammar around a mistake in a form that the user never wrote."""
+    lines = re.split(r"<(?:backtrace|state|grammar)>", message)[0].splitlines()
+    text = " ".join(" ".join(line for line in lines if not re.match(r"\s*(\d+ \||\^$)", line)).split())
+    return re.sub(r"^(at \d+\(\d+\): |failed to compile JSON schema: )+", "", text)
+
+
+@cache
+def _bytes_only() -> LLTokenizer:
+    """A vocabulary of all bytes: whether a grammar compiles does not depend on the model's."""
+
+    class Bytes:
+        eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
+        tokens = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def _check_schema(schema: Any) -> None:
+    """Raise UserError unless every keyword in `schema` is one that llguidance follows, or an annotation. It
+    passes over those that it has never heard of, so that a misspelt one would be ignored."""
+    pending: list[tuple[str, Any, int]] = [("schema", schema, 0)]
+    while pending:
+        where, part, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise UserError(
+                f"schemas stand more than {MAX_DEPTH} levels deep in each other; flatten them with $ref"
+            )
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise UserError(f"{where}: must be a JSON schema, which is an object, true or false")
+        for keyword, value in part.items():
+            _check_keyword(where, keyword, value)
+        pending += ((inner, value, depth + 1) for inner, value in _subschemas(where, part))
+
+
+def _check_keyword(where: str, keyword: str, value: Any) -> None:
+    if keyword not in KNOWN and (not keyword.startswith("x-") or keyword == "x-guidance"):
+        close = difflib.get_close_matches(keyword, KNOWN, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else "leave it out, or say it with other keywords"
+        raise UserError(f"{where}: keyword {keyword!r} is not supported; {remedy}")
+    if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
+        raise UserError(
+            f"{where}: {keyword} must be the limit itself, a number; true and false are of draft 4"
+        )
+
+
+def _subschemas(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword, value in schema.items():
+        if keyword in SCHEMA_MAPS and isinstance(value, dict):
+            yield from ((f"{where}.{keyword}.{name}", inner) for name, inner in value.items())
+        elif (keyword in SCHEMA_LISTS or keyword == "items") and isinstance(value, list):
+            yield from ((f"{where}.{keyword}.{i}", inner) for i, inner in enumerate(value))
+        elif keyword in SCHEMAS:
+            yield f"{where}.{keyword}", value
