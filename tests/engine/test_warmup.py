@@ -56,12 +56,12 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     core = make_core(
         model, num_pages=pages, max_context=context, max_prefill_tokens=most, max_running_requests=6
     )
-    free, computed = core._scheduler.pool.num_available, []
+    free, computed = core._scheduler.kv.pools[0].num_available, []
     model.reset_counts = lambda: computed.extend(model.steps)
-    warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.pool, None)
+    warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
     assert computed == warmup.prompt_sizes(most)
     assert set(computed) >= {1, most}
-    assert core._scheduler.pool.num_available == free
+    assert core._scheduler.kv.pools[0].num_available == free
     core.add(request("a", [3, 1, 4, 1, 5], max_tokens=6, ignore_eos=True))
     found = []
     while core.has_work():

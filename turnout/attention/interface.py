@@ -6,6 +6,7 @@ KV cache: places of one token each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -34,20 +35,27 @@ class Attention(Protocol):
         raise ValueError("keys and values were not stored: place() gives None")
 
 
+class GroupPages(Protocol):
+    """The pages of a sequence in one cache group, in the order of its tokens."""
+
+    @property
+    def pages(self) -> list[int]: ...
+
+    placed: int  # pages already written to the page table; attention updates it
+
+
 class PagedSequence(Protocol):
-    """A request as the page table sees it."""
+    """A request as page tables see it."""
 
     @property
     def row(self) -> int:
-        """Of the page table; unique among running requests."""
+        """Of the page tables; unique among running requests."""
         ...
 
     @property
-    def pages(self) -> list[int]:
-        """The KV pages that hold its context, in order."""
+    def kv(self) -> Sequence[GroupPages]:
+        """By cache group."""
         ...
-
-    placed: int  # pages already written to the page table; attention updates it
 
 
 class Chunk(Protocol):

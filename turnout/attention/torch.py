@@ -60,6 +60,7 @@ class PagedAttention:
         self,
         group: CacheGroup,
         *,
+        number: int = 0,
         num_pages: int,
         page_size: int,
         max_running: int,
@@ -68,9 +69,11 @@ class PagedAttention:
         dtype: torch.dtype,
         fixed_spans: int = 0,
     ):
-        """group: its heads are those of this rank. fixed_spans: into so many are contexts cut by kernels that
-        cut them; 0: what suits a batch."""
-        self.spec = spec = group.spec
+        """group: its heads are those of this rank. number: of the group in `PagedSequence.kv`.
+        fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch.
+        """
+        self.number, self.spec = number, group.spec
+        spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
         self.page_size, self.fixed_spans = page_size, fixed_spans
         self.device, self.dtype = device, dtype
@@ -78,7 +81,10 @@ class PagedAttention:
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.group = spec.num_heads // spec.num_kv_heads
-        self._pages_per_row = min(-(-max_context // page_size), num_pages)
+        # Of a window, places below it count too, though no page is held there.
+        self._pages_per_row = -(-max_context // page_size)
+        if not spec.window:
+            self._pages_per_row = min(self._pages_per_row, num_pages)
         # One page more than there are, for what padding writes.
         self.spare_slot = num_pages * page_size
         slots = self.spare_slot + page_size
@@ -111,8 +117,9 @@ class PagedAttention:
         copied, size = self._copied, self.page_size
         for chunk in chunks:
             request, start = chunk.request, chunk.start
-            row, pages, page = request.row, request.pages, start // size
-            if request.placed < len(pages):
+            held = request.kv[self.number]
+            row, pages, page = request.row, held.pages, start // size
+            if held.placed < len(pages):
                 self._place(request)
             if page >= copied[row]:
                 if page > copied[row]:
@@ -201,11 +208,12 @@ class PagedAttention:
 
     def _place(self, request: PagedSequence) -> None:
         """Bring the page table up to date with the pages of `request`."""
-        if request.placed < len(request.pages):
-            self._copied[request.row] = min(self._copied[request.row], request.placed)
-            fresh = torch.tensor(request.pages[request.placed :])
-            self._table_RP[request.row, request.placed : len(request.pages)] = fresh
-            request.placed = len(request.pages)
+        held = request.kv[self.number]
+        if held.placed < len(held.pages):
+            self._copied[request.row] = min(self._copied[request.row], held.placed)
+            fresh = torch.tensor(held.pages[held.placed :])
+            self._table_RP[request.row, held.placed : len(held.pages)] = fresh
+            held.placed = len(held.pages)
 
     def _single_slots(self, rows_B: Tensor, places_B: Tensor) -> Tensor:
         pages_B = self._table_RP[rows_B, places_B // self.page_size]

@@ -17,7 +17,7 @@ from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
 from turnout.errors import PlanRefused, Refusal
-from turnout.formats.spec import WIRE_FORMATS
+from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
 from turnout.vocabulary import Format, Reduce, SharedExpert
@@ -173,7 +173,7 @@ def _memory(engine_plan: EnginePlan) -> Table:
     rows = {
         "dense weights": memory.dense,
         f"experts ({engine_plan.plan.weight_storage})": memory.experts,
-        f"KV cache ({engine_plan.num_pages} pages of {engine_plan.page_size} tokens)": memory.kv,
+        **_kv_rows(engine_plan),
         "runner workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
@@ -183,6 +183,22 @@ def _memory(engine_plan: EnginePlan) -> Table:
     for what, size in rows.items():
         table.add_row(what, f"{size:,}", _size(size))
     return table
+
+
+def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
+    """Bytes of each cache group, and by what they grow."""
+    groups, pages = engine_plan.cache_groups, engine_plan.group_pages
+    rows, size, itemsize = {}, engine_plan.page_size, ITEMSIZE[engine_plan.compute_dtype]
+    kv_bytes = engine_plan.group_bytes(engine_plan.num_pages, engine_plan.budget)
+    for group, count, held in zip(groups, pages, kv_bytes, strict=True):
+        window = f", {len(group.layers)} layers of window {group.spec.window}" if group.spec.window else ""
+        rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
+    if len(groups) > 1 or groups[0].spec.window:
+        rows["KV per token of context"] = sum(g.token_bytes(itemsize) for g in groups if not g.spec.window)
+        rows["KV per request, of windows"] = sum(
+            g.token_bytes(itemsize) * g.spec.window for g in groups if g.spec.window
+        )
+    return rows
 
 
 def _bounds(engine_plan: EnginePlan) -> Table:

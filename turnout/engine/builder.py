@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from turnout.attention.caches import AttentionCaches
 from turnout.attention.cpu import paged_attention
-from turnout.attention.kinds import cache_groups
-from turnout.attention.torch import PagedAttention
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan
@@ -18,6 +17,7 @@ from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling.sampler import Sampler
 from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.block_pool import KVBlockPool
+from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.step import batch_invariant
@@ -26,7 +26,7 @@ from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts
 from turnout.models import load_model
-from turnout.models.interface import Model, ModelShape, ProgressFn
+from turnout.models.interface import Model, ProgressFn
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
 
@@ -57,11 +57,11 @@ def build_engine(
     if model is None:
         model, verified = _load(engine_plan, groups, device, verify, progress)
     scheduler = _make_scheduler(engine_plan)
-    attention = _make_attention(engine_plan, model.shape, device)
+    attention = _make_attention(engine_plan, device)
     forward = Forward(engine_plan, model, attention, progress)
     if device.type == "cuda":
         with torch.inference_mode():
-            first_prompts(engine_plan, forward, model, scheduler.pool, progress)
+            first_prompts(engine_plan, forward, model, scheduler.kv, progress)
     resolves_near_ties = engine_plan.compute_dtype == "float32" and not config.deterministic
     sampler = Sampler(
         model.shape.vocab_size,
@@ -120,9 +120,12 @@ def _load(
 
 def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
     config = engine_plan.config
+    pools = [
+        KVBlockPool(num_pages, reuse=not config.disable_prefix_cache, window=group.spec.window)
+        for group, num_pages in zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
+    ]
     return Scheduler(
-        KVBlockPool(engine_plan.num_pages, reuse=not config.disable_prefix_cache),
-        page_size=engine_plan.page_size,
+        KVCache(pools, engine_plan.page_size),
         max_running=config.max_running_requests,
         chunk_tokens=engine_plan.chunk_tokens,
         prefill_tokens=config.max_prefill_tokens,
@@ -131,18 +134,25 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
     )
 
 
-def _make_attention(engine_plan: EnginePlan, shape: ModelShape, device: torch.device) -> PagedAttention:
+def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionCaches:
     config = engine_plan.config
-    (group,) = cache_groups(shape.attention)
-    return paged_attention(
-        group,
-        num_pages=engine_plan.num_pages,
-        page_size=engine_plan.page_size,
-        max_running=config.max_running_requests,
-        max_context=engine_plan.max_context,
-        device=device,
-        dtype=getattr(torch, engine_plan.compute_dtype),
-        fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
+    return AttentionCaches(
+        [
+            paged_attention(
+                group,
+                number=number,
+                num_pages=num_pages,
+                page_size=engine_plan.page_size,
+                max_running=config.max_running_requests,
+                max_context=engine_plan.max_context,
+                device=device,
+                dtype=getattr(torch, engine_plan.compute_dtype),
+                fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
+            )
+            for number, (group, num_pages) in enumerate(
+                zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
+            )
+        ]
     )
 
 

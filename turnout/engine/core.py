@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from turnout import __version__
-from turnout.attention.torch import PagedAttention
+from turnout.attention.caches import AttentionCaches
 from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
@@ -47,7 +47,7 @@ class EngineCore:
         *,
         model: Model,
         scheduler: Scheduler,
-        attention: PagedAttention,
+        attention: AttentionCaches,
         forward: Forward,
         commit: StepCommit,
         grammars: GrammarCompiler,
@@ -156,7 +156,7 @@ class EngineCore:
                 idle_steps=self._idle_steps,
                 kernels_compiled=self._compilations(),
             )
-        pool, tokens = self._scheduler.pool, self._commit.counters
+        pools, tokens = self._scheduler.kv.pools, self._commit.counters
         return EngineStats(
             rank=rank,
             pid=os.getpid(),
@@ -164,9 +164,9 @@ class EngineCore:
             idle_steps=self._idle_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            pages_total=pool.num_pages,
-            pages_used=pool.num_live,
-            pages_cached=pool.num_cached,
+            pages_total=sum(pool.num_pages for pool in pools),
+            pages_used=sum(pool.num_live for pool in pools),
+            pages_cached=sum(pool.num_cached for pool in pools),
             prompt_tokens=tokens.prompt,
             cached_prompt_tokens=tokens.cached_prompt,
             generation_tokens=tokens.generated,

@@ -18,7 +18,13 @@ import msgspec
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
-from turnout.engine.memory_plan import MemoryTable, Rank, memory_table, share_host
+from turnout.engine.memory_plan import (
+    MemoryTable,
+    Rank,
+    memory_table,
+    pages_by_group,
+    share_host,
+)
 from turnout.engine.parallel_config import (
     attention_refusals,
     host_refusals,
@@ -52,7 +58,7 @@ class EnginePlan(Rank):
     budget: Budget
     plan: MoEPlan
     page_size: int
-    num_pages: int
+    num_pages: int  # KV pages of each cache group that keeps whole contexts
     max_context: int  # longest prompt + output in tokens
     memory: MemoryTable
     measured: Times = dataclasses.field(default_factory=dict)  # what chose between runners
@@ -63,16 +69,20 @@ class EnginePlan(Rank):
         default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
         return self.config.chunked_prefill_size or default
 
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """KV pages of each cache group."""
+        return pages_by_group(self.cache_groups, self.num_pages, self.config, self.budget)
+
     def with_pages(self, num_pages: int) -> EnginePlan:
         """With no more than `num_pages` KV pages."""
         if num_pages >= self.num_pages:
             return self
-        return dataclasses.replace(
-            self,
-            num_pages=num_pages,
-            max_context=min(self.max_context, num_pages * self.page_size),
-            memory=dataclasses.replace(self.memory, kv=self.memory.kv // self.num_pages * num_pages),
+        fewer = dataclasses.replace(
+            self, num_pages=num_pages, max_context=min(self.max_context, num_pages * self.page_size)
         )
+        memory = dataclasses.replace(self.memory, kv=sum(fewer.group_bytes(num_pages, self.budget)))
+        return dataclasses.replace(fewer, memory=memory)
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON: what `plan --json` prints and /server_info reports."""
@@ -91,6 +101,22 @@ class EnginePlan(Rank):
                 "num_pages": self.num_pages,
                 "tokens": self.page_size * self.num_pages,
                 "max_context": self.max_context,
+                "groups": [
+                    {
+                        "kind": group.spec.kind,
+                        "layers": len(group.layers),
+                        "window": group.spec.window,
+                        "num_pages": pages,
+                        "token_bytes": group.token_bytes(ITEMSIZE[self.compute_dtype]),
+                        "bytes": size,
+                    }
+                    for group, pages, size in zip(
+                        self.cache_groups,
+                        self.group_pages,
+                        self.group_bytes(self.num_pages, self.budget),
+                        strict=True,
+                    )
+                ],
             },
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
         }

@@ -5,15 +5,17 @@ rank's number: ranks that share requests need the same pages, and all ranks get 
 
 The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
 memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
-all running requests could use.
+all running requests could use. Layers with a sliding window have pages of their own, far fewer of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from turnout.attention.kinds import CacheGroup, cache_groups
 from turnout.config import Config
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
@@ -30,6 +32,7 @@ from turnout.parallel.topology import Topology
 from turnout.vocabulary import ComputeDtype, Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
+REUSED_SHARE = 16  # of the pages of whole contexts: as many of a window's are kept for prefixes, over this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,27 @@ class Rank:
     compute_dtype: ComputeDtype
 
     @property
-    def page_bytes(self) -> int:
-        itemsize, split = ITEMSIZE[self.compute_dtype], self.topology.attention_tp
-        layers = self.description.shape.attention
-        return self.config.page_size * sum(layer.split(split).token_bytes(itemsize) for layer in layers)
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """With the KV heads of this rank."""
+        return rank_cache_groups(self.description, self.topology)
+
+    def group_bytes(self, num_pages: int, budget: Budget) -> tuple[int, ...]:
+        """Of each cache group, where those of whole contexts have so many pages."""
+        page_size, itemsize = self.config.page_size, ITEMSIZE[self.compute_dtype]
+        pages = pages_by_group(self.cache_groups, num_pages, self.config, budget)
+        return tuple(
+            count * page_size * group.token_bytes(itemsize)
+            for group, count in zip(self.cache_groups, pages, strict=True)
+        )
+
+    def most_pages(self, room: int, budget: Budget) -> int:
+        """The most pages of whole contexts that fit, with those of the other groups, in `room` bytes."""
+        most = (
+            max(0, room) // sum(self.group_bytes(1, budget)) + 1
+        )  # a page of each group; fewer of windows later
+        while sum(self.group_bytes(most, budget)) <= room:
+            most *= 2
+        return bisect_right(range(most), room, key=lambda pages: sum(self.group_bytes(pages, budget))) - 1
 
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
         """All but the KV cache."""
@@ -101,17 +121,17 @@ def memory_table(
 
     replan: `moe` for another budget; raises PlanRefused if there is none.
     """
-    config, page_bytes = rank.config, rank.page_bytes
+    config = rank.config
     memory = rank.without_kv(budget, moe)
     longest = config.context_length or rank.description.shape.max_position_embeddings
-    room = (memory.available - memory.total) // page_bytes
+    room = rank.most_pages(memory.available - memory.total, budget)
     if room < 1:
         raise PlanRefused("the model does not fit in memory", [_too_large(rank, memory, budget, replan)])
-    pages = _pages(config, rank.hardware, longest, page_bytes, room)
-    refusals = _kv_refusals(config, pages, room, page_bytes)
+    pages = _pages(rank, budget, longest, room)
+    refusals = _kv_refusals(rank, budget, pages, room)
     if refusals:
         raise PlanRefused("the KV cache does not fit", refusals)
-    table = dataclasses.replace(memory, kv=pages * page_bytes)
+    table = dataclasses.replace(memory, kv=sum(rank.group_bytes(pages, budget)))
     return table, pages, min(longest, pages * config.page_size)
 
 
@@ -138,8 +158,33 @@ def dense_parameters(description: ModelDescription, topology: Topology, moe: MoE
     )
 
 
-def _pages(config: Config, hardware: Hardware, longest: int, page_bytes: int, room: int) -> int:
-    """KV pages wanted, whether or not they fit in `room`."""
+def rank_cache_groups(description: ModelDescription, topology: Topology) -> tuple[CacheGroup, ...]:
+    """The cache groups of a model with the heads of one rank."""
+    return cache_groups([layer.split(topology.attention_tp) for layer in description.shape.attention])
+
+
+def pages_by_group(
+    groups: Sequence[CacheGroup], num_pages: int, config: Config, budget: Budget
+) -> tuple[int, ...]:
+    """Pages of each group, where those that keep whole contexts have `num_pages`.
+
+    A group with a window has what all running requests can need at a time, so that none waits for it, and a
+    share of `num_pages` for prefixes that may be asked for again; never more than `num_pages`.
+    """
+    size, running = config.page_size, config.max_running_requests
+    found = []
+    for group in groups:
+        seen = group.spec.window + budget.tokens_per_request - 1
+        # In pages that begin and end anywhere, one of them spare, and one begun by a chunk.
+        needed = running * (-(-seen // size) + 3) + -(-config.max_prefill_tokens // size)
+        reusable = num_pages // REUSED_SHARE
+        found.append(min(num_pages, needed + reusable) if group.spec.window else num_pages)
+    return tuple(found)
+
+
+def _pages(rank: Rank, budget: Budget, longest: int, room: int) -> int:
+    """KV pages wanted, whether or not they fit in `room` pages."""
+    config, hardware = rank.config, rank.hardware
     if config.max_total_tokens:
         return -(-config.max_total_tokens // config.page_size)
     one_context = -(-longest // config.page_size)
@@ -147,19 +192,19 @@ def _pages(config: Config, hardware: Hardware, longest: int, page_bytes: int, ro
     if hardware.device == "cuda":
         return min(useful, room)
     asked = one_context if config.context_length else 1
-    return min(useful, max(asked, min(room, CPU_KV_BYTES // page_bytes)))
+    return min(useful, max(asked, min(room, rank.most_pages(CPU_KV_BYTES, budget))))
 
 
-def _kv_refusals(config: Config, pages: int, room: int, page_bytes: int) -> list[Refusal]:
-    found = []
+def _kv_refusals(rank: Rank, budget: Budget, pages: int, room: int) -> list[Refusal]:
+    config, found = rank.config, []
     size, most = config.page_size, room * config.page_size
     if pages > room:
         flag = "--max-total-tokens" if config.max_total_tokens else "--context-length"
         found.append(
             Refusal(
                 who="KV cache",
-                asked=f"{flag} {pages * size} ({gigabytes(pages * page_bytes)})",
-                limit=f"{gigabytes(room * page_bytes)} are left for it next to the weights",
+                asked=f"{flag} {pages * size} ({gigabytes(sum(rank.group_bytes(pages, budget)))})",
+                limit=f"{gigabytes(sum(rank.group_bytes(room, budget)))} are left for it next to the weights",
                 remedy=f"use {flag} {most} or less, or raise --mem-fraction-static",
             )
         )
@@ -179,7 +224,7 @@ def _kv_refusals(config: Config, pages: int, room: int, page_bytes: int) -> list
 def _too_large(
     rank: Rank, memory: MemoryTable, budget: Budget, replan: Callable[[Budget], MoEPlan]
 ) -> Refusal:
-    config, hardware, page_bytes = rank.config, rank.hardware, rank.page_bytes
+    config, hardware, page_bytes = rank.config, rank.hardware, sum(rank.group_bytes(1, budget))
 
     def fits(smaller: Budget) -> bool:
         try:

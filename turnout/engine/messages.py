@@ -79,7 +79,7 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
     idle_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    pages_total: int = 0
+    pages_total: int = 0  # of all cache groups
     pages_used: int = 0  # held by live requests
     pages_cached: int = 0  # free, but still holding a reusable prefix
     prompt_tokens: int = 0

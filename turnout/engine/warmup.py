@@ -14,7 +14,7 @@ from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.sampling_params import SamplingParams
-from turnout.engine.scheduler.block_pool import KVBlockPool
+from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.forward import Forward
@@ -129,27 +129,28 @@ def prompt_sizes(most: int) -> list[int]:
 
 
 def first_prompts(
-    engine_plan: EnginePlan, forward: Forward, model: Model, pool: KVBlockPool, progress: ProgressFn | None
+    engine_plan: EnginePlan, forward: Forward, model: Model, kv: KVCache, progress: ProgressFn | None
 ) -> None:
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
     second. Collective; before any request. Leaves no trace but in memory that is free."""
     config, topology = engine_plan.config, engine_plan.topology
-    rows = min(config.max_running_requests, pool.num_available)
-    room = min(engine_plan.max_context, pool.num_available // rows * engine_plan.page_size)
+    pages = min(pool.num_available for pool in kv.pools)
+    rows = min(config.max_running_requests, pages)
+    room = min(engine_plan.max_context, pages // rows * engine_plan.page_size)
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
     for done, size in enumerate(sizes):
         if progress is not None:
             progress("compiling", done, len(sizes))
         chunks = [_prompt(row, min(room, size - at)) for row, at in enumerate(range(0, size, room))]
         for chunk in chunks:
-            chunk.request.pages = pool.allocate(-(-chunk.length // engine_plan.page_size)) or []
+            kv.admit(chunk.request, chunk.length, spare=0)
         synced = SyncedStep(
             phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
         )
         computed = forward(chunks, synced)
         model.logits(computed.hidden_NH[-1:])
         for chunk in chunks:
-            pool.release(chunk.request.pages)
+            kv.release(chunk.request)
     model.reset_counts()
 
 

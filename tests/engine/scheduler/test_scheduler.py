@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.block_pool import ROOT, KVBlockPool, chain
+from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Scheduler
 
@@ -27,10 +28,13 @@ def make(
     chunk: int = 8,
     budget: int = 16,
     tokens_per_request: int = 1,
+    windows: dict[int, int] | None = None,
 ) -> Scheduler:
+    """windows: the pages of further cache groups, by their windows."""
+    pools = [KVBlockPool(num_pages, reuse=reuse)]
+    pools += [KVBlockPool(pages, reuse=reuse, window=window) for window, pages in (windows or {}).items()]
     return Scheduler(
-        KVBlockPool(num_pages, reuse=reuse),
-        page_size=PAGE,
+        KVCache(pools, PAGE),
         max_running=running,
         chunk_tokens=chunk,
         prefill_tokens=budget,
@@ -40,30 +44,36 @@ def make(
 
 
 def check(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Every page is free, cached or live, exactly once; live ones are held as often as they are listed."""
-    pool = scheduler.pool
-    held: dict[int, int] = {}
+    """Every page of a group is free, cached or live, exactly once; live ones are held as often as listed."""
     for request in requests:
-        for page in request.pages:
-            held[page] = held.get(page, 0) + 1
-        assert len(set(request.pages)) == len(request.pages)
         assert (request.row >= 0) == (request in scheduler.running)
-        assert request.computed <= len(request.pages) * PAGE
-    assert len(held) == pool.num_live
-    assert {page: pool._holders[page] for page in held} == held
-    free, cached = set(pool._free), set(pool._cached)
-    assert len(pool._free) == len(free)
-    assert not free & cached
-    assert not (free | cached) & set(held)
-    assert len(free) + len(cached) + len(held) == pool.num_pages
+        assert bool(request.kv) == (request.row >= 0)
+    for number, pool in enumerate(scheduler.kv.pools):
+        held: dict[int, int] = {}
+        for request in scheduler.running:
+            kv = request.kv[number]
+            for page in kv.pages[kv.freed :]:
+                held[page] = held.get(page, 0) + 1
+            assert len(set(kv.pages[kv.freed :])) == len(kv.pages) - kv.freed
+            assert request.computed <= request.room <= len(kv.pages) * PAGE
+            assert kv.freed == (max(0, request.computed + 1 - pool.window) // PAGE if pool.window else 0)
+        assert len(held) == pool.num_live
+        assert {page: pool._holders[page] for page in held} == held
+        free, cached = set(pool._free), set(pool._cached)
+        assert len(pool._free) == len(free)
+        assert not free & cached
+        assert not (free | cached) & set(held)
+        assert len(free) + len(cached) + len(held) == pool.num_pages
     assert len({r.row for r in scheduler.running}) == len(scheduler.running) <= scheduler.max_running
 
 
-def check_contents(request: Request, writer: dict[int, list[int]]) -> None:
-    """The keys of every computed token are those of this very request's prefix."""
-    for place in range(request.computed):
-        page = request.pages[place // PAGE]
-        assert writer[page][place % PAGE] == hash(tuple(request.tokens[: place + 1]))
+def check_contents(request: Request, writers: list[dict[int, list[int]]], scheduler: Scheduler) -> None:
+    """The keys of every token that the next one sees, in each group, are those of this request's prefix."""
+    for pool, kv, writer in zip(scheduler.kv.pools, request.kv, writers, strict=True):
+        first = max(0, request.computed + 1 - pool.window) if pool.window else 0
+        for place in range(first, request.computed):
+            page = kv.pages[place // PAGE]
+            assert writer[page][place % PAGE] == hash(tuple(request.tokens[: place + 1]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -75,15 +85,29 @@ def check_contents(request: Request, writer: dict[int, list[int]]) -> None:
     chunk=st.integers(1, 12),
     budget=st.integers(1, 20),
     drafts=st.integers(0, 5),
+    windows=st.dictionaries(st.integers(1, 20), st.integers(8, 24), max_size=2),
 )
 def test_random_schedules(
-    data: st.DataObject, num_pages: int, reuse: bool, running: int, chunk: int, budget: int, drafts: int
+    data: st.DataObject,
+    num_pages: int,
+    reuse: bool,
+    running: int,
+    chunk: int,
+    budget: int,
+    drafts: int,
+    windows: dict[int, int],
 ) -> None:
     """A simulated cache records what each slot holds, so that a wrong page is noticed at once."""
     scheduler = make(
-        num_pages, reuse=reuse, running=running, chunk=chunk, budget=budget, tokens_per_request=1 + drafts
+        num_pages,
+        reuse=reuse,
+        running=running,
+        chunk=chunk,
+        budget=budget,
+        tokens_per_request=1 + drafts,
+        windows=windows,
     )
-    slots = {page: [0] * PAGE for page in range(num_pages)}
+    slots = [{page: [0] * PAGE for page in range(pool.num_pages)} for pool in scheduler.kv.pools]
     alive: list[Request] = []
     arrived = 0
     for _ in range(400):
@@ -102,11 +126,12 @@ def test_random_schedules(
             break
     else:
         raise AssertionError("the schedule does not come to an end")
-    assert scheduler.pool.num_live == 0
-    assert scheduler.pool.num_available == num_pages
+    for pool in scheduler.kv.pools:
+        assert pool.num_live == 0
+        assert pool.num_available == pool.num_pages
 
 
-def advance(scheduler: Scheduler, alive: list[Request], slots: dict[int, list[int]]) -> None:
+def advance(scheduler: Scheduler, alive: list[Request], slots: list[dict[int, list[int]]]) -> None:
     chunks = scheduler.schedule()
     assert bool(chunks) == bool(alive)
     assert len({chunk.request for chunk in chunks}) == len(chunks)
@@ -117,12 +142,13 @@ def advance(scheduler: Scheduler, alive: list[Request], slots: dict[int, list[in
         assert len(chunk.drafts) < scheduler.tokens_per_request
         assert not chunk.drafts or (chunk.decodes and chunk.samples)
         assert chunk.start == request.computed
-        check_contents(request, slots)
+        check_contents(request, slots, scheduler)
         tokens = request.tokens[: chunk.start] + chunk.tokens
-        for place in range(chunk.start, chunk.end):
-            page = request.pages[place // PAGE]
-            assert scheduler.pool._holders[page] == 1, "a shared page is never written"
-            slots[page][place % PAGE] = hash(tuple(tokens[: place + 1]))
+        for pool, kv, written in zip(scheduler.kv.pools, request.kv, slots, strict=True):
+            for place in range(chunk.start, chunk.end):
+                page = kv.pages[place // PAGE]
+                assert pool._holders[page] == 1, "a shared page is never written"
+                written[page][place % PAGE] = hash(tuple(tokens[: place + 1]))
     sampling = [(chunk.request, chunk.drafts) for chunk in chunks if chunk.samples]
     scheduler.computed(chunks)
     for request, drafts in sampling:
@@ -131,7 +157,7 @@ def advance(scheduler: Scheduler, alive: list[Request], slots: dict[int, list[in
             if request.tokens[-1] != draft:
                 break
         scheduler.extended(request)
-        assert len(request.pages) == -(-request.computed // PAGE)
+        assert all(len(kv.pages) == -(-request.computed // PAGE) for kv in request.kv)
         if request.num_output == request.sampling.max_tokens:
             scheduler.remove(request)
             alive.remove(request)
@@ -190,7 +216,7 @@ def test_nobody_is_admitted_to_pages_that_the_next_tokens_of_others_need() -> No
         scheduler.add(start(id, [1] * 11, 8))
     scheduler.add(start("c", [2] * 4, 8))
     assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
-    assert scheduler.pool.num_available == 2
+    assert scheduler.kv.pools[0].num_available == 2
     assert [chunk.request.id for chunk in step(scheduler)] == ["a", "b"]
 
 
@@ -207,7 +233,7 @@ def test_drafts_take_pages_that_nobody_else_needs() -> None:
     scheduler.add(start("repeating", [1, 2, 3, 1, 2], 20))
     scheduler.add(start("growing", [9, 8, 7, 6], 5))
     step(scheduler, then=3)
-    assert scheduler.pool.num_available == 1
+    assert scheduler.kv.pools[0].num_available == 1
     assert [chunk.tokens for chunk in step(scheduler)] == [[3, 1, 2], [3]]
     assert scheduler.preemptions == 0
 
@@ -243,9 +269,9 @@ def test_pages_needed_count_cached_prefix_pages_once() -> None:
     scheduler.add(first)
     step(scheduler)
     scheduler.remove(first)
-    assert scheduler.pool.num_cached == 4
+    assert scheduler.kv.pools[0].num_cached == 4
     second, third = start("b", list(range(16)) + [1] * 4, 4), start("c", list(range(16)) + [2] * 4, 4)
     scheduler.add(second)
     scheduler.add(third)
     assert [(c.request.id, c.start, c.end) for c in step(scheduler)] == [("b", 16, 20), ("c", 16, 20)]
-    assert scheduler.pool.num_live == 6
+    assert scheduler.kv.pools[0].num_live == 6

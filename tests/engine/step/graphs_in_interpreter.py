@@ -39,7 +39,7 @@ class Again:
 class Replayed(DecodeGraphs):
     def _capture(self, size: int) -> Captured:
         graph = Again(self._forward)
-        rows_FB = torch.zeros(5, size, dtype=torch.int64)
+        rows_FB = torch.zeros(4 + len(self._attention.groups), size, dtype=torch.int64)
         H = self._model.shape.hidden_size
         graph.captured = Captured(graph, rows_FB, torch.zeros(size, H), torch.zeros(2, size).long())
         return graph.captured

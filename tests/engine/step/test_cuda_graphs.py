@@ -18,6 +18,7 @@ import torch
 
 from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
+from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import cache_groups
 from turnout.attention.torch import PagedAttention
 from turnout.config import Config
@@ -103,8 +104,8 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     assert {size is None for size, _ in chosen[0]} == {True, False}
 
 
-def paged(pages: int, running: int) -> PagedAttention:
-    return PagedAttention(
+def paged(pages: int, running: int) -> AttentionCaches:
+    group = PagedAttention(
         *cache_groups(SHAPE.attention),
         num_pages=pages,
         page_size=PAGE,
@@ -113,6 +114,7 @@ def paged(pages: int, running: int) -> PagedAttention:
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
+    return AttentionCaches([group])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -129,16 +131,16 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
         chunks = sorted(scheduler.schedule(), key=lambda chunk: not chunk.decodes)
         if all(chunk.decodes for chunk in chunks) and draw.random() < 0.8:
             size = len(chunks) + draw.randint(0, 2)
-            ids, starts, slots, ends, rows = torch.tensor(fields(chunks, attention, size), dtype=torch.int64)
-            table = contexts(attention, starts, slots, rows)
+            ids, starts, ends, rows, slots = torch.tensor(fields(chunks, attention, size), dtype=torch.int64)
+            table = contexts(attention.groups[0], starts, slots, rows)
             for b, chunk in enumerate(chunks):
                 known = -(-chunk.end // PAGE)
-                assert table[b, :known].tolist() == chunk.request.pages[:known]
+                assert table[b, :known].tolist() == chunk.request.kv[0].pages[:known]
                 assert ids[b] == chunk.request.tokens[chunk.start]
-                assert slots[b] == chunk.request.pages[known - 1] * PAGE + chunk.start % PAGE
+                assert slots[b] == chunk.request.kv[0].pages[known - 1] * PAGE + chunk.start % PAGE
                 assert (starts[b], ends[b]) == (chunk.start, chunk.end)
             padding = slice(len(chunks), None)
-            assert (slots[padding] == attention.spare_slot).all()
+            assert (slots[padding] == attention.groups[0].spare_slot).all()
             assert not ends[padding].any()
             assert (table[padding, 0] == pages).all()
             replays += bool(chunks)

@@ -29,11 +29,15 @@ def chain(parent: Digest, tokens: Sequence[int]) -> Digest:
 
 
 class KVBlockPool:
-    """Reference-counted pages with an LRU of reusable ones. Pages are ints in [0, num_pages)."""
+    """Reference-counted pages with an LRU of reusable ones. Pages are ints in [0, num_pages).
 
-    def __init__(self, num_pages: int, *, reuse: bool = True):
+    window: how many last tokens of a context are looked at; 0: all.
+    """
+
+    def __init__(self, num_pages: int, *, reuse: bool = True, window: int = 0):
         self.num_pages = num_pages
         self.reuse = reuse
+        self.window = window
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._holders = [0] * num_pages
@@ -52,6 +56,10 @@ class KVBlockPool:
     @property
     def num_live(self) -> int:
         return self.num_pages - self.num_available
+
+    def has(self, digest: Digest) -> bool:
+        """Whether a page with this name can be held."""
+        return digest in self._page_of
 
     def match(self, digests: Iterable[Digest]) -> list[int]:
         """Pages of the longest known prefix of `digests`; they must be taken by `hold` to be kept."""

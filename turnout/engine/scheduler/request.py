@@ -13,8 +13,21 @@ from turnout.engine.speculative.ngram import NgramIndex
 
 
 @dataclass(eq=False, slots=True)
+class GroupPages:
+    """Pages of a request in one cache group, in the order of its tokens.
+
+    freed: the first so many are not held (any more); what stands there is the number of some page.
+    placed: how many attention has written to its page table.
+    """
+
+    pages: list[int]
+    freed: int = 0
+    placed: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` is prompt and output; keys and values of the first `computed` lie in `pages`."""
+    """`tokens` is prompt and output; keys and values of the first `computed` lie in the pages of `kv`."""
 
     id: str
     sampling: SamplingParams
@@ -24,10 +37,10 @@ class Request:
     stop_ids: frozenset[int]  # any of these ends the output
     plain: bool  # greedy, with nothing that changes or reports logits
     row: int = -1  # of the page table while running, else -1
-    pages: list[int] = field(default_factory=list)
-    placed: int = 0  # pages already written to the page table
+    kv: list[GroupPages] = field(default_factory=list)  # while running, one of each cache group
+    room: int = 0  # tokens that its pages have room for
     computed: int = 0
-    published: int = 0  # pages already offered to the pool
+    published: int = 0  # pages already offered to the pools
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted: bool = False

@@ -5,8 +5,8 @@ lacks one, a new or preempted one lacks many and gets them in chunks, in steps t
 
   * Decoding goes first; prefill shares what is left of the step's token budget, oldest first; drafts of
     decoding requests (ngram.py) get what is then left of tokens and pages, and displace no request.
-  * A request is admitted, in order of arrival, when pages for all its known tokens are there, so that
-    only decoding can run out of pages.
+  * A request is admitted, in order of arrival, when pages for all its known tokens are there (kv_cache.py),
+    so that only decoding can run out of pages.
   * Out of pages, the latest arrival loses its pages and is computed again later. The oldest is never
     preempted and fits alone (`refuse` made sure), so something always advances.
 
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from turnout.engine.scheduler.block_pool import KVBlockPool
+from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 
 
@@ -74,17 +74,15 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: KVBlockPool,
+        kv: KVCache,
         *,
-        page_size: int,
         max_running: int,
         chunk_tokens: int,
         prefill_tokens: int,
         max_context: int,
         tokens_per_request: int = 1,
     ):
-        self.pool = pool
-        self.page_size = page_size
+        self.kv = kv
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.prefill_tokens = prefill_tokens
@@ -109,8 +107,8 @@ class Scheduler:
                 f"holds {self.max_context}; shorten the prompt or lower max_tokens"
             )
         stored = max(total - 1, num_prompt)  # no token attends to the last one
-        room = self.pool.num_pages * self.page_size
-        if stored > room:
+        room = self.kv.most_tokens
+        if room is not None and stored > room:
             return (
                 f"prompt of {num_prompt} tokens and max_tokens {max_tokens} need {stored} tokens of KV "
                 f"cache, but there are {room} in all; shorten the prompt, lower max_tokens, or raise "
@@ -144,27 +142,15 @@ class Scheduler:
         Drafts do not count before the request is `extended` by them.
         """
         for chunk in chunks:
-            self._computed(chunk.request, chunk.known_end)
+            self.kv.computed(chunk.request, chunk.known_end)
 
     def extended(self, request: Request) -> None:
         """Record that `request` got its tokens of this step, all but the last of which were drafts.
 
         Keys and values of accepted drafts are there already; pages that only rejected ones needed are freed.
         """
-        self._computed(request, len(request.tokens) - 1)
-        surplus = self._pages_for(request.computed)
-        self.pool.release(request.pages[surplus:])
-        del request.pages[surplus:]
-        request.placed = min(request.placed, surplus)
-
-    def _computed(self, request: Request, end: int) -> None:
-        request.computed = end
-        full = end // self.page_size
-        if self.pool.reuse and full > request.published:
-            digests = request.prefix_digests(full, self.page_size)
-            for page in range(request.published, full):
-                self.pool.publish(request.pages[page], digests[page])
-            request.published = full
+        self.kv.computed(request, len(request.tokens) - 1)
+        self.kv.trim(request)
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         """`chunks`, those of decoding requests extended by drafts as long as there is room."""
@@ -184,8 +170,8 @@ class Scheduler:
         if count <= 0 or not (chunk.decodes and chunk.samples):
             return ()
         drafts = request.draft(count)
-        if not self._grow(request, chunk.end + len(drafts)):
-            drafts = drafts[: len(request.pages) * self.page_size - chunk.end]
+        if not self.kv.grow(request, chunk.end + len(drafts)):
+            drafts = drafts[: request.room - chunk.end]
         return tuple(drafts)
 
     def _continue_running(self, budget: int) -> tuple[list[Chunk], int, bool]:
@@ -198,7 +184,7 @@ class Scheduler:
             decoding = request.remaining == 1
             length = 1 if decoding else min(request.remaining, self.chunk_tokens, budget)
             end = request.computed + length
-            while end > len(request.pages) * self.page_size and not self._grow(request, end):
+            while end > request.room and not self.kv.grow(request, end):
                 preempted = True
                 if self._preempt_latest() is request:
                     return chunks, budget, preempted
@@ -212,46 +198,20 @@ class Scheduler:
         chunks: list[Chunk] = []
         while self.waiting and len(self.running) < self.max_running and budget > 0:
             request = self.waiting[0]
-            if not self._take_pages(request):
+            # A page for each running request stays, so that their next tokens do not preempt this one again.
+            most = min(self.chunk_tokens, budget)
+            if not self.kv.admit(request, most, spare=len(self.running)):
                 break
+            if not request.admitted:
+                request.admitted = True
+                request.cached_tokens = request.computed
             self.waiting.popleft()
             request.row = self._rows.pop()
             self.running.append(request)
-            length = min(request.remaining, self.chunk_tokens, budget)
+            length = min(request.remaining, most)
             chunks.append(Chunk(request, request.computed, request.computed + length))
             budget -= length
         return chunks
-
-    def _take_pages(self, request: Request) -> bool:
-        """Give `request` pages for all its tokens, reusing a known prefix, if there are enough.
-
-        Leaves one page for each running request, so that their next tokens do not preempt this one again.
-        """
-        prefix: list[int] = []
-        if self.pool.reuse:
-            reusable = request.reusable // self.page_size
-            prefix = self.pool.match(request.prefix_digests(reusable, self.page_size))
-        fresh = self._pages_for(len(request.tokens)) - len(prefix)
-        if fresh + self.pool.num_idle(prefix) + len(self.running) > self.pool.num_available:
-            return False
-        self.pool.hold(prefix)
-        request.pages = prefix + (self.pool.allocate(fresh) or [])
-        request.computed = len(prefix) * self.page_size
-        request.published = len(prefix)
-        if not request.admitted:
-            request.admitted = True
-            request.cached_tokens = request.computed
-        return True
-
-    def _grow(self, request: Request, tokens: int) -> bool:
-        missing = self._pages_for(tokens) - len(request.pages)
-        if missing <= 0:
-            return True
-        pages = self.pool.allocate(missing)
-        if pages is None:
-            return False
-        request.pages += pages
-        return True
 
     def _preempt_latest(self) -> Request:
         victim = self.running.pop()
@@ -261,13 +221,6 @@ class Scheduler:
         return victim
 
     def _vacate(self, request: Request) -> None:
-        self.pool.release(request.pages)
+        self.kv.release(request)
         self._rows.append(request.row)
         request.row = -1
-        request.pages = []
-        request.placed = 0
-        request.computed = 0
-        request.published = 0
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turnout.attention.torch import PagedAttention, to_device
+from turnout.attention.caches import AttentionCaches
+from turnout.attention.torch import to_device
 from turnout.attention.triton import RowAttention
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
@@ -30,18 +31,22 @@ from turnout.models.interface import Model, Step
 SPANS = 8  # that kernels cut a context into; never from the batch
 
 
-def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], synced: SyncedStep) -> Tensor:
+def forward(model: Model, attention: AttentionCaches, chunks: Sequence[Chunk], synced: SyncedStep) -> Tensor:
     """Hidden states [N, H] of the tokens of `chunks`, in their order; keys and values are stored."""
     ids_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
     if attention.device.type == "cpu":
         singles = [Chunk(c.request, place, place + 1) for c in chunks for place in range(c.start, c.end)]
         return _one_by_one(model, attention, singles, synced, ids_N)
-    rows = attention.place_rows(chunks)
-    ids_N, places_N, slots_N, table_BP, owners_N = to_device([ids_N, *rows], attention.device)
+    parts = []
+    for group in attention.groups:
+        rows = to_device(group.place_rows(chunks), attention.device)
+        places_N, slots_N, table_BP, owners_N = rows
+        parts.append(RowAttention(group, slots_N, table_BP[owners_N], places_N + 1))
+    (ids_N,) = to_device([ids_N], attention.device)
     step = Step(
         input_ids=ids_N,
         positions=places_N,
-        attention=RowAttention(attention, slots_N, table_BP[owners_N], places_N + 1),
+        attention=attention.together(parts),
         phase=synced.step_phase,
         tokens=synced.tokens,
     )
@@ -50,7 +55,7 @@ def forward(model: Model, attention: PagedAttention, chunks: Sequence[Chunk], sy
 
 def _one_by_one(
     model: Model,
-    attention: PagedAttention,
+    attention: AttentionCaches,
     singles: Sequence[Chunk],
     synced: SyncedStep,
     ids_N: Tensor,

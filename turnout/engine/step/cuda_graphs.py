@@ -11,7 +11,7 @@ step brings the page that it writes to, so that the table is copied for new requ
 Graphs are captured at start-up, largest first, and share one memory pool. A capture cannot outlive its
 communicators: `DecodeGraphs` has to be dropped before its ranks part.
 
-Legend: B rows of a captured batch, P pages of a row of the table, H hidden, V vocabulary, D head size.
+Legend: B rows of a captured batch, F fields of a row, P pages of a row of a table, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.attention.caches import AttentionCaches
 from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import RowAttention
 from turnout.engine.ranks.step_sync import SyncedStep
@@ -31,8 +32,12 @@ from turnout.engine.step.two_batch_overlap import split
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
-FIELDS = 5  # of a row: token id, position, slot to write, context length, row of the page table
+FIELDS = 4  # of a row: token id, position, context length, row of the page tables; then a slot of each group
 WARM_UPS = 2
+
+
+# Of a micro-batch: int64 [F, B], and the page tables [B, P] of each group.
+Part = tuple[Tensor, list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        attention: PagedAttention,
+        attention: AttentionCaches,
         *,
         sizes: Sequence[int],
         dp_size: int = 1,
@@ -118,9 +123,12 @@ class DecodeGraphs:
 
     def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
         size = rows_FB.shape[1]
-        _, positions_B, slots_B, _, rows_B = rows_FB
-        table_BP = contexts(self._attention, positions_B, slots_B, rows_B)
-        whole, tokens = (rows_FB, table_BP), (size,) * self._dp_size
+        _, positions_B, _, rows_B = rows_FB[:FIELDS]
+        tables = [
+            contexts(group, positions_B, slots_B, rows_B)
+            for group, slots_B in zip(self._attention.groups, rows_FB[FIELDS:], strict=True)
+        ]
+        whole, tokens = (rows_FB, tables), (size,) * self._dp_size
         step = (
             split(tokens, 0, whole, cut=_cut, make=self._step)
             if self._two_batches
@@ -131,13 +139,18 @@ class DecodeGraphs:
         values_B, ids_B = logits_BV.max(dim=-1)
         return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
 
-    def _step(self, part: tuple[Tensor, Tensor], tokens: tuple[int, ...], second: Step | None) -> Step:
-        """part: int64 [FIELDS, B] and [B, P]. tokens: of each data-parallel rank."""
-        (ids_B, positions_B, slots_B, ends_B, _), table_BP = part
+    def _step(self, part: Part, tokens: tuple[int, ...], second: Step | None) -> Step:
+        """tokens: of each data-parallel rank."""
+        rows_FB, tables = part
+        ids_B, positions_B, ends_B, _ = rows_FB[:FIELDS]
+        attentions = [
+            RowAttention(group, slots_B, table_BP, ends_B)
+            for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
+        ]
         return Step(
             input_ids=ids_B,
             positions=positions_B,
-            attention=RowAttention(self._attention, slots_B, table_BP, ends_B),
+            attention=self._attention.together(attentions),
             phase=Phase.DECODE,
             tokens=tokens,
             real=ends_B > 0,
@@ -152,20 +165,23 @@ def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= max(synced.tokens)), None)
 
 
-def _cut(whole: tuple[Tensor, Tensor], count: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    rows_FB, table_BP = whole
-    return (rows_FB[:, :count], table_BP[:count]), (rows_FB[:, count:], table_BP[count:])
+def _cut(whole: Part, count: int) -> tuple[Part, Part]:
+    rows_FB, tables = whole
+    return (
+        (rows_FB[:, :count], [table_BP[:count] for table_BP in tables]),
+        (rows_FB[:, count:], [table_BP[count:] for table_BP in tables]),
+    )
 
 
-def fields(chunks: Sequence[Chunk], attention: PagedAttention, size: int) -> list[list[int]]:
-    """[FIELDS, size]: the rows of chunks of one token each, then padding; takes their slots."""
+def fields(chunks: Sequence[Chunk], attention: AttentionCaches, size: int) -> list[list[int]]:
+    """[F, size]: the rows of chunks of one token each, then padding; takes their slots in every group."""
     padding = size - len(chunks)
     return [
         [c.request.tokens[c.start] for c in chunks] + [0] * padding,
         [c.start for c in chunks] + [0] * padding,
-        attention.place_singles(chunks) + [attention.spare_slot] * padding,
         [c.end for c in chunks] + [0] * padding,
-        [c.request.row for c in chunks] + [attention.spare_row] * padding,
+        [c.request.row for c in chunks] + [attention.groups[0].spare_row] * padding,
+        *(group.place_singles(chunks) + [group.spare_slot] * padding for group in attention.groups),
     ]
 
 

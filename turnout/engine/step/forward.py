@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
-from turnout.attention.torch import PagedAttention, to_device
+from turnout.attention.torch import to_device
 from turnout.attention.triton import StepAttention, has_kernels
 from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
@@ -35,12 +36,12 @@ class Forward:
         self,
         engine_plan: EnginePlan,
         model: Model,
-        attention: PagedAttention,
+        attention: AttentionCaches,
         progress: ProgressFn | None = None,
     ):
         """Captures graphs, if there are to be any; collective among the ranks of a model."""
         self._model, self._attention = model, attention
-        self._kernels = has_kernels(attention)
+        self._kernels = all(has_kernels(group) for group in attention.groups)
         self._deterministic = engine_plan.config.deterministic
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank = engine_plan.topology.dp_rank
@@ -92,8 +93,9 @@ class Forward:
             places += range(chunk.start, chunk.end)
         attention: Attention
         if self._kernels:
-            attention = fused = StepAttention(self._attention, decoding, others)
-            (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused.places_N
+            fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
+            attention = self._attention.together(fused)
+            (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused[0].places_N
         else:
             ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
             attention = self._attention.laid_out(decoding, others)

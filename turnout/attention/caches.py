@@ -1,0 +1,56 @@
+"""The caches of all layers of a model, one for each cache group, and attention that finds a layer's.
+
+Legend: N tokens of a step, Hq/Hkv query/KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turnout.attention.interface import Attention, Chunk
+from turnout.attention.torch import PagedAttention
+
+
+class AttentionCaches:
+    """groups: the paged attention of each cache group, by its number; all on one device, in one type."""
+
+    def __init__(self, groups: Sequence[PagedAttention]):
+        self.groups = tuple(groups)
+        self._numbers = {layer: group.number for group in groups for layer in group.index}
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups[0].device
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(group.cache_bytes for group in self.groups)
+
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        """As `PagedAttention.laid_out`, for all layers."""
+        return self.together([group.laid_out(decoding, chunks) for group in self.groups])
+
+    def together(self, attentions: Sequence[Attention]) -> Attention:
+        """One attention made of those of the groups, by number."""
+        return attentions[0] if len(attentions) == 1 else _ByLayer(self._numbers, attentions)
+
+
+class _ByLayer(Attention):
+    """numbers: which of `attentions` is a layer's."""
+
+    def __init__(self, numbers: dict[int, int], attentions: Sequence[Attention]):
+        self._numbers, self._attentions = numbers, attentions
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        return self._attentions[self._numbers[layer]](layer, q_NHD, k_NHD, v_NHD, sinks_H)
+
+    def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return self._attentions[self._numbers[layer]].place(layer)
+
+    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H)
