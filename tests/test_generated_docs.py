@@ -30,7 +30,10 @@ def test_the_committed_documentation_is_current(generator):
 def test_what_is_out_of_date_is_noticed_and_mended(generator, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{generator.BEGIN.format('support')}\nold\n{generator.END}\n\nthe rest\n")
+    blocks = [
+        f"{generator.BEGIN.format(name)}\nold\n{generator.END}\n\n" for name in ("architectures", "support")
+    ]
+    readme.write_text(f"# Title\n\n{''.join(blocks)}the rest\n")
     assert generator.main(["--check"], root=tmp_path) == 1
     assert "old" in readme.read_text()
     assert generator.main([], root=tmp_path) == 0

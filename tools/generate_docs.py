@@ -1,6 +1,6 @@
 """Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
-between their markers the support table of README.md, the error bounds in docs/operations.md and the results
-in docs/performance.md and docs/notes.
+between their markers the tables of support and of architectures in README.md, the error bounds in
+docs/operations.md and the results in docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tools.architectures import architectures
 from tools.headline import headline
 from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
@@ -24,7 +25,6 @@ from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.capabilities.packages import Package
 from turnout.moe.planning.hardware_evidence import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
-from turnout.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: {} -->", "<!-- end generated -->"
@@ -32,7 +32,7 @@ NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; ed
 
 # Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
 WRITERS = {
-    "bf16": "any Qwen2-MoE or Qwen3-MoE checkpoint, experts one by one or stacked; decoded while they load: "
+    "bf16": "any unquantised checkpoint, experts one by one or stacked; decoded while they load: "
     "INT4 of compressed-tensors (`pack-quantized`, W4A16), FP8 with a scale per row of compressed-tensors "
     "(`float-quantized`, FP8_DYNAMIC) and ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
     "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), compressed-tensors "
@@ -101,7 +101,11 @@ def wanted(root: Path) -> dict[Path, str]:
     results = tables(root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning")
     notes = sorted((root / "docs" / "notes").glob("*.md"))
     blocks = {
-        root / "README.md": {"support": support(), "headline": headline(root / "benchmarks" / "results")},
+        root / "README.md": {
+            "support": support(),
+            "architectures": architectures(ROOT / "tests" / "models" / "published"),
+            "headline": headline(root / "benchmarks" / "results"),
+        },
         root / "docs" / "operations.md": {"bounds": bounds()},
         **dict.fromkeys((root / "docs" / "performance.md", *notes), results),
     }
@@ -304,7 +308,6 @@ def support() -> str:
     return table(
         ("", "in this version"),
         [
-            ("architectures", _code(ARCHITECTURES)),
             ("checkpoints", "; ".join(f"**{f}**: {WRITERS[f]}" for f in FORMATS)),
             ("runners", "; ".join(f"`{r.name}`: {r.summary}" for r in runners())),
             ("dispatchers", "; ".join(f"`{d.name}`: {d.summary}" for d in dispatchers())),

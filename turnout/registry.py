@@ -25,6 +25,10 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.kind} {name!r} is registered twice")
         self._targets[name] = target
 
+    def target(self, name: str) -> str:
+        """Where the entry called `name` is: `"package.module:attribute"`."""
+        return self._targets[name]
+
     def names(self) -> list[str]:
         return list(self._targets)
 

@@ -90,6 +90,7 @@ class Family:
     config: dict[str, Any]
     release: Callable[[Tensors], Tensors]
     extra: dict[str, Any] = field(default_factory=dict)
+    formats: tuple[str, ...] = ()  # of published checkpoints, by the names of tests/checkpoint/writers.py
     text: bool = True  # a text model; otherwise the text part of a vision model
 
     @property
@@ -106,6 +107,7 @@ FAMILIES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
+        formats=("fp8",),
         release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
         extra={"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False},
     ),
@@ -123,6 +125,7 @@ FAMILIES = {
             "routed_scaling_factor": 2.5,
             "partial_rotary_factor": 0.5,
         },
+        formats=("fp8-dynamic", "compressed-tensors", "modelopt"),
         release=lambda t: with_draft_layer(one_by_one(t), 3),
         extra={"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     ),
@@ -142,6 +145,7 @@ FAMILIES = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+        formats=("fp8-block",),
         release=one_by_one,
         extra={"num_nextn_predict_layers": 0},
     ),
@@ -154,6 +158,7 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "rotary_dim": 8,
         },
+        formats=("fp8",),
         release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
         extra={
             "attn_type_list": [1] * 3,
@@ -178,6 +183,7 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "num_shared_experts": 1,
         },
+        formats=("fp8", "compressed-mxfp4"),
         release=lambda t: with_draft_layer(
             renamed(
                 one_by_one(t),
@@ -222,6 +228,7 @@ FAMILIES = {
                 "num_position_embeddings": 16,
             },
         },
+        formats=("fp8",),
         release=lambda t: transposed(t),
         text=False,
     ),

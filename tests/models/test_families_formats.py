@@ -23,17 +23,7 @@ from turnout.checkpoint.quantize import quantize
 
 # What publishers name as not converted, where that is not every module by its name.
 NOT_CONVERTED = {"minimax_m2": ["gate", "e_score_correction_bias", "lm_head"]}
-PUBLISHED = [
-    ("minimax_m2", "fp8"),
-    ("hy_v3", "fp8"),
-    ("mixtral", "fp8"),
-    ("glm4_moe", "fp8-dynamic"),
-    ("glm4_moe", "compressed-tensors"),
-    ("glm4_moe", "modelopt"),
-    ("glm4_moe_air", "fp8-block"),
-    ("hy_v3", "compressed-mxfp4"),
-    ("qwen3_vl_moe", "fp8"),
-]
+PUBLISHED = [(name, format) for name, family in FAMILIES.items() for format in family.formats]
 
 
 @pytest.mark.parametrize(("name", "format"), PUBLISHED)

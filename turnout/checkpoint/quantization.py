@@ -16,6 +16,7 @@ from turnout.vocabulary import Format
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
 DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods that no runner multiplies in -> stored as
 FP8_BLOCK = [FORMATS[Format.FP8].block_rows, FORMATS[Format.FP8].group]
+FP8_NAMES = ("e4m3", "float8_e4m3fn")
 INT4_GROUPS = (32, 64, 128)
 
 
@@ -242,7 +243,8 @@ def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:
 
 def _fp8(record: dict[str, Any], file: Path | str) -> Quantization:
     """DeepSeek-V3: e4m3 in 128x128 blocks, activations quantised as they come (`dynamic`). Else AutoFP8."""
-    _require(file, "fmt", record.get("fmt", "e4m3"), "e4m3")
+    if record.get("fmt", "e4m3") not in FP8_NAMES:
+        raise _unsupported(file, "fmt", record["fmt"], FP8_NAMES)
     if record.get("weight_block_size") is None:
         return Quantization(method="fp8_tensor", format=Format.FP8, ignore=_not_converted(record, file))
     _require(file, "weight_block_size", record.get("weight_block_size"), FP8_BLOCK)

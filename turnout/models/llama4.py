@@ -43,9 +43,10 @@ def read_text_spec(fields: ConfigFields) -> DecoderSpec:
 def _read(fields: ConfigFields, *, architecture: str) -> DecoderSpec:
     rope = read_rope(fields, head_dim=read_head_dim(fields), theta=5e5, interleaved=True)
     positions = min(rope.max_positions, fields.integer("attention_chunk_size", 8192))
+    floor_scale = fields.integer("floor_scale", 8192, minimum=2)
     # Some files say 4, which means true.
     if fields.choice("attn_temperature_tuning", (True, False, 4, 0), default=True):
-        positions = min(positions, fields.integer("floor_scale", 8192, minimum=2) - 1)
+        positions = min(positions, floor_scale - 1)
     shape = read_shape(fields, architecture=architecture, max_positions=positions)
     still = _read_nope_layers(fields, shape.num_layers)
     layers = (replace(layer, rope=NOPE) if i in still else layer for i, layer in enumerate(shape.attention))

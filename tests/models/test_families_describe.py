@@ -1,0 +1,215 @@
+"""Configurations of every family: published ones plan without weights, and each field is read or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.models.families import FAMILIES, random_model, release_config
+from turnout.commands.plan import explain
+from turnout.config import Config
+from turnout.errors import UserError
+from turnout.models import describe
+
+PUBLISHED = Path(__file__).parent / "published"
+SIZES = {  # billions of parameters of the text model as published, and GPUs that hold its weights
+    "mixtral-8x7b": (46.7, 1),
+    "mixtral-8x22b": (141, 4),
+    "glm-4.5": (355, 8),
+    "glm-4.5-air": (106, 4),
+    "glm-4.6": (355, 8),
+    "glm-4.7-fp8": (355, 8),
+    "minimax-m2": (229, 4),
+    "minimax-m2.7": (229, 4),
+    "hy3": (295, 8),
+    "qwen3-vl-30b-a3b": (30.5, 1),
+    "qwen3-vl-235b-a22b": (235, 8),
+    "qwen3-vl-235b-a22b-fp8": (235, 4),
+    "llama-4-scout": (108, 4),
+    "llama-4-maverick": (400, 8),
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    return json.loads((PUBLISHED / f"{name}.json").read_text())
+
+
+def plan(name: str, hardware: str, **flags: Any) -> tuple[int, str]:
+    """(exit code, what was printed)."""
+    out = io.StringIO()
+    config = Config(model=str(PUBLISHED / f"{name}.json"), **flags)
+    console = Console(file=out, width=200)
+    return explain(config, hardware=hardware, as_json=False, console=console), out.getvalue()
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("hardware", ["h200", pytest.param("b200", marks=pytest.mark.more)])
+def test_published_configurations_plan(hardware: str, name: str) -> None:
+    size = SIZES[name][1]
+    code, text = plan(name, hardware, tp_size=size, ep_size=size)
+    assert code == 0, text
+    assert published(name)["architectures"][0] in text
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", [name for name in SIZES if SIZES[name][1] > 1])
+@pytest.mark.parametrize("hardware", ["h200", "b200"])
+def test_published_configurations_plan_with_data_parallel_attention(hardware: str, name: str) -> None:
+    size = SIZES[name][1]
+    code, text = plan(name, hardware, tp_size=size, ep_size=size, dp_size=size // 2, enable_dp_attention=True)
+    assert code == 0, text
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_configurations_have_their_published_size(name: str) -> None:
+    description = describe(published(name))
+    moe = description.moe
+    experts = len(description.moe_layers) * moe.num_experts * 3 * moe.hidden_size * moe.intermediate_size
+    assert (description.dense.total + experts) / 1e9 == pytest.approx(SIZES[name][0], rel=0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_structure_equals_transformers(name: str) -> None:
+    """Parameters and the buffers that are saved; of a vision model those of its text part."""
+    model = random_model(FAMILIES[name])
+    description = describe(release_config(FAMILIES[name], model))
+    text = {n: t for n, t in model.state_dict().items() if "visual" not in n and "vision" not in n}
+    text = {n: t for n, t in text.items() if "multi_modal" not in n}
+    if model.config.tie_word_embeddings:
+        del text["lm_head.weight"]
+    experts = {n: t for n, t in text.items() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert description.dense.total == sum(t.numel() for n, t in text.items() if n not in experts)
+    moe = description.moe
+    routed = len(description.moe_layers) * moe.num_experts * 3 * moe.hidden_size * moe.intermediate_size
+    assert routed == sum(t.numel() for t in experts.values())
+
+
+def test_values() -> None:
+    glm, minimax, hy3 = (describe(published(name)) for name in ("glm-4.6", "minimax-m2", "hy3"))
+    assert glm.moe_layers == tuple(range(3, 92))
+    assert (glm.moe.routing.kind, glm.moe.routing.scaling_factor) == ("sigmoid_topk", 2.5)
+    assert (minimax.moe.routing.kind, minimax.moe.routing.scaling_factor) == ("sigmoid_topk", 1.0)
+    assert minimax.moe.format == "fp8"
+    assert hy3.moe.routing.scaling_factor == 2.826
+    maverick = describe(published("llama-4-maverick"))
+    assert (maverick.moe_layers, maverick.moe.top_k) == (tuple(range(1, 48, 2)), 1)
+    assert [layer.rope for layer in maverick.shape.attention[:5]] == [*["default"] * 3, "none", "default"]
+
+
+# By published configuration: a field (in text_config where there is one), its value, what the refusal says.
+REFUSED = {
+    "mixtral-8x7b": [
+        ("sliding_window", 4096, "sliding_window = 4096"),
+        ("num_local_experts", None, "num_local_experts is missing"),
+        ("num_experts_per_tok", 9, "num_experts_per_tok = 9: must not exceed the number of experts (8)"),
+        ("hidden_act", "gelu", "hidden_act = 'gelu': is not implemented"),
+        ("attention_bias", True, "could change the result: attention_bias = True"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5"),
+        ("intermediate_size", 0, "intermediate_size = 0"),
+    ],
+    "glm-4.6": [
+        ("n_group", 3, "n_group = 3: must divide the number of experts (160)"),
+        ("topk_group", 2, "topk_group = 2: must not exceed n_group (1)"),
+        ("first_k_dense_replace", 92, "first_k_dense_replace = 92: leaves none of the 92 layers"),
+        ("first_k_dense_replace", -1, "first_k_dense_replace = -1"),
+        ("intermediate_size", None, "intermediate_size = None: must be the size of the layers"),
+        ("partial_rotary_factor", 2.0, "partial_rotary_factor = 2 rotates 256 of the 128 dimensions"),
+        ("partial_rotary_factor", 0.01, "partial_rotary_factor = 0.01 rotates 1 of the 128 dimensions"),
+        ("scoring_func", "softmax", "scoring_func = 'softmax': is not implemented"),
+        ("topk_method", "greedy", "topk_method = 'greedy': is not implemented"),
+        ("routed_scaling_factor", 0, "routed_scaling_factor = 0"),
+        ("use_qk_norm", "yes", "use_qk_norm = 'yes': must be true or false"),
+        ("mlp_layer_types", ["sparse"] * 92, "mlp_layer_types = "),
+        ("mlp_layer_types", ["odd"] * 92, "must say 'dense' or 'sparse' of 92 layers"),
+        ("num_nextn_predict_layers", -1, "num_nextn_predict_layers = -1"),
+        ("logit_scale", 2.0, "logit_scale = 2.0"),
+    ],
+    "minimax-m2": [
+        ("attn_type_list", [1] * 61 + [0], "attn_type_list = "),
+        ("attn_type_list", [1], "must be 62 times 1"),
+        ("shared_intermediate_size", 1024, "could change the result: shared_intermediate_size = 1024"),
+        ("qk_norm_type", "per_head", "qk_norm_type = 'per_head': is not implemented"),
+        ("use_qk_norm", False, "use_qk_norm = False: is not implemented"),
+        ("use_routing_bias", False, "use_routing_bias = False: is not implemented"),
+        ("scoring_func", "softmax", "scoring_func = 'softmax'"),
+        ("rotary_dim", 256, "rotary_dim = 256: must not exceed head_dim (128)"),
+        ("rotary_dim", 63, "rotates 63 of the 128 dimensions"),
+    ],
+    "hy3": [
+        ("qk_norm", False, "qk_norm = False: is not implemented"),
+        ("route_norm", False, "route_norm = False"),
+        ("moe_router_use_sigmoid", False, "moe_router_use_sigmoid = False"),
+        ("moe_router_enable_expert_bias", False, "moe_router_enable_expert_bias = False"),
+        ("mlp_bias", True, "mlp_bias = True"),
+        ("expert_hidden_dim", 1024, "expert_hidden_dim = 1024: contradicts moe_intermediate_size (1536)"),
+        ("num_shared_experts", 0, "num_shared_experts = 0"),
+    ],
+    "qwen3-vl-30b-a3b": [
+        ("norm_topk_prob", False, "config.json: text_config: norm_topk_prob = False: is not implemented"),
+        ("num_experts", None, "config.json: text_config: num_experts is missing"),
+        ("shared_expert_intermediate_size", 8, "text_config: not implemented, and could change the result"),
+        ("mlp_only_layers", list(range(48)), "none of the 48 layers is an MoE layer"),
+        ("rope_scaling", {"rope_type": "odd"}, "rope_type 'odd' is not implemented"),
+    ],
+    "llama-4-scout": [
+        ("num_experts_per_tok", 2, "num_experts_per_tok = 2: is not implemented; only 1 is"),
+        ("layer_types", ["sliding_attention"] * 48, "layer_types = .*'sliding_attention' is not implemented"),
+        ("no_rope_layers", [1], "no_rope_layers = [1]: must have an entry for each of the 48 layers"),
+        ("moe_layers", [48], "moe_layers = [48]: must name at least one of the 48 layers"),
+        ("interleave_moe_layer_step", 49, "interleave_moe_layer_step = 49"),
+        ("attn_temperature_tuning", "yes", "attn_temperature_tuning = 'yes'"),
+        ("floor_scale", 1, "floor_scale = 1"),
+        ("intermediate_size_mlp", "x", "intermediate_size_mlp = 'x'"),
+    ],
+}
+CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "field", "value", "message"), CASES)
+def test_refused_by_name(name: str, field: str, value: object, message: str) -> None:
+    config = published(name)
+    config.get("text_config", config)[field] = value
+    told = refusal(config)
+    first, _, rest = message.partition(".*")
+    assert first in told
+    assert rest in told
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as error:
+        describe(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_field_is_read_or_harmless(name: str) -> None:
+    """A field that nothing knows is refused by name, at each level."""
+    config = published(name)
+    levels = [config] + ([config["text_config"]] if "text_config" in config else [])
+    for level in levels:
+        level["attn_logit_softcapping"] = 30.0
+        assert "attn_logit_softcapping = 30.0" in refusal(copy.deepcopy(config))
+        del level["attn_logit_softcapping"]
+    describe(config)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-30b-a3b", "llama-4-scout"])
+def test_a_nested_configuration_needs_its_text_part(name: str) -> None:
+    assert "text_config is missing" in refusal({**published(name), "text_config": None})
+    assert "text_config = 'x': must be an object" in refusal({**published(name), "text_config": "x"})
+
+
+def test_contexts_of_llama_4_end_with_the_attention_chunk() -> None:
+    config = published("llama-4-scout")
+    text = config["text_config"]
+    assert describe(config).shape.max_position_embeddings == 8191  # the next query would be scaled
+    text["attn_temperature_tuning"] = False
+    assert describe(config).shape.max_position_embeddings == 8192
+    text["attention_chunk_size"] = 128
+    assert describe(config).shape.max_position_embeddings == 128
