@@ -9,18 +9,6 @@ that a product reads memory strictly in order. Two products:
   nothing but that row: batch-invariant.
 * `product`: many rows with one matrix, a batched GEMM over its panels, in float32.
 
-Measured on an AMD EPYC (AVX2), matrices 1024 x 1024 chosen 8 per token from 64:
-
-    bfloat16, 1 token, 1 core:   F.linear per matrix 1.9 ms; W 1024: 1.5 ms, 128: 1.2, 96: 1.1, 64: 1.1
-    bfloat16, 16 tokens, 1 core: W 128: 19 ms, 96: 15, 64: 17, 32: 25; sums outermost instead of panels: 27;
-             all panels in one call instead of INDEX_ROWS at a time: 22 where it takes 14
-    float32, one matrix with M rows, 2 cores, F.linear against `product`: M 4: 0.48 and 0.33 ms;
-             16: 0.69 and 0.47; 32: 0.88 and 0.71; 64: 1.39 and 1.23
-
-Rejected: bfloat16 GEMMs, which reach 20 GFLOP/s on such a CPU where float32 reaches 100, so `product` widens
-bfloat16 panels first (0.12 ms); a row-major copy for many rows, which doubles memory; torch's grouped_mm,
-which is F.linear per matrix on a CPU.
-
 Legend: E matrices, N outputs, K inputs, B panels of W outputs, M rows of one matrix, S sums of C rows.
 """
 

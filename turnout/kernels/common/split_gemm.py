@@ -7,17 +7,6 @@ launch), and so streams them while that still runs. The pieces' results are floa
 norms, rotations and the choice of experts follow every such product, and add them as they read (rows.py,
 route.py), which costs neither a launch nor atomics, so that the order of sums is fixed.
 
-On an H200, in a graph and behind a norm, us of a product with what reads it next, cuBLAS's against these:
-
-| rows | qkv, 5120 x 2048 | out, 2048 x 4096 | router, 128 x 2048 |
-|------|------------------|------------------|--------------------|
-| 1    | 9.8, 7.2         | 10.1, 6.2        | 6.6, 3.0           |
-| 16   | 10.3, 8.7        | 10.4, 7.2        | 6.7, 3.2           |
-| 32   | 11.1, 11.4       | 10.9, 9.7        | 7.0, 3.7           |
-
-At 64 rows parts are as many bytes as weights: the product alone is slower than cuBLAS's but for a router's.
-Pieces of 128 columns, and eight warps, are slower by 0.3 to 1 us.
-
 Legend: N rows, K inputs, M outputs, P parts.
 """
 

@@ -9,28 +9,6 @@ their sums are added last: so few tokens keep a GPU busy without partial sums in
 few to be sorted take gemm_pairs.py. What a program's end multiplies with is loaded in the beginning,
 and eight columns of a result stored at once: 1 to 2 % with 16 and 64 tokens.
 
-Measured on an H200, whole layers in MXFP4, us, with the best tilings found, and gemm.py in the same run
-(benchmarks/results/expert-gemm-few-nvidia-h200-2026-11-21.json; by the rule: docs/notes/hopper-kernels.md):
-
-    tokens                               1           4          16           64
-    Qwen3-30B-A3B                  12.0  14.6  25.1  33.7  61.3  70.6   90.4  101.4
-    GPT-OSS-20B                    23.4  30.2  66.0  74.5   110   125
-    DeepSeek-V3, one rank of 8     21.3  28.6  45.2  61.5  80.8  91.2    173    182
-    Qwen3.5-397B, one rank of 4    15.6  26.3  28.7  37.3  71.4  83.2    166    180
-
-One token of Qwen3-30B-A3B, whose weights of that run were few enough to stay in the L2 cache in part, took 16
-us in another run, where they were loaded to leave it first, as they are now.
-
-Rejected:
-
-* Prefetching into the L2 cache, two chunks ahead or more: 2 to 10 % slower everywhere. Nor does it pay that
-  GEMM1's programs prefetch, while pairs are still sorted, what they would need if all experts had tokens.
-* Sixteen or thirty-two tokens: `mma` then takes as long as the weights, 146 and 140 us instead of 129 for
-  256 tokens of Qwen3-30B-A3B.
-* Eight slices: 35 us for one token of GPT-OSS-20B instead of 24. Two blocks of columns at once instead of
-  four: too few loads in flight, 32 instead of 29. Two slices where strips are many: 98 instead of 95.
-* Weights that stay in the caches after use: 3 % slower in GEMM2 at 64 tokens.
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, S slices.
 """
 

@@ -11,36 +11,6 @@ Activations are quantised per token and 128 columns: by `sort_and_quantize` or `
 weights are on their way. The bits are the same. GEMM2's programs then ask for weights before GEMM1 has ended,
 as nothing lies between.
 
-What was measured on an H200: whole layers beside the kernel that copied weights by cp.async, and had all
-inputs quantised by launches of their own; the same bits. Geometric means over four shapes
-(benchmarks/results/expert-gemm-fp8-inside-nvidia-h200-2026-11-22.json):
-
-    tokens                                                                  1      4     16     64
-    a tile's weight scales in shared memory, all stages but one in flight       1.01   1.03
-    and tokens quantised beside the sort                                        1.03   1.04   1.03
-    and GEMM2's inside, and GEMM1's where pairs are not sorted           1.31   1.08   1.06   1.00
-    and weights by the TMA, two groups of columns multiplied at once     1.39   1.12   1.07   1.01
-    and tiles of 128 weight rows in GEMM2, which quantise half as often         1.14   1.08   1.04
-
-So small tiles came to serve more tokens: with 16 per expert, tiles of 32 are 1.07 times as fast as
-gemm_fp8_specialised.py (256 tokens of the two Qwen3), with 20 as fast, with 32 slower (0.86).
-
-Rejected:
-
-* With 16 tokens a tile, quantising inside makes a layer take 5 % more: it is done too often. In tiles of 256
-  rows, it would be the same.
-* Nor does it pay in GEMM1 of sorted pairs, where it spares no launch: 1.07 and 1.04 at 4 and 16 tokens.
-* Copying a tile's tokens to shared memory first, all at once: 1.09 and 1.03, for programs need more memory.
-  The one row of a pair that is not sorted is copied so.
-* Four tokens whose pairs are not sorted: 0.9 to 1.1 instead of 1.1 to 1.19.
-* For one token, all pairs of a token multiplied and added up by one program of GEMM2, one pair after the
-  other, without a launch for the sum: 1.46 instead of 1.42 where most tokens have one pair on this rank
-  (DeepSeek-V3, one of eight), but 1.3 instead of 1.5 with two or three, and 0.8 instead of 1.3 with eight.
-* That programs of one token find the nth pair held, so that those without work come last: 1 to 3 % on one
-  of several ranks, but -3 % where all are held.
-* What a tile's end needs, rows and routing weights, looked up at its beginning; a tile's entry in the table
-  read beside their number: nothing.
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
 """
 

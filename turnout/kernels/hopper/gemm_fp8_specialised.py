@@ -18,32 +18,6 @@ Where a tile holds 64 tokens or fewer, no others are loaded, and the second grou
   saturates: the kernel is 3480 instructions instead of 4696.
 * GEMM2 stores sorted rows by the TMA, which works on while the next tile begins; `sum_places` finds them.
 
-Measured on an H200. The GPU's clock follows its power, so numbers compare within a run, and roughly there.
-
-Whole layers against the kernel before, which took every 132nd tile and gathered GEMM1's rows by cp.async;
-geometric means over four shapes, the same bits
-(benchmarks/results/expert-gemm-fp8-schedule-nvidia-h200-2026-11-22.json):
-
-* Tiles drawn: 1.05 times as fast at 1024, 4096 and 16384 tokens. And no rows of empty halves, a short end of
-  GEMM1: 1.06. And rows by expert: 1.06, 1.10 and 1.11 (1.01 to 1.14); then GEMM1 takes 834 and 998 us at
-  16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks, before 915 and 1213.
-* Down to 20 tokens per expert that is as fast as small tiles or faster (gemm_fp8.py).
-* Rejected: widest tiles first (0.99 at 4096, for weights are read again); the first scales of a tile's rows
-  prefetched by the loading warps; both groups multiplying whatever they have (0.98 at 1024, 1.00 above); the
-  groups meeting at the end of a tile; 16 tiles of tokens in turn with the same weights (0.99).
-
-Before that (us at 16384 tokens of Qwen3-30B-A3B and of DeepSeek-V3 on one of eight ranks;
-benchmarks/results/expert-gemm-fp8-specialised-nvidia-h200-2026-11-21.json):
-
-* GEMM1 856 and 924 where weights as the first operand took 963 and 1123; quantising after GEMM1 87 and 29,
-  gone now. GEMM2 557 and 511, before 769 and 712; with rows stored by the TMA 506 instead of 617.
-* Of GEMM1's 856 and 924, 793 and 781 are left without loads, 695 and 790 without adding: neither alone is
-  what it waits for.
-* Rejected: the two groups taking strict turns with the tensor cores (873 and 928); scales loaded to shared
-  memory by the loading warps (970 for 922, 1276 for 1079); the first operand from registers, and products of
-  64 x 64, two in flight: no faster over a layer, with no register left; the second group two steps behind the
-  first, so that one stores while the other multiplies: slower.
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts, T tokens, H hidden.
 """
 

@@ -21,27 +21,6 @@ weights, which `wgmma` may take from registers, are decoded once for all tokens 
   of tiles, rows of x beside the weights. What the end needs is read before the last steps.
 * The 2^126 that decoding owes, and NVFP4's global scale, are one float per expert, applied at the end.
 
-Measured on an H200, us of a layer in MXFP4, in brackets with stages of one array and operands of 64 columns:
-Qwen3-30B-A3B at 128, 256 and 512 tokens 104 (115), 119 (134), 170 (194); GPT-OSS-20B at 64, 192 and 384
-131 (141), 144 (166), 208 (241); GPT-OSS-120B at 256, 768 and 1024 445 (523), 579 (686), 744 (860);
-DeepSeek-V3 on one of eight ranks at 512 and 1024 243 (269), 326 (368); Qwen3.5-397B on one of four at 1024
-296 (320). With operands of zeros instead of decoded ones, Qwen3-30B-A3B takes 0.87 of its time at 256 tokens,
-without the fence of the asynchronous proxy, which it cannot do without, 0.99. Rejected:
-
-* Persistent programs, as many as are resident, that request the next tile's first stages during the last
-  steps of the current: 1 to 25 % slower. Other programs of the multiprocessor already fill such gaps.
-* Operands of 64 rows and 64 columns, all products done before the next is decoded: few enough registers for
-  five programs of 32 tokens or seven of 16, and one stage less. 1 to 5 % slower, 0 to 2 % faster at 8 tokens
-  per expert of the smallest layer. With the last product in flight ptxas serialises them (C7515).
-* Tiles of 32 tokens multiplied as 16 where they have no more: 5 % faster to 5 % slower with 12 to 24 tokens
-  per expert. Quarters for 32 and 64 tokens: 0 to 3 % slower; for 16 they take 0 to 7 % less than halves.
-* Four or six stages for five: the same within 1 %.
-* 256 weight rows, to read each token half as often: 2 to 20 % slower, 2 % faster once; with eight warps,
-  which decode at the same time and then wait at the same time, worse.
-* Weights straight from memory to registers, without shared memory: fewer instructions, but too few loads in
-  flight, 75 us at 64 tokens of Qwen3-30B-A3B's GEMM1 for 69.
-* Tiles of two widths together (32 + 16), to waste less of a half-empty tile: 108 for 84 at 256 tokens.
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
 """
 

@@ -10,28 +10,6 @@ second operand, so that shared memory holds one row, not eight of which seven ar
 bf16 weights lie as they came, [N, K]; a thread loads 16 bytes of a row. `mma` wants columns 2q, 2q + 1,
 2q + 8, 2q + 9 from lane q of four, and adds up columns in any order: both operands are permuted alike.
 
-Measured on an H200, whole layers, us, with the best tilings of a few dozen; beside it, in the same run, the
-kernels before (gemm_few.py and, in bf16, gemm.py, both with pairs unsorted, and the sums of
-kernels/hopper/sort.py; benchmarks/results/expert-gemm-pairs-nvidia-h200-2026-11-22.json):
-
-    tokens                            MXFP4: 1           4        bf16: 1
-    Qwen3-30B-A3B                   11.4  14.7  23.9  26.1     22.3  29.6
-    Qwen3-235B-A22B, one rank of 4  12.7  16.6  30.4  38.6     26.3  33.1
-    GPT-OSS-20B                     19.1  23.7  60.6  66.4     55.2  61.7
-    DeepSeek-V3, one rank of 8      14.8  22.2  33.7  46.8     32.5  36.0
-    Qwen3.5-397B, one rank of 4     10.3  14.7  23.7  30.7     18.4  27.2
-
-Rejected:
-
-* GEMM1 alone, followed by gemm_few.py and the sums: no faster than all three as they were but under
-  expert parallelism, 33 us instead of 38 for 4 tokens of Qwen3-235B-A22B on one rank of 4.
-* Eight slices of GEMM1 in 4 bits: 43 us instead of 25 for 4 tokens of Qwen3-30B-A3B.
-* In GEMM2 a warp for each pair of a token, where most are other ranks': 45 us instead of 34 for 4 tokens of
-  DeepSeek-V3 on one rank of 8. There warps take one pair after the other. That the pairs held share out a
-  program's warps, however many they are, makes its loop one of unknown length: 34 us again, and 39 instead of
-  32.5 for one token in bf16.
-* bf16 pairs left unsorted up to 32: 76 us instead of 71 for 4 tokens of Qwen3-30B-A3B; at 16 they are even.
-
 Legend: K inner size, N weight rows, S slots: a group of pairs times slices of columns.
 """
 

@@ -23,27 +23,6 @@ for the other.
   With 512 per expert they take 2 to 7 % longer: 16 tokens take the tensor cores longer than their share. So
   the rule leaves them out, and tables have them where they were best.
 
-Measured on an H200 (expert-gemm-{schedule,specialised}-nvidia-h200-2026-11-21.json in benchmarks/results, and
-expert-gemm-widths-nvidia-h200-2026-11-22.json): 540 to 650 TFLOP/s of 790 with 512 tokens per expert and
-more. bf16 tiles load 6 TB/s for it, and more than 7 was never seen. Of 4 bits, decoding costs 8 %, storing
-2 % (left out, at 4096 tokens of GPT-OSS-20B). Rejected:
-
-* bf16 tiles of 192 tokens, in products of 128 and 64, load 22 % less: 1 to 14 % slower. With tokens as the
-  rows of sums, in three products of 64, and results through shuffles, so that four stages fit: 3 to 14 %
-  slower, but 8 % faster at 4096 tokens of DeepSeek-V3, 128 per expert. So the L2 cache alone is no limit.
-* 4-bit tiles of 160 tokens in three stages: 1 to 4 % slower than 144 at 1024 tokens of GPT-OSS-20B and 4096
-  of DeepSeek-V3, 2 % faster at 4096 of GPT-OSS-120B. Of 192: registers do not suffice (C7512).
-* Other schedules: 4-bit tiles in the order of experts 2 to 7 % slower, but 1 % faster with hundreds of tokens
-  per expert and small ones (Qwen3-30B-A3B); bf16 ones widest first 4 to 25 %, for then an expert's narrow
-  tile reads its weights from memory again. A program for each tile: 4 bits 3 to 12 % slower; bf16 2 to 3 %
-  faster at 128 tokens per expert, 2 to 11 % slower above. Every 132nd, widest first: 0 to 5 % slower.
-* The two groups taking strict turns with the tensor cores, one block a step: 1 % faster to 4 % slower.
-* 4-bit tiles of 128 x 256, in eighths: 2 to 90 % slower. For bf16 in GEMM2 alone, cut from one table: 2 to
-  8 % slower. Groups of 16 tiles for bf16: 0 to 5 % slower.
-* One block of 64 columns a step for 4-bit weights: 1 to 4 % slower than two. Two steps between two waits: 0
-  to 2 % faster, for twice the code.
-* Rows gathered beforehand, so that the TMA loads them: GEMM1 gains less than that takes.
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
 """
 

@@ -15,33 +15,6 @@ gives the first stage back as the second's products begin. A tile of fewer token
 of the width as it needs. Factors, biases, the tokens' scales and the rows that results go to are loaded
 before a tile's products.
 
-Measured on an H200, us of a layer at 1024, 4096 and 16384 tokens of GPT-OSS-20B, where W4A16 takes 470,
-1599 and 5924 in the same run (w4a8-rows-nvidia-h200-2026-11-21.json in benchmarks/results):
-
-* Kept: 330, 933 and 3215; 1.49 times W4A16's speed in the geometric mean over six shapes and these sizes,
-  1.15 at least, that is up to 1265 TFLOP/s of FP8 products.
-* Tiles of 256 weight rows by 128 tokens, which decode twice as much: 341, 1004 and 3627; faster (3 %)
-  only with 1024 columns and 320 tokens per expert, and below 96 tokens, where those of 64 tokens take 12
-  to 23 % longer.
-* Less and less of the rest, with those tiles: tokens gathered as they are quantised, once for each of their
-  experts, 340, 1009 and 3836; all tiles of full width, in the order of experts, 362, 1028 and 3714; every
-  132nd instead of drawn, 369, 1035 and 3842; results through shared memory in float32, factors last, and
-  five stages for six, 373, 1127 and 4092.
-
-What is looked up for the end of a tile, looked up in its beginning and once instead of five times: 1.02
-times as fast over those shapes and sizes, 1.51 times W4A16's speed for 1.48; eighths of the width instead of
-quarters lose what they gain (w4a8-ends-nvidia-h200-2026-11-22.json).
-
-Measured before that, W4A16 taking 545, 1555 and 5688 us:
-
-* Turns of two steps 377, 1055 and 3914; of one 384, 1089 and 4097.
-* Four warps that gather tokens by cp.async for GEMM1, instead of a sorted copy and the TMA: 409, 1141 and
-  4070.
-* Scales of 128 columns, as FP8 weights have them, and so sums in other registers every 128 columns, with
-  which the same registers left no room to decode ahead: 492, 1378 and 5238.
-* Compiled only: products carried in flight beyond a turn, or the decoded operand, make ptxas let each
-  product end before the next (C7512); so does a wait between the two products of one operand (C7511).
-
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.
 """
 

@@ -44,22 +44,4 @@ kernel writes the one that it does not read, so graphs replay without anyone cou
 A program pushes before it waits, and no more programs are launched than fit on the device together: none
 waits for another that cannot start. A wait that lasts longer than `limit` leaves a word in `failed` and,
 where the host sees it, in `told` (waiting.py), and gives up; so do all later ones at once.
-
-Measured between two H200s, hidden 7168, top-8 of 256, both launches in a graph, and what was tried:
-
-* Words against flags: 7.8 and 13.8 us for 16 tokens, 31 and 37 for 256, 102 and 105 for 1024. Words need as
-  much memory again for what lands, and quantised rows poll more, so `few` is 128.
-* Pushing, not pulling, results: a load from a peer waits for a round trip, a store does not (not timed).
-* A fence before each sum, which waits for the program's own stores: combining 4096 tokens took 226 us. With
-  `ld.acquire` of the flags, and twice as many programs of half as many warps, 175; the wire takes 160. LAG 0
-  and 2 are 4 % slower than 1.
-* Four programs of four warps a multiprocessor: 350 us for 4096 tokens; one of eight 463, one of sixteen 467.
-  Six of four, with registers for half a row each: 365. Many at once hide each other's fences.
-* Rows that are waited for 8 or 16 at once: no difference. 32 do not compile (Triton 3.6).
-* A flag per 1024 columns instead of per row, so that sums may begin sooner, was dropped untimed: few tokens
-  need no flags, and of many the first rows arrive early anyway.
-* Results in FP8 have not run on a GPU. Compiled for Hopper they take all 128 registers, spill nothing between
-  up to four ranks and 88 bytes between eight. Words are polled, and then loaded again as bytes.
-* FP8, 4096 tokens: dispatch takes 124 us, the wire would 83. A token is quantised, stored and fenced
-  before the next. Several tokens to a fence and one reciprocal a group instead of divisions are untried.
 """
