@@ -41,7 +41,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pre-commit run --all-files
 
 bench: $(VENV)/.test
-	$(BIN)/python -m turnout.bench
+	$(BIN)/python -m tools.bench_cpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

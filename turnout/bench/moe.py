@@ -100,17 +100,6 @@ SHAPES = {
 }
 
 
-def run_default() -> dict[str, Any]:
-    """What `make bench` measures on a CPU."""
-    return run(
-        shapes=["cpu-small"],
-        formats=["bf16", "nvfp4"],
-        tokens=[1, 16, 256],
-        device="cpu",
-        command="make bench",
-    )
-
-
 def run(
     *,
     shapes: Sequence[str] = ("cpu-small",),

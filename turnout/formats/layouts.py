@@ -81,15 +81,6 @@ def interleave_up_gate(w13: Tensor, block: int = BLOCK_ROWS) -> Tensor:
     return halves.transpose(-4, -3).flatten(-4, -2)
 
 
-def deinterleave_up_gate(blocks: Tensor, block: int = BLOCK_ROWS) -> Tensor:
-    """The inverse of `interleave_up_gate`."""
-    intermediate = _half(blocks, -2)
-    if intermediate % block:
-        raise ValueError(f"{2 * intermediate} rows are not pairs of blocks of {block} rows")
-    pairs = blocks.unflatten(-2, (intermediate // block, 2, block)).flip(-3)
-    return pairs.transpose(-4, -3).flatten(-4, -2)
-
-
 def interleave_gate_up_rows(w13: Tensor, dim: int = -2) -> Tensor:
     """Gate, up halves along `dim` to gate, up, gate, up, ... (`dim=-1` for a bias [..., 2I])."""
     dim %= w13.ndim
@@ -108,20 +99,13 @@ def swap_halves(w13: Tensor) -> Tensor:
 
 
 def shuffle_rows(x: Tensor) -> Tensor:
-    """Rows [..., R, X] as TensorRT-LLM's kernels take them; R must be a multiple of 32."""
-    return _blocks_of_rows(x, 8, 4)
+    """Rows [..., R, X] as TensorRT-LLM's kernels take them: every 32, as [8, 4], transposed.
 
-
-def unshuffle_rows(x: Tensor) -> Tensor:
-    """The inverse of `shuffle_rows`."""
-    return _blocks_of_rows(x, 4, 8)
-
-
-def _blocks_of_rows(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Every 32 rows, numbered along `rows` x `columns`, in the order of the transpose."""
+    Raises ValueError unless R is a multiple of 32.
+    """
     if x.shape[-2] % SHUFFLE_ROWS:
         raise ValueError(f"{x.shape[-2]} rows are not blocks of {SHUFFLE_ROWS}")
-    return x.unflatten(-2, (-1, rows, columns)).transpose(-3, -2).flatten(-4, -2)
+    return x.unflatten(-2, (-1, 8, 4)).transpose(-3, -2).flatten(-4, -2)
 
 
 def _half(w13: Tensor, dim: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.moe.backends.hopper.unfold import from_fragments, unpair_rows
 from turnout.formats import codec
 from turnout.formats.packed import PackedTensor
-from turnout.moe.backends.hopper.fragments import from_fragments, pair_rows, to_fragments, unpair_rows
+from turnout.moe.backends.hopper.fragments import pair_rows, to_fragments
 
 SHAPES = [(64, 64, False), (128, 192, False), (96, 64, False), (192, 96, True), (32, 64, True)]
 

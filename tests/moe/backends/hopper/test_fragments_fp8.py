@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moe.backends.hopper.unfold import from_fragments_fp8
 from turnout.formats import codec
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.hopper.decode_fp8 import DECODE
 from turnout.moe.backends.hopper.fragments_fp8 import (
     BINADES,
-    from_fragments_fp8,
     to_fragments_fp8,
 )
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.moe.backends.hopper.unfold import from_fragments, unpair_rows
 from tests.moe.build import make_experts, make_spec
-from turnout.moe.backends.hopper.fragments import Fragments, from_fragments, unpair_rows
+from turnout.moe.backends.hopper.fragments import Fragments
 from turnout.moe.backends.hopper.weights import Matrix
 
 CPU = torch.device("cpu")

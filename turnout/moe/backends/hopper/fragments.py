@@ -1,4 +1,4 @@
-"""4-bit weights in the order in which Hopper's tensor cores take them, in plain torch, with the inverse.
+"""4-bit weights in the order in which Hopper's tensor cores take them, in plain torch.
 
 `wgmma` takes its first operand from registers: for a tile of 64 rows and 16 columns, lane l of warp w holds
 rows 16 w + l / 4 and 8 below it, columns 2 (l % 4) and the next, and the same two 8 further on. Weights are
@@ -102,35 +102,10 @@ def fill(fragments: Fragments, weights: PackedTensor, *, paired: bool) -> None:
             mine.copy_(new)
 
 
-def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
-    """The weights as float32 [E, N, K]: the inverse of `to_fragments`, decoding as the kernels do."""
-    E, n, k, _ = fragments.codes.shape
-    codes_ENK = _unfold_codes(fragments.codes.view(torch.uint8)).view(E, n * BLOCK, k * BLOCK)
-    scale_ENG = _unfold_scales(fragments.scales.view(torch.uint8), fragments.format)
-    values = (codes_ENK.to(torch.int32) & 8) << 12 | (codes_ENK.to(torch.int32) & 7) << 6
-    value_ENK = (
-        values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63
-    )  # 2^126 in two steps: it overflows with a scale
-    scale_ENK = scale_ENG.repeat_interleave(GROUP[fragments.format], dim=2)
-    weight_ENK = value_ENK * (scale_ENK * 2.0**-63) * fragments.alpha[:, None, None]
-    if paired:
-        weight_ENK = unpair_rows(weight_ENK)
-        half = fragments.rows // 2
-        gate_ENK, up_ENK = weight_ENK.chunk(2, dim=1)
-        weight_ENK = torch.cat((gate_ENK[:, :half], up_ENK[:, :half]), dim=1)
-    return weight_ENK[:, : fragments.rows, : fragments.columns]
-
-
 def pair_rows(weight: Tensor) -> Tensor:
     """[..., 2I, K] gate rows then up rows -> 8 of gate, 8 of up, and so on; I a multiple of 8."""
     *lead, N, K = weight.shape
     return weight.view(*lead, 2, N // 16, 8, K).transpose(-4, -3).reshape(*lead, N, K)
-
-
-def unpair_rows(weight: Tensor) -> Tensor:
-    """The inverse of `pair_rows`."""
-    *lead, N, K = weight.shape
-    return weight.view(*lead, N // 16, 2, 8, K).transpose(-4, -3).reshape(*lead, N, K)
 
 
 def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,39 +163,11 @@ def _fold_codes(code_NK: Tensor) -> Tensor:
     return torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048)
 
 
-def _unfold_codes(folded: Tensor) -> Tensor:
-    """bytes [E, N/64, K/64, 2048] -> uint8 codes [E, N, K]."""
-    E, n, k, _ = folded.shape
-    pair = folded.view(E, n, k, 4, 8, 4, 4, 2, 2).to(torch.int32)
-    half = pair[..., 0] | pair[..., 1] << 8  # E, n, k, warp, lane / 4, lane % 4, step, odd
-    codes = (
-        (half >> 15 & 1) << 3 | half >> 6 & 7,
-        (half >> 9 & 1) << 3 | half & 7,
-        (half >> 5 & 1) << 3 | half.flip(-1) >> 12 & 7,
-        (half >> 11 & 1) << 3 | (half >> 3 & 3) << 1 | half >> 10 & 1,
-    )
-    axes = torch.stack(codes, dim=-1).unflatten(-1, (2, 2))  # ..., right, lower
-    # E, n, warp, lower, lane / 4, k, step, right, lane % 4, odd
-    axes = axes.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
-    return axes.reshape(E, n * BLOCK, k * BLOCK).to(torch.uint8)
-
-
 def _fold_scales(byte_NG: Tensor, per: int) -> Tensor:
     """uint8 [N, K/G] -> [N/64, K/64, 64 * per]; per: scales of a row of a block, 2 or 4."""
     n, k = byte_NG.shape[0] // BLOCK, byte_NG.shape[1] // per
     axes = byte_NG.view(n, 4, 2, 8, k, per // 2, 2)  # n, warp, lower, lane / 4, k, word, scale
     return axes.permute(0, 4, 1, 3, 5, 2, 6).reshape(n, k, BLOCK * per)
-
-
-def _unfold_scales(folded: Tensor, format: str) -> Tensor:
-    """bytes [E, N/64, K/64, .] -> float32 [E, N, K/G], with the factor 2^126."""
-    E, n, k, size = folded.shape
-    per = size // BLOCK
-    axes = folded.view(E, n, k, 4, 8, per // 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
-    byte = axes.reshape(E, n * BLOCK, k * per).to(torch.int32)
-    bits = byte << 7 if format == Format.MXFP4 else (byte << 4) + (235 << 7)
-    scale = bits.to(torch.int16).view(torch.bfloat16).float()
-    return scale.masked_fill(byte == 0, 0.0)
 
 
 def _normalised(byte: Tensor) -> Tensor:

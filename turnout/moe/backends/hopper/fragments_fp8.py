@@ -1,4 +1,4 @@
-"""MXFP4 weights in the order in which Hopper's FP8 tensor cores take them, in plain torch, with the inverse.
+"""MXFP4 weights in the order in which Hopper's FP8 tensor cores take them, in plain torch.
 
 An e2m1 value times a power of two is an e4m3 value, as long as that has room: 0.5 and 6 are 2^-6 and 384
 with 12 binades between. So the block scales of a row, which mostly lie within that, go into the exponents of
@@ -34,7 +34,7 @@ from torch import Tensor
 from turnout.formats import e2m1
 from turnout.formats.packed import PackedTensor
 from turnout.formats.spec import FORMATS
-from turnout.moe.backends.hopper.fragments import padded, unpair_rows
+from turnout.moe.backends.hopper.fragments import padded
 from turnout.vocabulary import Format
 
 ROWS, COLUMNS = 64, 128
@@ -81,22 +81,6 @@ def fill_fp8(fragments: FragmentsFP8, weights: PackedTensor, *, paired: bool) ->
             mine.copy_(new)
 
 
-def from_fragments_fp8(fragments: FragmentsFP8, *, paired: bool) -> Tensor:
-    """The weights as float32 [E, N, K], decoding as the kernel does; the inverse but for rounding."""
-    byte_ENK = _unfold_codes(fragments.codes)
-    byte_ENG = _unfold_scales(fragments.scales)
-    table = torch.tensor([0, 0x08, 0x10, 0x14, 0x18, 0x1C, 0x20, 0x24], device=byte_ENK.device)
-    code = byte_ENK.long()
-    bits = table[code & 7] + 8 * byte_ENG.long().repeat_interleave(GROUP, 2) * ((code & 7) > 0)
-    value = (bits | (code & 8) << 4).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    weight_ENK = value * fragments.alpha[:, :, None]
-    if paired:
-        half = fragments.rows // 2
-        parts = (part[:, :half] for part in unpair_rows(weight_ENK).chunk(2, dim=1))
-        weight_ENK = torch.cat(tuple(parts), dim=1)
-    return weight_ENK[:, : fragments.rows, : fragments.columns]
-
-
 def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
     assert weights.scale is not None, "mxfp4 weights carry scales"
     code_NK = e2m1.unpack(weights.data)
@@ -135,33 +119,11 @@ def _fold_codes(code_NK: Tensor) -> Tensor:
     return _signed(word).reshape(k, n, 1024)
 
 
-def _unfold_codes(folded: Tensor) -> Tensor:
-    """int32 [E, K/128, N/64, 1024] -> uint8 codes [E, N, K]."""
-    E, k, n, _ = folded.shape
-    word = folded.to(torch.int64).view(E, k, n, 2, 4, 8, 4, 2, 2)
-    codes = [
-        word >> 16 * right + 4 * place & 7 | (word >> 8 * place + (3 if right else 7) & 1) << 3
-        for right in range(2)
-        for place in range(4)
-    ]
-    axes = torch.stack(codes, dim=-1).unflatten(-1, (2, 4))
-    # E, n, warp, lower, lane / 4, k, pair, tile, right, lane % 4, place
-    axes = axes.permute(0, 2, 4, 8, 5, 1, 3, 7, 9, 6, 10)
-    return axes.reshape(E, n * ROWS, k * COLUMNS).to(torch.uint8)
-
-
 def _fold_scales(byte_NG: Tensor) -> Tensor:
     """uint8 [N, K/32] -> int32 [K/128, N/64, 64]: words by pair, warp, lane / 4; bytes by tile, lower."""
     n, k = byte_NG.shape[0] // ROWS, byte_NG.shape[1] // 4
     axes = byte_NG.view(n, 4, 2, 8, k, 2, 2).permute(4, 0, 5, 1, 3, 6, 2)
     return axes.reshape(k, n, 256).contiguous().view(torch.int32)
-
-
-def _unfold_scales(folded: Tensor) -> Tensor:
-    """int32 [E, K/128, N/64, 64] -> uint8 [E, N, K/32]."""
-    E, k, n, _ = folded.shape
-    axes = folded.contiguous().view(torch.uint8).view(E, k, n, 2, 4, 8, 2, 2)
-    return axes.permute(0, 2, 4, 7, 5, 1, 3, 6).reshape(E, n * ROWS, k * 4)
 
 
 def _signed(word: Tensor) -> Tensor:

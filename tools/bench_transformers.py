@@ -1,6 +1,6 @@
 """The peer of the serving benchmark: transformers' own `generate` on the same weights.
 
-Run as a process of its own (`python -m turnout.bench.peers FOLDER ...`), so that neither side shares
+Run as a process of its own (`python -m tools.bench_transformers FOLDER ...`), so that neither side shares
 threads, caches or memory with the other; prints one JSON row.
 """
 
@@ -22,7 +22,7 @@ def transformers_rows(folder: str, bench: ServeBench, *, dtype: str, batch: int,
     """Rows with `output_throughput` in tokens/s, one for each of transformers' experts implementations."""
     rows = []
     for experts in EXPERTS:
-        command = [sys.executable, "-m", "turnout.bench.peers", folder, "--dtype", dtype]
+        command = [sys.executable, "-m", "tools.bench_transformers", folder, "--dtype", dtype]
         command += ["--batch", str(batch), "--prompts", str(prompts), "--experts", experts]
         command += ["--input-len", str(bench.input_len), "--output-len", str(bench.output_len)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,8 +12,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench_transformers import transformers_rows
 from turnout.bench import moe
-from turnout.bench.peers import transformers_rows
 from turnout.bench.results import cpu_name, default_path, result, save
 from turnout.bench.serve import ServeBench, measure
 from turnout.checkpoint import locate
@@ -74,7 +74,7 @@ def main() -> None:
     content = serving()
     show_serving(content)
     save(content, default_path(content))
-    layer = moe.run_default()
+    layer = moe.run(device="cpu", command="make bench")
     save(layer, default_path(layer))
     console.print(f"saved {default_path(content)} and {default_path(layer)}")
 
