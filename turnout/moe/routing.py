@@ -11,6 +11,7 @@ Legend: T tokens, E experts, k top-k, G groups of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -20,7 +21,6 @@ from turnout.kernels import cpu
 from turnout.moe.spec import Routing
 from turnout.vocabulary import RoutingKind
 
-FUSED = (RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX)
 Choose = Callable[..., tuple[Tensor, Tensor]]
 FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
 
@@ -41,7 +41,7 @@ class Router:
         correction_bias: Tensor | None = None,
     ) -> None:
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
-        self._choose = _one_kernel(device, num_experts) if routing.kind in FUSED else None
+        self._choose = _one_kernel(device, num_experts, routing, correction_bias)
         self.adds_parts = device.type == "cuda" and self._choose is not None
 
     def __call__(self, logits: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,6 @@ class Router:
             return self._choose(
                 logits,
                 self._top_k,
-                of_all=self._routing.kind == RoutingKind.SOFTMAX_TOPK,
                 renormalize=self._routing.renormalize,
                 scaling=self._routing.scaling_factor,
                 real_T=real_T,
@@ -66,16 +65,22 @@ class Router:
         return ids_TK, weights_TK
 
 
-def _one_kernel(device: torch.device, num_experts: int) -> Choose | None:
+def _one_kernel(
+    device: torch.device, num_experts: int, routing: Routing, bias_E: Tensor | None
+) -> Choose | None:
     """What chooses in one launch here, if anything does."""
+    by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK
+    of_all = routing.kind == RoutingKind.SOFTMAX_TOPK
     if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
-        from turnout.kernels.common.route import choose
+        from turnout.kernels.common.route import choose, choose_sigmoid
 
-        return choose
-    if device.type == "cpu" and cpu.available():
+        if by_sigmoid:
+            return partial(choose_sigmoid, bias_E=bias_E, groups=routing.n_group, kept=routing.topk_group)
+        return partial(choose, of_all=of_all)
+    if device.type == "cpu" and cpu.available() and not by_sigmoid:
         from turnout.kernels.cpu.route import choose as choose_on_cpu
 
-        return choose_on_cpu
+        return partial(choose_on_cpu, of_all=of_all)
     return None
 
 

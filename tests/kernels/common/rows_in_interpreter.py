@@ -10,8 +10,11 @@ import json
 import torch
 import torch.nn.functional as F
 
-from turnout.kernels.common.route import choose
+from turnout.kernels.common.route import choose, choose_sigmoid
 from turnout.kernels.common.rows import norm, rotate
+from turnout.moe.routing import route
+from turnout.moe.spec import Routing
+from turnout.vocabulary import RoutingKind
 
 torch.manual_seed(0)
 results = {}
@@ -77,6 +80,57 @@ def chooses(
     )
 
 
+def by_sigmoid(
+    tokens: int, experts: int, top_k: int, *, groups=1, kept=1, biased=True, renormalize=True, parts=False
+) -> bool:
+    """Against the composed router, for biases of either sign and larger than any score."""
+    logits = 3 * torch.randn(tokens, experts)
+    bias = 5 * torch.randn(experts) if biased else None
+    real = torch.rand(tokens) < 0.7 if tokens > 1 else None
+    counts = torch.full((experts,), 5)
+    routing = Routing(
+        kind=RoutingKind.SIGMOID_TOPK,
+        renormalize=renormalize,
+        n_group=groups,
+        topk_group=kept,
+        scaling_factor=2.5,
+    )
+    wanted, shares = route(logits, routing, top_k, bias)
+    ids, weights = choose_sigmoid(
+        torch.stack((logits / 2, logits / 4, logits / 4)) if parts else logits,
+        top_k,
+        bias_E=bias,
+        groups=groups,
+        kept=kept,
+        renormalize=renormalize,
+        scaling=2.5,
+        real_T=real,
+        counts_E=counts,
+    )
+    if real is not None:
+        wanted, shares = wanted.masked_fill(~real[:, None], -1), shares * real[:, None]
+    chosen = wanted.flatten().long()
+    return (
+        torch.equal(ids, wanted)
+        and near(weights, shares)
+        and torch.equal(counts, 5 + torch.bincount(chosen[chosen >= 0], minlength=experts))
+    )
+
+
+def sigmoid_odd() -> bool:
+    """Saturated logits are no ties without a bias; a NaN shows in its own row alone."""
+    logits = torch.tensor([[40.0, 60.0, 20.0, 50.0], [0.1, float("nan"), 0.3, 0.2], [4.0, 3.0, 2.0, 1.0]])
+    counts = torch.zeros(4, dtype=torch.int64)
+    ids, weights = choose_sigmoid(
+        logits, 1, bias_E=None, groups=1, kept=1, renormalize=False, scaling=1.0, real_T=None, counts_E=counts
+    )
+    return (
+        ids[[0, 2], 0].tolist() == [1, 0]
+        and near(weights[[0, 2], 0], logits[[0, 2], [1, 0]].sigmoid())
+        and bool(weights[1].isnan().all())
+    )
+
+
 def odd() -> bool:
     """Equal logits, infinite ones, and a NaN, which spoils the weights of its own token alone."""
     logits = torch.zeros(4, 6)
@@ -103,6 +157,14 @@ results["rotate"] = (
 )
 results["rotate-only"] = rotates(2, 2, 2, 8, normed=False)
 results["softmax-topk"] = chooses(9, 16, 4) and chooses(1, 6, 2, renormalize=False)
+results["sigmoid"] = by_sigmoid(9, 16, 4) and by_sigmoid(1, 6, 2, renormalize=False, biased=False)
+results["sigmoid-groups"] = (
+    by_sigmoid(9, 16, 4, groups=4, kept=2)
+    and by_sigmoid(5, 40, 6, groups=8, kept=4, parts=True)
+    and by_sigmoid(4, 12, 3, groups=3, kept=2, biased=False)
+    and by_sigmoid(4, 4, 2, groups=4, kept=3)
+)
+results["sigmoid-odd"] = sigmoid_odd()
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
 results["odd"] = odd()
 empty = torch.zeros(0, 8)

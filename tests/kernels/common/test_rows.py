@@ -8,7 +8,18 @@ import torch.nn.functional as F
 
 from tests.kernels import interpreted
 
-CASES = ["norm", "rotate", "rotate-only", "softmax-topk", "topk-softmax", "odd", "none"]
+CASES = [
+    "norm",
+    "rotate",
+    "rotate-only",
+    "softmax-topk",
+    "topk-softmax",
+    "sigmoid",
+    "sigmoid-groups",
+    "sigmoid-odd",
+    "odd",
+    "none",
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A router's choice in one launch: softmax, top-k, renormalising, padding and counting (Triton).
+"""A router's choice in one launch: scores, top-k, renormalising, padding and counting (Triton).
 
 Of 128 experts 8 take torch 15 kernels, its top-k alone 9.4 us of one token and 12.5 us of 64 on an H200; this
 one takes 2.4 us of either. A program has a token's logits in registers and takes the largest k times, the
@@ -92,6 +92,103 @@ def choose(
             logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E, T * E,
             len(logits) if logits.dim() == 3 else 1, top_k, triton.next_power_of_2(top_k), block, of_all,
             renormalize, real_T is not None, early,
+            num_warps=1 if block <= 256 else 4, launch_pdl=early,
+        )  # fmt: skip
+    return ids_TK, weights_TK
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def choose_by_sigmoid(
+    logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, SIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `choose_experts`, with sigmoid scores as weights; bias, float32 [E], moves the choice alone.
+
+    A token chooses from the KEPT of GROUPS groups, SIZE experts each, whose two best biased scores are the
+    largest sums.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    j = tl.arange(0, KP)
+    bias = tl.zeros([EP], tl.float32)
+    if BIASED:
+        bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    # Without a bias logits are in the same order, and large ones, whose scores are all 1, in no tie.
+    left = scores + bias if BIASED or GROUPS > 1 else logits
+    left = tl.where(left > -3e38, left, -3e38)
+    if GROUPS > 1:
+        group = e // SIZE
+        g = tl.arange(0, GP)
+        sums = tl.full([GP], float("-inf"), tl.float32)
+        for i in tl.static_range(GROUPS):
+            own = tl.where(group == i, left, float("-inf"))
+            best = tl.max(own, 0)
+            if SIZE > 1:
+                at = tl.min(tl.where(own == best, e, EP), 0)
+                best += tl.max(tl.where(e == at, float("-inf"), own), 0)
+            sums = tl.where(g == i, best, sums)
+        kept = e < 0
+        for _ in tl.static_range(KEPT):
+            best = tl.max(sums, 0)
+            at = tl.min(tl.where(sums == best, g, GP), 0)
+            sums = tl.where(g == at, float("-inf"), sums)
+            kept = kept | (group == at)
+        left = tl.where(kept, left, float("-inf"))
+    left = tl.where(e < E, left, float("-inf"))
+    ids = tl.full([KP], -1, tl.int32)
+    weights = tl.zeros([KP], tl.float32)
+    for i in tl.static_range(K):
+        top = tl.max(left, 0)
+        at = tl.min(tl.where(left == top, e, EP), 0)
+        left = tl.where(e == at, float("-inf"), left)
+        ids = tl.where(j == i, at, ids)
+        weights = tl.where(j == i, tl.sum(tl.where(e == at, scores, 0.0), 0), weights)
+    if RENORMALIZE:
+        weights /= tl.sum(weights, 0) + 1e-20
+    weights = weights * scaling + 0 * tl.sum(scores, 0)  # NaN if any logit is
+    real = True
+    if PADDED:
+        real = tl.load(real_ptr + token) != 0
+        ids = tl.where(real, ids, -1)
+        weights = tl.where(real, weights, 0.0)
+    tl.store(ids_ptr + token * K + j, ids, mask=j < K)
+    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
+    tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
+
+
+def choose_sigmoid(
+    logits: Tensor,
+    top_k: int,
+    *,
+    bias_E: Tensor | None,
+    groups: int,
+    kept: int,
+    renormalize: bool,
+    scaling: float,
+    real_T: Tensor | None,
+    counts_E: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, k], weights float32 [T, k]); see `choose_by_sigmoid`. logits: as in `choose`."""
+    logits = logits.contiguous()
+    T, E = logits.shape[-2:]
+    ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
+    weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
+    if T:
+        block, early = triton.next_power_of_2(E), launches_early(logits.device)
+        choose_by_sigmoid[(T,)](
+            logits, logits if bias_E is None else bias_E, ids_TK if real_T is None else real_T, ids_TK,
+            weights_TK, counts_E, scaling, E, T * E, len(logits) if logits.dim() == 3 else 1, top_k,
+            triton.next_power_of_2(top_k), block, bias_E is not None, groups, kept,
+            triton.next_power_of_2(groups), E // groups, renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
         )  # fmt: skip
     return ids_TK, weights_TK
