@@ -63,6 +63,8 @@ ORDER = {
         "engine_plan",
         "parallel_layouts",
         "cuda_graph_policy",
+        "overlap_policy",
+        "transfers",
         "scheduler",
         "sampling",
         "ranks",

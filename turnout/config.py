@@ -122,6 +122,11 @@ class Config:
     disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
     cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
+    overlap_schedule: str = flag(
+        "auto",
+        "launch a step before the host has read the tokens of the one before; auto: off",
+        choices=("auto", "on", "off"),
+    )
     speculative_algorithm: str = flag(
         "none",
         "draft tokens from; ngram: what followed the request's last words before",
@@ -230,6 +235,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "speculative_num_draft_tokens",
         "cuda_graph_max_bs",
         "disable_cuda_graph",
+        "overlap_schedule",
         "disable_prefix_cache",
         "page_size",
     ),

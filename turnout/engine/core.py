@@ -1,6 +1,9 @@
 """The engine of one rank: requests in, tokens out, one forward per step.
 
-    add / abort -> schedule -> sync ranks -> forward -> score prompts -> sample -> finish
+    add / abort -> schedule -> sync ranks -> forward -> score prompts -> draw -> finish
+
+Where steps overlap (overlap_policy.py), a step is finished after the next one's forward was launched: the
+host schedules and draws while the device computes, and drawn tokens reach the next forward on the device.
 
 Every rank of a model steps together (ranks/step_sync.py): one without work takes part with no tokens. A
 single rank without work does nothing. builder.py makes an engine.
@@ -25,11 +28,12 @@ from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
+from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling.prompt_logprobs import score_prompts
 from turnout.engine.scheduler.request import Request
-from turnout.engine.scheduler.scheduler import Chunk, Scheduler
-from turnout.engine.step.commit import StepCommit
+from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
+from turnout.engine.step.commit import Launched, StepCommit
 from turnout.engine.step.forward import Forward
 from turnout.errors import UserError
 from turnout.models.interface import Model
@@ -68,6 +72,8 @@ class EngineCore:
         self._added = 0
         self._steps = self._idle_steps = 0
         self._synced: SyncedStep | None = None
+        self._overlap = not why_no_overlap(engine_plan)
+        self._launched: Launched | None = None  # and not finished yet
         self._count_experts_at = 0.0
         self._watch.note(self._steps, "resting")
 
@@ -117,24 +123,48 @@ class EngineCore:
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         synced = self._sync(chunks)
         if not synced.phase:
+            outputs += self._finish()[0]
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, synced.phase)
-        self._commit.begin(chunks)
+        if not self._overlap:
+            self._commit.begin(chunks)
         computed = self._forward(chunks, synced)
-        self._scheduler.computed(chunks)
         self._steps += 1
         self._idle_steps += not chunks
+        advanced, open_ties = self._finish()
+        # A chunk that was launched on a token that ended its request, or that changed, counts for nothing.
+        rows = [
+            (chunk, row)
+            for chunk, row in with_rows(chunks)
+            if not (chunk.request.ended or chunk.request.id in open_ties)
+        ]
+        if self._overlap:
+            self._commit.begin(chunk for chunk, _ in rows)
+        self._scheduler.computed(chunk for chunk, _ in rows)
         score_prompts(chunks, computed.hidden_NH, self._model.logits)
-        advanced, near_ties = self._commit.sample(chunks, computed)
+        self._launched = self._commit.launch(rows, computed)
+        if self._overlap:
+            self._forward.keep(self._launched.leave_pending())
+        else:
+            advanced += self._finish()[0]
+        symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
+        return outputs + advanced
+
+    def _finish(self) -> tuple[list[RequestOutput], set[str]]:
+        """Outputs of the step that was launched last, if it is not finished yet, and the ids of requests
+        whose token was not decided by what was drawn. Collective where ranks decide near-ties."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return [], set()
+        advanced, near_ties = self._commit.finish(launched)
         if self._commit.resolves_near_ties:
             self._watch.note(self._steps, "settling")
             advanced += self._commit.resolve(near_ties)
         for output in advanced:
             if output.finish_reason:
                 self._forget(output.id)
-        symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
-        return outputs + advanced
+        return advanced, {near_tie.request.id for near_tie in near_ties}
 
     def close(self) -> None:
         """Let go of what would keep the ranks from parting; no step may follow."""
@@ -185,6 +215,7 @@ class EngineCore:
             "torch": torch.__version__,
             "kv_cache_bytes": self._attention.cache_bytes,
             "decode_graphs": graphs.sizes if graphs else why_no_graphs(engine_plan),
+            "overlap_schedule": why_no_overlap(engine_plan) or "on",
             **self._loaded,
         }
 
@@ -230,4 +261,6 @@ class EngineCore:
 
     def _forget(self, id: str) -> None:
         """Drop the request `id` and free its pages."""
-        self._scheduler.remove(self._requests.pop(id))
+        request = self._requests.pop(id)
+        request.ended = True
+        self._scheduler.remove(request)

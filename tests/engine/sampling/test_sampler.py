@@ -12,11 +12,11 @@ from turnout.engine.messages import AddRequest
 from turnout.engine.sampling import sampler
 from turnout.engine.sampling.sampler import (
     Sampler,
+    Scores,
     _best,
     _draw,
     _draw_ordered,
     _keep_top,
-    token_logprobs,
     uniform,
 )
 from turnout.engine.sampling_params import SamplingParams
@@ -144,9 +144,9 @@ def test_looking_at_the_best_first_draws_as_looking_at_all(monkeypatch: pytest.M
         for place in range(20):
             uniforms = [uniform(seed, place) for seed in range(6)]
             monkeypatch.setattr(sampler, "WIDTH", 10**6)
-            expected = _draw_ordered(logits, params, uniforms)
+            expected = _draw_ordered(logits, params, uniforms).tolist()
             monkeypatch.setattr(sampler, "WIDTH", 128)
-            assert _draw_ordered(logits, params, uniforms) == expected
+            assert _draw_ordered(logits, params, uniforms).tolist() == expected
             alone = [_draw_ordered(logits[i : i + 1], params[:1], uniforms[i : i + 1])[0] for i in range(6)]
             assert alone == expected
     probs, tokens = _best(torch.softmax(logits, -1))
@@ -161,7 +161,7 @@ def test_frequencies_follow_the_distribution() -> None:
     n = 4000
     params = [SamplingParams(temperature=0.7)] * n
     tokens = _draw(logits.expand(n, V), params, [uniform(seed, 0) for seed in range(n)])
-    seen = torch.bincount(torch.tensor(tokens), minlength=V).double()
+    seen = torch.bincount(tokens, minlength=V).double()
     error = (seen - n * expected).abs() / (n * expected * (1 - expected)).sqrt().clamp(min=1)
     assert error.max() < 4.5
 
@@ -187,9 +187,9 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         start(6, repetition_penalty=1.4),
         start(7, temperature=2.0, min_tokens=9),
     ]
-    together = Sampler(V, 16, CPU)(logits.clone(), requests)
+    together = Sampler(V, 16, CPU)(logits.clone(), requests).read()
     for i, request in enumerate(requests):
-        alone = Sampler(V, 16, CPU)(logits[i : i + 1].clone(), [request])
+        alone = Sampler(V, 16, CPU)(logits[i : i + 1].clone(), [request]).read()
         assert alone.token_ids == together.token_ids[i : i + 1]
         assert (alone.logprobs[0] is None) == (together.logprobs[i] is None) == (i != 4)
 
@@ -197,7 +197,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-3])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = random_logits(8) * 50
-    drawn = Sampler(V, 16, CPU)(logits.clone(), [start(i, temperature=temperature) for i in range(8)])
+    drawn = Sampler(V, 16, CPU)(logits.clone(), [start(i, temperature=temperature) for i in range(8)]).read()
     assert drawn.token_ids == logits.argmax(-1).tolist()
 
 
@@ -207,10 +207,10 @@ def test_rows_that_are_not_finite_are_told_and_harm_no_other() -> None:
     logits[2] = float("-inf")
     logits[3, 7] = float("inf")
     for fields in ({}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 3}):
-        sampled = Sampler(V, 16, CPU)(logits.clone(), [start(i, **fields) for i in range(5)])
+        sampled = Sampler(V, 16, CPU)(logits.clone(), [start(i, **fields) for i in range(5)]).read()
         assert sampled.valid == [True, False, False, False, True]
         assert all(0 <= token < V for token in sampled.token_ids)
-    greedy = Sampler(V, 16, CPU)(logits.clone(), [start(i) for i in range(5)])
+    greedy = Sampler(V, 16, CPU)(logits.clone(), [start(i) for i in range(5)]).read()
     assert [greedy.token_ids[i] for i in (0, 4)] == logits[[0, 4]].argmax(-1).tolist()
 
 
@@ -218,13 +218,13 @@ def test_equal_logits_choose_the_lowest_id() -> None:
     logits = torch.zeros(3, V)
     logits[1, [11, 30, 35]] = 2.0
     logits[2, [39, 8]] = 2.0
-    assert Sampler(V, 16, CPU)(logits.clone(), [start(i) for i in range(3)]).token_ids == [0, 11, 8]
+    assert Sampler(V, 16, CPU)(logits.clone(), [start(i) for i in range(3)]).read().token_ids == [0, 11, 8]
 
 
 def test_log_probabilities_are_the_models_own() -> None:
     logits = random_logits(2)
     requests = [start(0, temperature=3.0, logprobs=5, logit_bias={0: 50.0}), start(1, logprobs=0)]
-    sampled = Sampler(V, 16, CPU)(logits.clone(), requests)
+    sampled = Sampler(V, 16, CPU)(logits.clone(), requests).read()
     scores = torch.log_softmax(logits.double(), -1)
     for i, entry in enumerate(sampled.logprobs):
         assert entry is not None
@@ -240,7 +240,8 @@ def test_log_probabilities_are_the_models_own() -> None:
 
 
 def test_more_alternatives_than_tokens() -> None:
-    entry = token_logprobs(torch.log_softmax(torch.randn(1, 3), -1), [0], [20])[0]
+    scores = Scores([0], torch.log_softmax(torch.randn(1, 3), -1), torch.tensor([0]), [20])
+    (entry,) = scores.read()
     assert len(entry.top) == 3
 
 

@@ -39,7 +39,7 @@ class Again:
 class Replayed(DecodeGraphs):
     def _capture(self, size: int) -> Captured:
         graph = Again(self._forward)
-        rows_FB = torch.zeros(4 + len(self._attention.groups), size, dtype=torch.int64)
+        rows_FB = self._rows(size)
         H = self._model.shape.hidden_size
         graph.captured = Captured(graph, rows_FB, torch.zeros(size, H), torch.zeros(2, size).long())
         return graph.captured
@@ -56,13 +56,15 @@ class InTurns(ToyModel):
         return own if step.other is None else torch.cat((own, super().forward(step.other)))
 
 
-def answers(seed: int, *, graphs: bool) -> dict[str, bool]:
+def answers(seed: int, *, graphs: bool, overlap: str = "off") -> dict[str, bool]:
     """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
     draw, model = random.Random(seed), InTurns()
-    core = make_core(model, num_pages=8, max_running_requests=4, max_context=24)
+    core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
     core._forward._kernels = True
     if graphs:
-        core._forward.graphs = Replayed(model, core._attention, sizes=[1, 2, 4], two_batches=True)
+        drawn = 4 if overlap == "on" else 0
+        replayed = Replayed(model, core._attention, sizes=[1, 2, 4], num_drawn=drawn, two_batches=True)
+        core._forward.graphs, core._forward._drawn_R = replayed, replayed.drawn_R
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)
@@ -79,5 +81,9 @@ def answers(seed: int, *, graphs: bool) -> dict[str, bool]:
     }
 
 
-eager = {f"eager {name}": right for name, right in answers(seed=2, graphs=False).items()}
-print(json.dumps(answers(seed=1, graphs=True) | eager))
+RUNS = {
+    "graphs": answers(seed=1, graphs=True),
+    "eager": answers(seed=2, graphs=False),
+    "overlap": answers(seed=3, graphs=True, overlap="on"),
+}
+print(json.dumps({f"{kind} {name}": right for kind, run in RUNS.items() for name, right in run.items()}))

@@ -131,7 +131,8 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
         chunks = sorted(scheduler.schedule(), key=lambda chunk: not chunk.decodes)
         if all(chunk.decodes for chunk in chunks) and draw.random() < 0.8:
             size = len(chunks) + draw.randint(0, 2)
-            ids, starts, ends, rows, slots = torch.tensor(fields(chunks, attention, size), dtype=torch.int64)
+            given = torch.tensor(fields(chunks, attention, size, num_drawn=7), dtype=torch.int64)
+            ids, starts, ends, rows, places, slots = given
             table = contexts(attention.groups[0], starts, slots, rows)
             for b, chunk in enumerate(chunks):
                 known = -(-chunk.end // PAGE)
@@ -139,6 +140,7 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
                 assert ids[b] == chunk.request.tokens[chunk.start]
                 assert slots[b] == chunk.request.kv[0].pages[known - 1] * PAGE + chunk.start % PAGE
                 assert (starts[b], ends[b]) == (chunk.start, chunk.end)
+            assert places.tolist() == list(range(7, 7 + size))  # each its own: no token is pending
             padding = slice(len(chunks), None)
             assert (slots[padding] == attention.groups[0].spare_slot).all()
             assert not ends[padding].any()
@@ -171,4 +173,8 @@ def test_what_a_graph_would_replay_decodes_as_the_model_does():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == dict.fromkeys(("tokens", "turns", "eager tokens", "eager turns"), True)
+    found = json.loads(done.stdout)
+    assert sorted(found) == sorted(
+        f"{a} {b}" for a in ("graphs", "eager", "overlap") for b in ("tokens", "turns")
+    )
+    assert all(found.values()), found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from turnout.engine.sampling.sampler import token_logprobs
+from turnout.engine.sampling.sampler import Scores
 from turnout.engine.scheduler.scheduler import Chunk, with_rows
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
@@ -36,5 +36,6 @@ def score_prompts(
             until = min(at + SCORED_ROWS, end)
             rows_SH = hidden_NH[first_row + at - chunk.start : first_row + until - chunk.start]
             scores_SV = torch.log_softmax(make_logits(rows_SH), dim=-1)
+            ids_S = torch.tensor(request.tokens[at + 1 : until + 1], device=scores_SV.device)
             counts = [request.sampling.prompt_logprobs or 0] * (until - at)
-            request.prompt_logprobs += token_logprobs(scores_SV, request.tokens[at + 1 : until + 1], counts)
+            request.prompt_logprobs += Scores(range(until - at), scores_SV, ids_S, counts).read()

@@ -26,6 +26,7 @@ from turnout.engine.sampling.near_ties import find_near_ties
 from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
+from turnout.engine.transfers import HostCopy, on_device
 
 WIDTH = 1024  # tokens that top-k and top-p look at first
 _TINY = torch.finfo(torch.float32).tiny
@@ -43,6 +44,31 @@ class Sampled:
     valid: list[bool]
     near_ties: list[bool]
     logprobs: list[TokenLogprobs | None]
+
+
+class Drawn:
+    """Tokens that a step draws, before the host knows them.
+
+    ids_S: int64, on the device. A step that runs ahead takes its inputs from there.
+    """
+
+    def __init__(self, columns_CS: Tensor, scores: Scores | None = None):
+        """columns: int64, token, whether its row was finite, and, where it was looked for, whether it is a
+        near-tie; copied to the host from now on."""
+        self.ids_S = columns_CS[0]
+        self._columns, self._scores = HostCopy(columns_CS), scores
+
+    def read(self) -> Sampled:
+        """Waits until the tokens are there."""
+        token_ids, *flags = self._columns.tolist()
+        valid, near_ties = (
+            [bool(flag) for flag in (flags[i : i + 1] or [[0] * len(token_ids)])[0]] for i in (0, 1)
+        )
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self._scores is not None:
+            for i, entry in zip(self._scores.rows, self._scores.read(), strict=True):
+                logprobs[i] = entry
+        return Sampled(token_ids, valid, near_ties, logprobs)
 
 
 class Sampler:
@@ -74,27 +100,26 @@ class Sampler:
         drafted: Sequence[int] | None = None,
         best_2S: Tensor | None = None,
         allowed_SW: Tensor | None = None,
-    ) -> Sampled:
-        """Next tokens of `requests`; `logits_SV` is float32 and may be overwritten.
+    ) -> Drawn:
+        """Draw the next tokens of `requests`; `logits_SV` is float32 and may be overwritten.
 
         drafted: how many draft tokens of its request each row has before it (default: none), where the same
         request may stand several times. Penalties do not see drafts. best_2S: int64, the token of each row's
         largest logit and whether that is finite, where the caller knows. allowed_SW: tokens that grammars
         permit, as TokenMaskFiller gives them.
         """
-        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if all(request.plain for request in requests):
             if best_2S is not None and not self._report_near_ties:
-                return Sampled(*_flags(best_2S.tolist()), logprobs)
-            return Sampled(*self._greedy(logits_SV), logprobs)
+                return Drawn(best_2S)
+            return Drawn(self._greedy(logits_SV))
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
-        scores_SV = torch.log_softmax(logits_SV[wanted], dim=-1) if wanted else None
+        scores_SV = torch.log_softmax(logits_SV[self._index(wanted)], dim=-1) if wanted else None
         ahead = drafted or [0] * len(requests)
         num_outputs = [r.num_output + more for r, more in zip(requests, ahead, strict=True)]
         self._adjust(logits_SV, requests, num_outputs)
         if allowed_SW is not None:
             forbid(logits_SV, allowed_SW)
-        token_ids, valid, near_ties = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV)
+        columns_CS = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -102,19 +127,17 @@ class Sampler:
             for rows in [[i] for i in drawn] if self._one_by_one else [drawn] * bool(drawn):
                 params = [requests[i].sampling for i in rows]
                 uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
-                draw = _draw_ordered if ordered else _draw
-                for i, token in zip(rows, draw(logits_SV[rows], params, uniforms), strict=True):
-                    token_ids[i], near_ties[i] = token, False
-        if scores_SV is not None:
-            counts = [requests[i].sampling.logprobs or 0 for i in wanted]
-            found = token_logprobs(scores_SV, [token_ids[i] for i in wanted], counts)
-            for i, entry in zip(wanted, found, strict=True):
-                logprobs[i] = entry
-        return Sampled(token_ids, valid, near_ties, logprobs)
+                draw, index = _draw_ordered if ordered else _draw, self._index(rows)
+                columns_CS[0, index] = draw(logits_SV[index], params, uniforms)
+                columns_CS[2:, index] = 0  # no choice between two best ones
+        if scores_SV is None:
+            return Drawn(columns_CS)
+        counts = [requests[i].sampling.logprobs or 0 for i in wanted]
+        return Drawn(columns_CS, Scores(wanted, scores_SV, columns_CS[0, self._index(wanted)], counts))
 
-    def _greedy(self, logits_SV: Tensor) -> tuple[list[int], list[bool], list[bool]]:
-        """The largest logit's token (the lowest id among equals), whether it is finite, and whether it is
-        a near-tie. May overwrite the logits.
+    def _greedy(self, logits_SV: Tensor) -> Tensor:
+        """int64 [2 or 3, S]: the largest logit's token (the lowest id among equals), whether that is finite,
+        and whether it is a near-tie. May overwrite the logits.
 
         `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
         """
@@ -122,7 +145,7 @@ class Sampler:
         columns = [ids_S, values_S.isfinite()]
         if self._report_near_ties:
             columns.append(find_near_ties(logits_SV, ids_S))
-        return _flags(torch.stack(columns).tolist())  # one transfer
+        return torch.stack(columns)  # one transfer
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
         """Bias, minimum length and penalties, in place; num_outputs: of generated tokens before each row."""
@@ -132,7 +155,7 @@ class Sampler:
         if biased:
             rows, tokens, values = zip(*biased, strict=True)
             at = (self._index(rows), self._index(tokens))
-            logits_SV.index_put_(at, torch.tensor(values, device=self.device), accumulate=True)
+            logits_SV.index_put_(at, on_device(values, torch.float32, self.device), accumulate=True)
         too_early = [
             (i, token)
             for i, r in enumerate(requests)
@@ -148,17 +171,7 @@ class Sampler:
             logits_SV[rows_S] = self._counts.penalise(logits_SV[rows_S], [requests[i] for i in penalised])
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _flags(columns: list[list[int]]) -> tuple[list[int], list[bool], list[bool]]:
-    """(token ids, valid, near_ties) from columns of integers, the last of which may be missing."""
-    ids, valid, *near_ties = columns
-    return (
-        ids,
-        [bool(flag) for flag in valid],
-        [bool(flag) for flag in (near_ties[0] if near_ties else [0] * len(ids))],
-    )
+        return on_device(values, torch.int64, self.device)
 
 
 class TokenCounts:
@@ -198,31 +211,43 @@ class TokenCounts:
             tokens += new
             weights += [float(i >= request.num_prompt) for i in range(start, len(request.tokens))]
             self._owners[request.row] = (request, len(request.tokens))
-        at = (torch.tensor(rows, device=self._device), torch.tensor(tokens, device=self._device))
         if rows:
-            self._output_RV.index_put_(at, torch.tensor(weights, device=self._device), accumulate=True)
+            at = (on_device(rows, torch.int64, self._device), on_device(tokens, torch.int64, self._device))
+            weights_N = on_device(weights, torch.float32, self._device)
+            self._output_RV.index_put_(at, weights_N, accumulate=True)
             self._seen_RV[at] = True
-        mine = torch.tensor([request.row for request in requests], device=self._device)
+        mine = on_device([request.row for request in requests], torch.int64, self._device)
         return self._output_RV[mine], self._seen_RV[mine]
 
 
-def token_logprobs(scores_SV: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probability, rank and the `counts[s]` best alternatives of token s, from log-probabilities."""
-    ids_S1 = torch.tensor(token_ids, device=scores_SV.device)[:, None]
-    own_S1 = scores_SV.gather(1, ids_S1)
-    ranks = ((scores_SV > own_S1).sum(1) + 1).tolist()
-    width = min(max(counts), scores_SV.shape[1])
-    best = torch.topk(scores_SV, width, dim=1)
-    best_ids, best_values, own = best.indices.tolist(), best.values.tolist(), own_S1[:, 0].tolist()
-    return [
-        TokenLogprobs(
-            token_id=token,
-            logprob=own[s],
-            rank=ranks[s],
-            top=list(zip(best_ids[s][:n], best_values[s][:n], strict=True)),
-        )
-        for s, (token, n) in enumerate(zip(token_ids, counts, strict=True))
-    ]
+class Scores:
+    """Log-probability, rank and the `counts[s]` best alternatives of token s, on their way to the host.
+
+    rows: which rows of a step the S rows of `scores_SV`, log-probabilities, are. ids_S: int64, the tokens.
+    """
+
+    def __init__(self, rows: Sequence[int], scores_SV: Tensor, ids_S: Tensor, counts: Sequence[int]):
+        self.rows, self._counts = rows, counts
+        self._width = min(max(counts), scores_SV.shape[1])
+        own_S1 = scores_SV.gather(1, ids_S[:, None])
+        ranks_S1 = (scores_SV > own_S1).sum(1, keepdim=True) + 1
+        best = torch.topk(scores_SV, self._width, dim=1)
+        # One transfer: float64 holds token ids and float32 values exactly.
+        parts = [ids_S[:, None], own_S1, ranks_S1, best.indices, best.values]
+        self._copy = HostCopy(torch.cat([part.double() for part in parts], dim=1))
+
+    def read(self) -> list[TokenLogprobs]:
+        """Waits until they are there."""
+        W = self._width
+        return [
+            TokenLogprobs(
+                token_id=int(token),
+                logprob=own,
+                rank=int(rank),
+                top=list(zip(map(int, best[:W][:n]), best[W:][:n], strict=True)),
+            )
+            for (token, own, rank, *best), n in zip(self._copy.tolist(), self._counts, strict=True)
+        ]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -235,30 +260,32 @@ def _needs_order(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1
 
 
-def _draw(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """A random token per row, by temperature and min-p.
+def _draw(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """int64 [S]: a random token per row, by temperature and min-p.
 
     uniforms: numbers in [0, 1), which decide.
     """
-    return _pick(_probabilities(logits_SV, params), params, uniforms)[:, 0].tolist()
+    return _pick(_probabilities(logits_SV, params), params, uniforms)[:, 0]
 
 
-def _draw_ordered(
-    logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> list[int]:
+def _draw_ordered(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """As `_draw`, by top-k and top-p as well.
 
     Most rows keep few tokens, and sorting 64 vocabularies of 150,000 takes longer than a forward: the best
     WIDTH are looked at first, and all only for rows to which those are not enough. Whether they are follows
-    from the row alone, and so does what it draws.
+    from the row alone, and so does what it draws. Without a top-k the host waits to learn it.
     """
     probs_SV = _probabilities(logits_SV, params)
     totals_S1 = probs_SV.sum(-1, keepdim=True)
-    chosen = [0] * len(params)
+    chosen = torch.zeros(len(params), dtype=torch.int64, device=probs_SV.device)
     rows = list(range(len(params)))
     if probs_SV.shape[1] > WIDTH:
         best_SW, order_SW = _best(probs_SV)
-        held = (best_SW.sum(-1, keepdim=True) > _top_p(params, probs_SV.device) * totals_S1)[:, 0].tolist()
+        held = [False] * len(params)
+        if not all(p.top_k for p in params):
+            held = (best_SW.sum(-1, keepdim=True) > _top_p(params, probs_SV.device) * totals_S1)[
+                :, 0
+            ].tolist()
         enough = [i for i in rows if (0 < params[i].top_k <= WIDTH if params[i].top_k else held[i])]
         rows = sorted(set(rows) - set(enough))
         _draw_from(best_SW, order_SW, totals_S1, enough, params, uniforms, chosen)
@@ -276,18 +303,16 @@ def _draw_from(
     rows: Sequence[int],
     params: Sequence[SamplingParams],
     uniforms: Sequence[float],
-    chosen: list[int],
+    chosen: Tensor,
 ) -> None:
-    """Put a token into `chosen` for each of `rows`: sorted probabilities, of the tokens `order`; totals: of
-    all tokens."""
+    """Put a token into `chosen` [S] for each of `rows`: sorted probabilities, of the tokens `order`; totals:
+    of all tokens."""
     if not rows:
         return
     params, uniforms = [params[i] for i in rows], [uniforms[i] for i in rows]
-    index = torch.tensor(rows, device=sorted_SW.device)
+    index = on_device(rows, torch.int64, sorted_SW.device)
     kept = _keep_top(sorted_SW[index], totals_S1[index], params)
-    found = order_SW[index].gather(1, _pick(kept, params, uniforms))
-    for i, token in zip(rows, found[:, 0].tolist(), strict=True):
-        chosen[i] = token
+    chosen[index] = order_SW[index].gather(1, _pick(kept, params, uniforms))[:, 0]
 
 
 def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -313,7 +338,7 @@ def _pick(probs_SW: Tensor, params: Sequence[SamplingParams], uniforms: Sequence
         floor_S1 = probs_SW.amax(-1, keepdim=True) * _column([p.min_p for p in params], device)
         probs_SW = probs_SW.masked_fill(probs_SW < floor_S1, 0)
     cumulative_SW = probs_SW.double().cumsum(-1)
-    target_S1 = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative_SW[:, -1:]
+    target_S1 = on_device(uniforms, torch.float64, device)[:, None] * cumulative_SW[:, -1:]
     # The first place beyond the target: never one of probability 0, whose sum equals the one before.
     return torch.searchsorted(cumulative_SW, target_S1, right=True).clamp_(max=probs_SW.shape[1] - 1)
 
@@ -324,8 +349,8 @@ def _keep_top(probs_SW: Tensor, totals_S1: Tensor, params: Sequence[SamplingPara
     totals: of all tokens, of which the input may have the best only.
     """
     device, W = probs_SW.device, probs_SW.shape[1]
-    k_S1 = torch.tensor([min(p.top_k, W) if p.top_k > 0 else W for p in params], device=device)[:, None]
-    limited_S1 = torch.tensor([p.top_k > 0 for p in params], device=device)[:, None]
+    k_S1 = on_device([min(p.top_k, W) if p.top_k > 0 else W for p in params], torch.int64, device)[:, None]
+    limited_S1 = on_device([p.top_k > 0 for p in params], torch.bool, device)[:, None]
     places_W = torch.arange(W, device=device)
     probs_SW = probs_SW.masked_fill(places_W >= k_S1, 0)
     totals_S1 = torch.where(limited_S1, probs_SW.sum(-1, keepdim=True), totals_S1)
@@ -341,4 +366,4 @@ def _top_p(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    return on_device(values, torch.float32, device)[:, None]

@@ -27,7 +27,11 @@ class GroupPages:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` is prompt and output; keys and values of the first `computed` lie in the pages of `kv`."""
+    """`tokens` is prompt and output; keys and values of the first `computed` lie in the pages of `kv`.
+
+    pending: 1 between the step that draws a token and the next one, where steps overlap: the token is on the
+    device only, in row `drawn_row` of what that step drew. ended: it gets no more tokens.
+    """
 
     id: str
     sampling: SamplingParams
@@ -40,6 +44,9 @@ class Request:
     kv: list[GroupPages] = field(default_factory=list)  # while running, one of each cache group
     room: int = 0  # tokens that its pages have room for
     computed: int = 0
+    pending: int = 0
+    drawn_row: int = 0
+    ended: bool = False
     published: int = 0  # pages already offered to the pools
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
@@ -81,9 +88,16 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def length(self) -> int:
+        """Of all tokens, the pending one included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def remaining(self) -> int:
-        """Tokens whose keys and values are not computed yet; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens whose keys and values are to be computed: 1 while decoding, 0 if the last one is pending."""
+        if self.pending and self.num_output + self.pending >= self.sampling.max_tokens:
+            return 0
+        return self.length - self.computed
 
     @property
     def scores_missing(self) -> bool:

@@ -45,7 +45,14 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.request.tokens[self.start : self.known_end], *self.drafts]
+        """0 for one that only the device knows: the last, where `awaits`."""
+        known = self.request.tokens[self.start : self.known_end]
+        return [*known, 0, *self.drafts] if self.awaits else [*known, *self.drafts]
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the last token is pending. There are no drafts then."""
+        return self.known_end > len(self.request.tokens)
 
     @property
     def decodes(self) -> bool:
@@ -55,7 +62,7 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether this chunk predicts tokens that are not known yet: by its last row and those of drafts."""
-        return self.end - len(self.drafts) == len(self.request.tokens)
+        return self.end - len(self.drafts) == self.request.length
 
 
 def with_rows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:
@@ -149,6 +156,8 @@ class Scheduler:
 
         Keys and values of accepted drafts are there already; pages that only rejected ones needed are freed.
         """
+        if request.row < 0:
+            return  # preempted before its tokens were known
         self.kv.computed(request, len(request.tokens) - 1)
         self.kv.trim(request)
 

@@ -10,17 +10,18 @@ Legend: N tokens of a step, H hidden.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from turnout.engine.messages import RequestOutput
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.sampling.sampler import Sampled, Sampler
+from turnout.engine.sampling.sampler import Drawn, Sampled, Sampler
 from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.request import Request
-from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
+from turnout.engine.scheduler.scheduler import Chunk, Scheduler
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
 from turnout.engine.step.near_ties import join_recomputation, recomputed_logits
@@ -46,6 +47,22 @@ class NearTie:
     output: RequestOutput
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What a step draws. scored: requests for no token. drawn: one row for each token of `drawing`, drafts
+    included; None if nothing is drawn."""
+
+    scored: list[Request]
+    drawing: list[Chunk]
+    drawn: Drawn | None
+
+    def leave_pending(self) -> Tensor | None:
+        """Let the next step take what is drawn from the device: int64 [S], by `Request.drawn_row`."""
+        for row, chunk in enumerate(self.drawing):
+            chunk.request.pending, chunk.request.drawn_row = 1, row
+        return None if self.drawn is None else self.drawn.ids_S
+
+
 class StepCommit:
     """Extends requests by what is sampled for them. An output with a `finish_reason` is a request's last:
     the caller frees what the request holds."""
@@ -68,38 +85,51 @@ class StepCommit:
         self._sampler, self._token_masks = sampler, token_masks
         self._scheduler, self._step_sync, self._device = scheduler, step_sync, device
 
-    def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Before the forward of `chunks`: find out meanwhile which tokens grammars permit after it."""
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Find out, in the background, which tokens grammars permit after the forward of `chunks`. All tokens
+        before it must be known."""
         self._token_masks.begin([(chunk.request, chunk.drafts) for chunk in chunks if _draws(chunk)])
 
-    def sample(
-        self, chunks: Sequence[Chunk], computed: Computed
-    ) -> tuple[list[RequestOutput], list[NearTie]]:
-        """Sample for every request whose last known token was computed. Returns the outputs of those that
-        have all their tokens of this step, and the requests that lack the last one."""
-        outputs: list[RequestOutput] = []
-        rows: list[int] = []
-        sampling: list[Chunk] = []
-        for chunk, first_row in with_rows(chunks):
+    def launch(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> Launched:
+        """Draw for every request whose last token was computed, without waiting for what is drawn.
+
+        rows: chunks of a step with the row of their first token in `computed`.
+        """
+        scored: list[Request] = []
+        drawing: list[Chunk] = []
+        indices: list[int] = []
+        for chunk, first_row in rows:
             if not _draws(chunk):
                 if chunk.samples:
-                    output = self._first_output(chunk.request)
-                    output.finish_reason = "length"
-                    outputs.append(output)
+                    scored.append(chunk.request)
                 continue
-            sampling.append(chunk)
-            rows += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
+            drawing.append(chunk)
+            indices += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
+        drawn = self._draw(drawing, computed, indices) if drawing else None
+        return Launched(scored=scored, drawing=drawing, drawn=drawn)
+
+    def finish(self, launched: Launched) -> tuple[list[RequestOutput], list[NearTie]]:
+        """Give requests what was drawn for them, waiting for it. Returns the outputs of those that have all
+        their tokens of this step, and the requests that lack the last one."""
+        outputs: list[RequestOutput] = []
         near_ties: list[NearTie] = []
-        if sampling:
-            sampled = self._draw(sampling, computed, rows)
+        for request in launched.scored:
+            if not request.ended:
+                outputs.append(output := self._first_output(request))
+                output.finish_reason = "length"
+        if launched.drawn is not None:
+            sampled = launched.drawn.read()
+            self._step_sync.sampled(sampled.token_ids)
             row = 0
-            for chunk in sampling:
-                output, complete = self._accept(chunk, sampled, row)
-                if complete:
-                    self._conclude(chunk.request, output, drafted=bool(chunk.drafts))
-                    outputs.append(output)
-                else:
-                    near_ties.append(NearTie(request=chunk.request, output=output))
+            for chunk in launched.drawing:
+                chunk.request.pending = 0
+                if not chunk.request.ended:
+                    output, complete = self._accept(chunk, sampled, row)
+                    if complete:
+                        self._conclude(chunk.request, output, drafted=bool(chunk.drafts))
+                        outputs.append(output)
+                    else:
+                        near_ties.append(NearTie(request=chunk.request, output=output))
                 row += len(chunk.drafts) + 1
         return outputs, near_ties
 
@@ -122,20 +152,18 @@ class StepCommit:
             request, output = open_tie.request, open_tie.output
             logits_1V = recomputed_logits(self._model, request.tokens, self._device, place)
             self._token_masks.begin([(request, ())])
-            sampled = self._sampler(logits_1V, [request], allowed_SW=self._token_masks.finish())
+            sampled = self._sampler(logits_1V, [request], allowed_SW=self._token_masks.finish()).read()
             self._step_sync.sampled(sampled.token_ids)
             self._append(request, output, sampled, 0)
             self._conclude(request, output, drafted=True)
             outputs.append(output)
 
-    def _draw(self, sampling: Sequence[Chunk], computed: Computed, rows: Sequence[int]) -> Sampled:
-        """A token for each of `rows`: those of the chunks' last known tokens and of their drafts."""
+    def _draw(self, drawing: Sequence[Chunk], computed: Computed, rows: Sequence[int]) -> Drawn:
+        """A token for each of `rows`: those of the chunks' last tokens and of their drafts."""
         logits_SV, best_2S = self._forward.logits(computed, rows)
-        drafted = [i for chunk in sampling for i in range(len(chunk.drafts) + 1)]
-        requests = [chunk.request for chunk in sampling for _ in (*chunk.drafts, None)]
-        sampled = self._sampler(logits_SV, requests, drafted, best_2S, self._token_masks.finish())
-        self._step_sync.sampled(sampled.token_ids)
-        return sampled
+        drafted = [i for chunk in drawing for i in range(len(chunk.drafts) + 1)]
+        requests = [chunk.request for chunk in drawing for _ in (*chunk.drafts, None)]
+        return self._sampler(logits_SV, requests, drafted, best_2S, self._token_masks.finish())
 
     def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:
         """Give a request what was sampled from `row` on, one token more than its drafts foretold.

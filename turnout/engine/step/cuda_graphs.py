@@ -32,7 +32,9 @@ from turnout.engine.step.two_batch_overlap import split
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
-FIELDS = 4  # of a row: token id, position, context length, row of the page tables; then a slot of each group
+# Of a row: token id, position, context length, row of the page tables, where its token stands; then a slot of
+# each cache group.
+FIELDS = 5
 WARM_UPS = 2
 
 
@@ -72,18 +74,26 @@ class DecodeGraphs:
         attention: AttentionCaches,
         *,
         sizes: Sequence[int],
+        num_drawn: int = 0,
         dp_size: int = 1,
         two_batches: bool = False,
         progress: ProgressFn | None = None,
     ):
         """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
 
-        two_batches: large ones as two micro-batches (two_batch_overlap.py).
+        two_batches: large ones as two micro-batches (two_batch_overlap.py). num_drawn: the most tokens that
+        a step takes from `drawn_R`, which the step before drew; 0 if the host knows them all.
         """
         self.sizes = list(sizes)
         self._model, self._attention = model, attention
         self._dp_size, self._two_batches = dp_size, two_batches
         self._device = attention.device
+        self._num_fields, self._num_drawn = FIELDS + len(attention.groups), num_drawn
+        # Of a fixed address: drawn tokens, then the fields of the largest size, token ids first.
+        self._inputs_X = torch.zeros(
+            num_drawn + self._num_fields * self.sizes[-1], dtype=torch.int64, device=self._device
+        )
+        self.drawn_R = self._inputs_X[:num_drawn]
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[int, Captured] = {}
         self._pool: Any = None
@@ -95,7 +105,7 @@ class DecodeGraphs:
     def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
         """Replay the graph of `size` for chunks of one token each, of which there may be none."""
         captured, count = self._graphs[size], len(chunks)
-        rows = fields(chunks, self._attention, size)
+        rows = fields(chunks, self._attention, size, self._num_drawn)
         # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
         pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
         captured.rows_FB.copy_(pinned, non_blocking=True)
@@ -106,8 +116,14 @@ class DecodeGraphs:
             best_2N=captured.best_2B[:, :count],
         )
 
+    def _rows(self, size: int) -> Tensor:
+        """int64 [F, size]: where a step of this size puts its fields; other sizes use the same memory."""
+        F = self._num_fields
+        return self._inputs_X[self._num_drawn :][: F * size].view(F, size)
+
     def _capture(self, size: int) -> Captured:
-        rows_FB = torch.tensor(fields([], self._attention, size), device=self._device)
+        rows_FB = self._rows(size)
+        rows_FB.copy_(torch.tensor(fields([], self._attention, size, self._num_drawn)))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -123,7 +139,9 @@ class DecodeGraphs:
 
     def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
         size = rows_FB.shape[1]
-        _, positions_B, _, rows_B = rows_FB[:FIELDS]
+        _, positions_B, _, rows_B, places_B = rows_FB[:FIELDS]
+        if self._num_drawn:
+            rows_FB = torch.cat((self._inputs_X[places_B][None], rows_FB[1:]))
         tables = [
             contexts(group, positions_B, slots_B, rows_B)
             for group, slots_B in zip(self._attention.groups, rows_FB[FIELDS:], strict=True)
@@ -142,7 +160,7 @@ class DecodeGraphs:
     def _step(self, part: Part, tokens: tuple[int, ...], second: Step | None) -> Step:
         """tokens: of each data-parallel rank."""
         rows_FB, tables = part
-        ids_B, positions_B, ends_B, _ = rows_FB[:FIELDS]
+        ids_B, positions_B, ends_B, *_ = rows_FB
         attentions = [
             RowAttention(group, slots_B, table_BP, ends_B)
             for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
@@ -173,14 +191,21 @@ def _cut(whole: Part, count: int) -> tuple[Part, Part]:
     )
 
 
-def fields(chunks: Sequence[Chunk], attention: AttentionCaches, size: int) -> list[list[int]]:
-    """[F, size]: the rows of chunks of one token each, then padding; takes their slots in every group."""
+def fields(
+    chunks: Sequence[Chunk], attention: AttentionCaches, size: int, num_drawn: int = 0
+) -> list[list[int]]:
+    """[F, size]: the rows of chunks of one token each, then padding; takes their slots in every group.
+
+    A row's token stands among `num_drawn` drawn ones, or in the first field, which follows those.
+    """
     padding = size - len(chunks)
     return [
-        [c.request.tokens[c.start] for c in chunks] + [0] * padding,
+        [c.tokens[0] for c in chunks] + [0] * padding,
         [c.start for c in chunks] + [0] * padding,
         [c.end for c in chunks] + [0] * padding,
         [c.request.row for c in chunks] + [attention.groups[0].spare_row] * padding,
+        [c.request.drawn_row if c.awaits else num_drawn + i for i, c in enumerate(chunks)]
+        + list(range(num_drawn + len(chunks), num_drawn + size)),
         *(group.place_singles(chunks) + [group.spare_slot] * padding for group in attention.groups),
     ]
 

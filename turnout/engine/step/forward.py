@@ -18,6 +18,7 @@ from turnout.attention.torch import to_device
 from turnout.attention.triton import StepAttention, has_kernels
 from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
+from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
@@ -45,6 +46,8 @@ class Forward:
         self._deterministic = engine_plan.config.deterministic
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank = engine_plan.topology.dp_rank
+        drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
+        self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
         self.graphs: DecodeGraphs | None = None
         if not why_no_graphs(engine_plan):
             with torch.inference_mode():
@@ -52,10 +55,12 @@ class Forward:
                     model,
                     attention,
                     sizes=graph_sizes(engine_plan.config),
+                    num_drawn=drawn,
                     dp_size=engine_plan.topology.dp_size,
                     two_batches=self._two_batches,
                     progress=progress,
                 )
+            self._drawn_R = self.graphs.drawn_R
 
     def __call__(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """Compute the tokens of `chunks`, in their order, decoding ones first; keys and values are stored."""
@@ -74,6 +79,11 @@ class Forward:
         )
         return Computed(hidden_NH=self._model.forward(step))
 
+    def keep(self, drawn_S: Tensor | None) -> None:
+        """Take pending tokens of the next step from here: int64 [S], by `Request.drawn_row`."""
+        if drawn_S is not None:
+            self._drawn_R[: len(drawn_S)].copy_(drawn_S)
+
     def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Of rows [S] of a forward: logits [S, V], and what is best among them, if that is known."""
         whole = len(rows) == len(computed.hidden_NH)
@@ -88,9 +98,14 @@ class Forward:
         decoding, others = part
         ids: list[int] = []
         places: list[int] = []
+        pending: list[
+            tuple[int, int]
+        ] = []  # row of a token that only the device knows, and where that has it
         for chunk in (*decoding, *others):
             ids += chunk.tokens
             places += range(chunk.start, chunk.end)
+            if chunk.awaits:
+                pending.append((len(ids) - 1, chunk.request.drawn_row))
         attention: Attention
         if self._kernels:
             fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
@@ -99,6 +114,9 @@ class Forward:
         else:
             ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
             attention = self._attention.laid_out(decoding, others)
+        if pending:
+            (pending_2S,) = to_device([_integers(pending).T], self._attention.device)
+            ids_N[pending_2S[0]] = self._drawn_R[pending_2S[1]]
         return Step(
             input_ids=ids_N,
             positions=places_N,
@@ -117,5 +135,5 @@ def _cut(whole: Chunks, count: int) -> tuple[Chunks, Chunks]:
     return (now, others_now), (then, others_then)
 
 
-def _integers(values: Sequence[int]) -> Tensor:
+def _integers(values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,19 @@
+"""Whether a step is launched before the tokens of the one before it are read. All ranks decide alike."""
+
+from __future__ import annotations
+
+from turnout.engine.engine_plan import EnginePlan
+
+
+def why_no_overlap(engine_plan: EnginePlan) -> str:
+    """Why steps wait for the tokens of the one before, or "" if they do not."""
+    config = engine_plan.config
+    if config.speculative_algorithm != "none":
+        return "drafts follow from tokens that the host has to know first"
+    if config.deterministic:
+        return "--deterministic computes each token apart, from what the host knows"
+    if config.overlap_schedule == "off":
+        return "asked for with --overlap-schedule off"
+    if config.overlap_schedule == "auto":
+        return "--overlap-schedule auto: off, until its gain has been measured"
+    return ""
