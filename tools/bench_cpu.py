@@ -14,10 +14,11 @@ from rich.table import Table
 
 from tools.bench_transformers import transformers_rows
 from turnout.bench import moe
-from turnout.bench.results import cpu_name, default_path, result, save
+from turnout.bench.results import default_path, result, save
 from turnout.bench.serve import ServeBench, measure
 from turnout.checkpoint import locate
 from turnout.config import ServerConfig
+from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import launch
 
 console = Console()

@@ -21,9 +21,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from turnout import LLM, SamplingParams
-from turnout.bench.results import cpu_name, gpu_driver, result, save
+from turnout.bench.results import gpu_driver, result, save
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
+from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens
 STEPS, PROFILED = 40, 4

@@ -30,9 +30,10 @@ import psutil
 
 from tools.attacks import ATTACKS, CLIENTS, PATIENCE, Found, Target, connected, status, streaming
 from turnout.bench.events import post
-from turnout.bench.results import check_output, cpu_name, result, save
+from turnout.bench.results import check_output, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
+from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import launch
 
 PROBE_SECONDS = 0.02  # between questions for /health, and readings of memory

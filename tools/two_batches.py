@@ -27,13 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from tools.timeline import on_gpu, recorded
 from turnout import LLM
-from turnout.bench.results import cpu_name, gpu_driver, result, save
+from turnout.bench.results import gpu_driver, result, save
 from turnout.config import Config, Launched
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.step.forward import Forward
 from turnout.errors import PlanRefused
 from turnout.parallel.group_exchange import gather_values
+from turnout.parallel.hardware import cpu_name
 
 PROMPT = 64  # tokens of requests that decode
 STEPS = 20

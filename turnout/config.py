@@ -50,6 +50,12 @@ class Config:
         "compute type; auto: bfloat16 on CUDA, float32 on CPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    cpu_bf16_units: str = flag(
+        "auto",
+        "what a CPU multiplies bfloat16 with under --dtype bfloat16; auto: the fastest units it has; none: "
+        "the float32 units, for comparison",
+        choices=("auto", "amx_bf16", "avx512_bf16", "none"),
+    )
     quantization: str = flag(
         "auto",
         "what the checkpoint must be; auto: whatever it says",
@@ -196,6 +202,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Model": (
         "device",
         "dtype",
+        "cpu_bf16_units",
         "context_length",
         "quantization",
         "random_seed",

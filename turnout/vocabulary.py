@@ -56,6 +56,14 @@ class WeightStorage(Word):
     DECODED = "decoded"  # in the compute dtype, once at load
 
 
+class Bf16Units(Word):
+    """What a CPU multiplies bfloat16 with, adding up in float32."""
+
+    AMX = "amx_bf16"  # tiles of 16 x 32 by 32 x 16
+    AVX512 = "avx512_bf16"  # dot products of pairs, 16 at a time
+    NONE = "none"  # widened to float32, which the ordinary vector units multiply
+
+
 class Exchange(Word):
     """Which tokens a dispatcher brings to a rank."""
 

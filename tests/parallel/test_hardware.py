@@ -34,6 +34,43 @@ def test_the_cpu_is_this_machine_within_its_limits():
     assert not cpu.has_fp4_units
 
 
+@pytest.mark.parametrize(
+    ("flags", "units"),
+    [
+        ("avx2 avx512f avx512_bf16 amx_tile amx_bf16", "amx_bf16"),
+        ("avx2 avx512f avx512_bf16", "avx512_bf16"),
+        ("avx2 avx512f amx_tile amx_int8", "none"),
+        ("avx2", "none"),
+    ],
+)
+def test_a_cpus_units_are_those_of_its_flags(flags, units, monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text(
+        f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu {flags}\n\nmodel name\t: Some CPU\n"
+    )
+    monkeypatch.setattr(hardware, "CPU_INFO", str(info))
+    monkeypatch.setattr(hardware.cpu, "allow_tiles", lambda: True)
+    found = detect("cpu")
+    assert (found.processor, found.bf16_units) == ("Some CPU x2", units)
+    assert set(found.vector_flags) == set(flags.split()) - {"amx_tile", "amx_int8"}
+    assert found.with_bf16_units("auto") == found
+    assert found.with_bf16_units("none").bf16_units == "none"
+
+
+def test_tiles_that_the_operating_system_withholds_are_not_used(monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("flags : avx512_bf16 amx_tile amx_bf16\n")
+    monkeypatch.setattr(hardware, "CPU_INFO", str(info))
+    monkeypatch.setattr(hardware.cpu, "allow_tiles", lambda: False)
+    assert detect("cpu").known_bf16_units == ("avx512_bf16", "none")
+
+
+def test_torch_knows_the_same_units():
+    flags = detect("cpu").vector_flags
+    assert ("amx_bf16" in flags) == torch.cpu._is_amx_tile_supported()
+    assert ("avx512_bf16" in flags) == torch.cpu._is_avx512_bf16_supported()
+
+
 def test_auto_asks_torch_only_where_a_driver_shows_itself(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(True))

@@ -41,7 +41,7 @@ from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, 
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
-from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, gpu_driver, result, save
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
 from turnout.formats.spec import WIRE_FORMATS, token_bytes
@@ -56,6 +56,7 @@ from turnout.moe.spec import MoESpec
 from turnout.moe.wire_format import Wire
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
+from turnout.parallel.hardware import cpu_name
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Format, Phase
 

@@ -34,7 +34,7 @@ from turnout.bench import timing
 from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
-from turnout.bench.results import check_measured, check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, gpu_driver, result, save
 from turnout.cache import cache_folder
 from turnout.errors import UserError
 from turnout.formats.codec import encode
@@ -51,6 +51,7 @@ from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.groups import SINGLE_RANK
+from turnout.parallel.hardware import cpu_name
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import ActivationKind, ComputeDtype, Format
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from turnout.errors import UserError
 from turnout.moe.capabilities.packages import versions_of
+from turnout.parallel.hardware import detect
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
@@ -28,10 +29,14 @@ def result(
     command: str | None = None,
 ) -> dict[str, Any]:
     """A result with its provenance. `command` defaults to this process's own."""
+    cpu = detect("cpu")
     return {
         "benchmark": benchmark,
         "device": device,
         "devices": devices,
+        "processor": cpu.processor,
+        "vector_flags": list(cpu.vector_flags),
+        "bf16_units": str(cpu.bf16_units),
         "driver": driver,
         "versions": _versions(),
         "date": datetime.date.today().isoformat(),
@@ -77,14 +82,6 @@ def gpu_driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return ""
-
-
-def cpu_name() -> str:
-    """The processor's model name and core count, as the operating system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()} x{len(names) or 1}"
 
 
 def _versions() -> dict[str, str]:

@@ -23,10 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from turnout.bench.events import post
-from turnout.bench.results import check_output, cpu_name, gpu_driver, result, save
+from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
 from turnout.evals.client import served_model
+from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import launch
 
 console = Console()

@@ -20,7 +20,7 @@ from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
-from turnout.vocabulary import Format, Reduce, SharedExpert
+from turnout.vocabulary import Bf16Units, Format, Reduce, SharedExpert
 
 REFUSED = 2  # exit code, as for every user error
 RANKS_SHOWN = 16
@@ -97,6 +97,11 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}"
         f"{each if topology.tp_size > 1 else ''}), computing in {engine_plan.compute_dtype}",
     ]
+    if hardware.processor:
+        lines.append(
+            f"{hardware.processor} ({', '.join(hardware.vector_flags)}): bfloat16 is multiplied by "
+            f"{_units(engine_plan)}"
+        )
     stored = parse_quantization(read_config(engine_plan.folder))
     if stored.decodes_experts:
         lines.append(
@@ -113,6 +118,15 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"of {topology.expert_tp} for experts"
         )
     return lines
+
+
+def _units(engine_plan: EnginePlan) -> str:
+    units = engine_plan.plan.bf16_units
+    if units != Bf16Units.NONE:
+        return f"{units} units"
+    if engine_plan.compute_dtype != "bfloat16" and engine_plan.hardware.bf16_units != Bf16Units.NONE:
+        return f"none of its {engine_plan.hardware.bf16_units} units, which --dtype bfloat16 would use"
+    return "float32 units"
 
 
 def _phases(engine_plan: EnginePlan) -> Table:

@@ -177,10 +177,12 @@ def decide(
     hardware = share_host(hardware, topology)
     found = [
         *found,
+        *_missing_units(config, hardware),
         *_contradictions(config, description, hardware),
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
     ]
+    hardware = hardware.with_bf16_units(config.cpu_bf16_units)
     budget = _budget(config, topology, hardware, dtype)
     if measured is None:
         measured = _measured(config, description, topology, hardware, dtype)
@@ -249,6 +251,21 @@ def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: Compu
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )
+
+
+def _missing_units(config: Config, hardware: Hardware) -> list[Refusal]:
+    known = hardware.known_bf16_units
+    if config.cpu_bf16_units in ("auto", *known):
+        return []
+    what = hardware.processor if hardware.device == "cpu" else f"{hardware.name}, which is no CPU,"
+    return [
+        Refusal(
+            who="hardware",
+            asked=f"--cpu-bf16-units {config.cpu_bf16_units}",
+            limit=f"{what} has none of these, or the operating system does not let processes use them",
+            remedy=f"use --cpu-bf16-units auto or {' or '.join(known)}",
+        )
+    ]
 
 
 def _contradictions(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:

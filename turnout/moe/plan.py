@@ -48,7 +48,16 @@ from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ComputeDtype, Format, Layout, Phase, Reduce, SharedExpert, WeightStorage
+from turnout.vocabulary import (
+    Bf16Units,
+    ComputeDtype,
+    Format,
+    Layout,
+    Phase,
+    Reduce,
+    SharedExpert,
+    WeightStorage,
+)
 
 __all__ = ["PHASES", "MoEPlan", "PhasePlan", "PlanRequest", "Wishes", "plan"]
 
@@ -103,6 +112,7 @@ class MoEPlan:
     workspace_bytes: int
     dispatch_bytes: int
     deterministic: bool = False  # a token's bits depend on nothing else in the batch
+    bf16_units: Bf16Units = Bf16Units.NONE  # of a CPU, that runners may use
     shared_expert: SharedExpert = SharedExpert.WHOLE
     overlap_shared_expert: bool = False  # on a stream of its own, during dispatch and combine
     two_batches: bool = False  # large steps run as two micro-batches (in_flight.py)
@@ -202,6 +212,7 @@ def _made(problem: PlanningProblem, together: Sequence[Candidate]) -> MoEPlan:
         workspace_bytes=sum(one.workspace_bytes for one in together),
         dispatch_bytes=best.dispatch_bytes,
         deterministic=problem.request.deterministic,
+        bf16_units=problem.bf16_units,
         shared_expert=SharedExpert.SHARDED if owed else SharedExpert.WHOLE,
         overlap_shared_expert=problem.hardware.device == "cuda"
         and not problem.request.disable_shared_expert_overlap,

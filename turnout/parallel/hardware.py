@@ -8,15 +8,17 @@ reports more than that, a plan made from the preset errs on the safe side.
 from __future__ import annotations
 
 import itertools
+import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from turnout.errors import UserError
-from turnout.vocabulary import Device
+from turnout.kernels import cpu
+from turnout.vocabulary import Bf16Units, Device
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,9 @@ GB = 10**9
 DEVICES = ("auto", "cpu", "cuda")
 L2_BYTES = 240_000_000  # of weights that are read before one of them is read again leave nothing of it there
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CPU_INFO = "/proc/cpuinfo"
+# Of a CPU's many flags, those that decide how fast matrices are multiplied.
+VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class Hardware:
     `present` tells this machine's own device, whose installed packages count, from a named one; `devices`
     is how many of them it has, 0 where ranks may share them or it is unknown. `peer_access`: whether all of
     them read and write each other's memory. `multiprocessors`: of a GPU; 0 where it is not known.
+    `processor`, `vector_flags`, `bf16_units`: of a CPU, its model, those of VECTOR_FLAGS that it has, and
+    what kernels multiply bfloat16 with.
     """
 
     name: str
@@ -45,6 +52,19 @@ class Hardware:
     devices: int = 0
     peer_access: bool = True
     multiprocessors: int = 0
+    processor: str = ""
+    vector_flags: tuple[str, ...] = ()
+    bf16_units: Bf16Units = Bf16Units.NONE
+
+    def with_bf16_units(self, asked: str) -> Hardware:
+        """Confined to the units `asked` for, one of `known_bf16_units`; "auto": all that it has."""
+        return self if asked == "auto" else replace(self, bf16_units=Bf16Units(asked))
+
+    @property
+    def known_bf16_units(self) -> tuple[Bf16Units, ...]:
+        """Those that this CPU has, the fastest first; the last is `NONE`, which every one has."""
+        best_first = tuple(Bf16Units)
+        return best_first[best_first.index(self.bf16_units) :]
 
     @property
     def has_fp4_units(self) -> bool:
@@ -92,7 +112,17 @@ def detect(device: str = "auto") -> Hardware:
     if device not in DEVICES:
         raise UserError(f"--device {device!r}: must be one of {', '.join(DEVICES)}")
     if device == "cpu":
-        return Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=_host_memory(), present=True)
+        processor, flags = _processor()
+        return Hardware(
+            name="cpu",
+            device="cpu",
+            architecture=0,
+            memory_bytes=_host_memory(),
+            present=True,
+            processor=processor,
+            vector_flags=tuple(flag for flag in VECTOR_FLAGS if flag in flags),
+            bf16_units=_bf16_units(flags),
+        )
     if device == "auto" and not _may_have_gpu():
         return detect("cpu")
     import torch
@@ -115,6 +145,30 @@ def detect(device: str = "auto") -> Hardware:
         peer_access=_peer_access(torch.cuda.device_count()),
         multiprocessors=properties.multi_processor_count,
     )
+
+
+def cpu_name() -> str:
+    """The CPU's model and how many of its cores there are, as the operating system tells it."""
+    return _processor()[0]
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    """Model and cores, and all flags; where the operating system has no such file, the name alone."""
+    try:
+        lines = Path(CPU_INFO).read_text().splitlines()
+    except OSError:
+        lines = []
+    fields = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
+    names = [value for key, value in fields if key == "model name"]
+    flags = next((value for key, value in fields if key in ("flags", "Features")), "")
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} x{len(names) or 1}", frozenset(flags.split())
+
+
+def _bf16_units(flags: frozenset[str]) -> Bf16Units:
+    if {"amx_tile", "amx_bf16", "avx512_bf16"} <= flags and cpu.allow_tiles():
+        return Bf16Units.AMX
+    return Bf16Units.AVX512 if "avx512_bf16" in flags else Bf16Units.NONE
 
 
 def copies_beyond_cache(weight_bytes: int) -> int:

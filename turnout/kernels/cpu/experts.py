@@ -78,7 +78,7 @@ def _pairs(ids, weights, T, k, first, E, starts, token, weight):
 
 
 @inline
-def _activated(kind, gate, up, alpha, beta, limit):
+def activated(kind, gate, up, alpha, beta, limit):
     """[16] of the activation; `up` is the gate where there is none."""
     if kind == RELU2:
         gate = larger(gate, zeros())
@@ -145,7 +145,7 @@ def _up(
                         if bias:
                             gate = gate + load(bias + (e * halves * B + b + c) * 64)
                             up = up + load(bias + (e * halves * B + (halves - 1) * B + b + c) * 64)
-                        store(a + (p * B + b + c) * 64, _activated(activation, gate, up, alpha, beta, limit))
+                        store(a + (p * B + b + c) * 64, activated(activation, gate, up, alpha, beta, limit))
             b += count
 
 
@@ -256,26 +256,26 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int) -> Tensor:
     space = torch.empty(threads, unpacked)
     parallel(
         _up, threads, x_RH.data_ptr(), 4 * H, pairs.starts.data_ptr(), pairs.token.data_ptr(), E,
-        *_matrices(layer.w13), H, inner // LANES,
-        ACTIVATIONS[layer.activation], layer.alpha, layer.beta, layer.limit, _address(layer.b13),
+        *matrices(layer.w13), H, inner // LANES,
+        ACTIVATIONS[layer.activation], layer.alpha, layer.beta, layer.limit, address(layer.b13),
         space.data_ptr(), a_PI.data_ptr(),
     )  # fmt: skip
     blocks = layer.w2.outputs // LANES
     columns = blocks if threads == 1 else max(COLUMNS, blocks // (4 * threads))
     parallel(
         _down, threads, a_PI.data_ptr(), pairs.starts.data_ptr(), pairs.token.data_ptr(),
-        pairs.weight.data_ptr(), E, rows, *_matrices(layer.w2), inner, blocks, columns,
-        _address(layer.b2), space.data_ptr(), out_RH.data_ptr(),
+        pairs.weight.data_ptr(), E, rows, *matrices(layer.w2), inner, blocks, columns,
+        address(layer.b2), space.data_ptr(), out_RH.data_ptr(),
     )  # fmt: skip
     return out_RH
 
 
-def _matrices(w: Panels) -> tuple[int, ...]:
+def matrices(w: Panels) -> tuple[int, ...]:
     """What kernels are told of a stack of matrices."""
     return (
         w.data.data_ptr(), w.kind, w.panel_bytes, w.scales.data_ptr(), w.scale_bytes, w.factors.data_ptr(),
     )  # fmt: skip
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

@@ -28,6 +28,8 @@ from turnout.kernels.cpu.vectors import (
 )
 
 F16, NVFP4, MXFP4 = 2, 3, 4  # kinds of panels that are unpacked
+BF16_PAIRS = 5  # of panels that only bf16.py multiplies
+PAIRS = "bf16_pairs"  # their name
 KINDS = {torch.float32: F32_PANEL, torch.bfloat16: BF16_PANEL, torch.float16: F16}
 NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
 MXFP4_SCALE = np.float32(2.0**14)
@@ -76,17 +78,21 @@ def panels_at_once(kind, rows):
 class Panels:
     """E matrices [N, K]; N is a multiple of 16.
 
-    data: [E, B, K, 16] of float32, bfloat16 or float16, or of e2m1 uint8 [E, B, K, 8]: column c in the low
+    data: [E, B, K, 16] of float32, bfloat16 or float16, or of bfloat16 [E, B, K / 2, 16, 2], K padded with
+    zeros to a multiple of 32 (PAIRS: bf16.py), or of e2m1 uint8 [E, B, K, 8]: column c in the low
     and c + 8 in the high nibble. scales: uint8 [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4,
     e8m0). factors: float32 [E], such as NVFP4's global scales.
     """
 
     def __init__(self, shape: Sequence[int], kind: torch.dtype | str) -> None:
-        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "nvfp4" or "mxfp4"."""
+        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "nvfp4", "mxfp4" or PAIRS."""
         self.experts, self.outputs, self.inputs = experts, outputs, inputs = shape
         blocks = experts, outputs // LANES
         self.scales, self.factors = torch.empty(0), torch.ones(experts)
-        if isinstance(kind, torch.dtype):
+        if kind == PAIRS:
+            self.kind = BF16_PAIRS
+            self.data = torch.zeros(*blocks, -(-inputs // 32) * 16, LANES, 2, dtype=torch.bfloat16)
+        elif isinstance(kind, torch.dtype):
             self.kind = KINDS[kind]
             self.data = torch.empty(*blocks, inputs, LANES, dtype=kind)
         else:
@@ -101,11 +107,15 @@ class Panels:
     @property
     def unpacked(self) -> bool:
         """Whether products need them unpacked."""
-        return self.kind > BF16_PANEL
+        return self.kind in (F16, NVFP4, MXFP4)
 
     def write(self, expert: int, weight_NK: Tensor, factor: Tensor | float = 1.0) -> None:
         """Store one matrix, of any float dtype, that is meant to be multiplied by `factor`."""
-        self.data[expert].copy_(_across(weight_NK))
+        if self.kind == BF16_PAIRS:
+            pairs_BCKP = weight_NK.unflatten(0, (-1, LANES)).unflatten(2, (-1, 2))
+            self.data[expert, :, : self.inputs // 2].copy_(pairs_BCKP.transpose(1, 2))
+        else:
+            self.data[expert].copy_(_across(weight_NK))
         self.factors[expert] = factor
 
     def write_packed(

@@ -12,7 +12,7 @@ from turnout.moe.capabilities.rank_share import Share
 from turnout.moe.spec import MoESpec, RankShape
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ComputeDtype, Exchange, Format, Phase, WeightStorage
+from turnout.vocabulary import Bf16Units, ComputeDtype, Exchange, Format, Phase, WeightStorage
 
 PHASES = tuple(Phase)
 DECODE_ONCE_BYTES = 2 * 2**30
@@ -68,6 +68,11 @@ class PlanningProblem:
         return RankShape.of(
             self.spec, num_local_experts=self.num_local_experts, expert_tp=self.topology.expert_tp
         )
+
+    @property
+    def bf16_units(self) -> Bf16Units:
+        """What multiplies bfloat16 on this CPU; nothing does where results are to be float32's."""
+        return self.hardware.bf16_units if self.compute_dtype == "bfloat16" else Bf16Units.NONE
 
     @property
     def native_fp4(self) -> bool:
