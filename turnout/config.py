@@ -164,6 +164,14 @@ class ServerConfig(Config):
     port: int = flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
     api_key: str | None = flag(None, "require `Authorization: Bearer KEY`")
     served_model_name: str = flag("", "model id shown to clients; default: the model's name")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes calls of tools; auto: by its chat template; none; or a name of SGLang or vLLM "
+        "(docs/operations.md)",
+    )
+    reasoning_parser: str = flag(
+        "auto", "how the model writes reasoning, which answers then hold apart; auto, none, or a name"
+    )
     max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
     max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
     max_request_restarts: int = flag(
@@ -251,6 +259,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "port",
         "api_key",
         "served_model_name",
+        "tool_call_parser",
+        "reasoning_parser",
         "max_queued_requests",
         "max_request_bytes",
         "max_request_restarts",

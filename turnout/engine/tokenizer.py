@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Tokenizer:
         declared = json.loads(core.to_str())
         self.byte_level = (declared["decoder"] or {}).get("type") == "ByteLevel"
         self.longest_token = longest_token(declared)
+        self.chat_template = template
         self._template = None if template is None else _compile(template, folder)
 
     @classmethod
@@ -59,6 +60,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return "tools" in (self.chat_template or "")
+
+    def special_in(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens that stand in any of `texts`."""
+        added = self._core.get_added_tokens_decoder()
+        texts = list(texts)
+        return frozenset(i for i in self.special_ids if any(added[i].content in text for text in texts))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Other threads run meanwhile."""
@@ -136,7 +148,13 @@ class Tokenizer:
         try:
             return self._template.render(values)
         except Exception as error:  # the template is the model's, its input the user's: either may be wrong
-            raise UserError(f"the model's chat template refuses these messages: {error}") from error
+            if not any(message.get("tool_calls") for message in messages):
+                raise _refused(error) from error
+            first = error
+        try:  # most templates take arguments as objects; some, like DeepSeek-V3's, as the text of one
+            return self._template.render(values | {"messages": _with_arguments_as_text(messages)})
+        except Exception:
+            raise _refused(first) from first
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_special_tokens: bool = False, **options: Any
@@ -252,6 +270,23 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _refused(error: Exception) -> UserError:
+    return UserError(f"the model's chat template refuses these messages: {error}")
+
+
+def _with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _refuse(message: str) -> None:

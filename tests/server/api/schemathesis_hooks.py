@@ -28,6 +28,12 @@ ACROSS_FIELDS = (
     "0 leaves no prompt",
     "is no variable to choose",
     "is not a variable of chat templates",
+    "is not the id of a call",
+    "ids must differ",
+    "names must differ",
+    "is not the name of a tool",
+    "there are no tools",
+    "must be the text of a JSON object",
     "chat template",  # which may refuse whatever is in chat_template_kwargs
     "both say what the answer must be",
     "goes with type",

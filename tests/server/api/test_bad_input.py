@@ -76,7 +76,7 @@ def test_completions(http: httpx.Client, body: dict[str, Any], message: str):
         ({}, "messages: required"),
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens: must be at least 1"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: not supported"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools.0.function: required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ],
 )

@@ -96,7 +96,7 @@ def test_null_stands_for_the_default():
 
 def test_fields_that_cannot_matter_are_ignored():
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
-    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}
+    nothing = {"functions": [], "function_call": "none", "response_format": {"type": "text"}, "audio": None}
     nothing |= {"structured_outputs": {}, "guided_json": None, "guided_decoding_backend": "auto"}
     body = chat(**ignored, **nothing)
     assert body.restrictions() == {}
@@ -269,7 +269,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools: not supported by this server"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function: required"),
         (
             {"response_format": {"type": "structural_tag"}},
             "response_format.type: Input should be 'text', 'json",
@@ -325,7 +325,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], message: str):
         ),
         ({"reasoning_effort": "enormous"}, "reasoning_effort: Input should be 'none', 'minimal'"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message and add"),
-        ({"include_reasoning": False}, "include_reasoning: not supported by this server"),
+        ({"return_hidden_states": True}, "return_hidden_states: not supported by this server"),
         ({"messages": [{"role": "poet", "content": ""}]}, "messages.0.role: Input should be"),
     ],
 )

@@ -13,6 +13,7 @@ from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.generation import Choice, Delta
+from turnout.server.api.parsing.parts import Text
 from turnout.server.api.protocol import ChatBody, CompletionBody, parse
 from turnout.server.api.render import ChatRenderer, CompletionRenderer
 
@@ -42,13 +43,13 @@ def test_offsets_continue_over_deltas_and_count_characters(tokenizer: Tokenizer)
     one = choice(tokenizer, "ab")
     accent, pear = tokenizer.encode("é"), tokenizer.encode("🍐")
     first = Delta(
-        text="é",
+        parts=[Text("é")],
         logprobs=[entry(accent[0]), entry(accent[1])],
         prompt_logprobs=[None, entry(one.prompt_ids[1])],
         first=True,
     )
-    later = Delta(text="🍐!", logprobs=[entry(t) for t in (*pear, *tokenizer.encode("!"))])
-    parts = [renderer.chunk(one, first), renderer.chunk(one, later)]
+    later = Delta(parts=[Text("🍐!")], logprobs=[entry(t) for t in (*pear, *tokenizer.encode("!"))])
+    parts = [*renderer.chunks(one, first), *renderer.chunks(one, later)]
     assert [part["text"] for part in parts] == ["abé", "🍐!"]
     assert parts[0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
     assert parts[1]["logprobs"]["text_offset"] == [3, 4, 4, 4, 4]
@@ -64,7 +65,7 @@ def test_names_of_tokens_are_distinct_keys(tokenizer: Tokenizer):
     halves = tokenizer.encode("é")
     top = [(halves[0], -0.1), (halves[1], -0.2), (300, -0.3), (301, -0.4), (257, -0.5)]
     delta = Delta(logprobs=[entry(5, -math.inf, top)])
-    rendered = CompletionRenderer(tokenizer, completion()).chunk(choice(tokenizer, "ab"), delta)
+    (rendered,) = CompletionRenderer(tokenizer, completion()).chunks(choice(tokenizer, "ab"), delta)
     assert rendered["logprobs"]["token_logprobs"] == [-9999.0]
     assert rendered["logprobs"]["top_logprobs"] == [
         {
@@ -81,21 +82,21 @@ def test_names_of_tokens_are_distinct_keys(tokenizer: Tokenizer):
 def test_each_choice_echoes_its_own_prompt(tokenizer: Tokenizer):
     body = completion(prompt=["ab", "cd"], n=2, echo=True, logprobs=None)
     renderer = CompletionRenderer(tokenizer, body)
-    texts = [renderer.chunk(choice(tokenizer, "", i), Delta(text="!", first=True))["text"] for i in range(4)]
+    delta = Delta(parts=[Text("!")], first=True)
+    texts = [part["text"] for i in range(4) for part in renderer.chunks(choice(tokenizer, "", i), delta)]
     assert texts == ["ab!", "ab!", "cd!", "cd!"]
 
 
 def test_token_id_prompts_are_echoed_as_text(tokenizer: Tokenizer):
     body = completion(prompt=tokenizer.encode("né"), echo=True, logprobs=None)
-    assert (
-        CompletionRenderer(tokenizer, body).chunk(choice(tokenizer, "né"), Delta(first=True))["text"] == "né"
-    )
+    (part,) = CompletionRenderer(tokenizer, body).chunks(choice(tokenizer, "né"), Delta(first=True))
+    assert part["text"] == "né"
 
 
 def test_chat_carries_bytes(tokenizer: Tokenizer):
     body = parse(ChatBody, b'{"messages": [{"role": "user", "content": "a"}], "logprobs": true}')
     half = tokenizer.encode("é")[0]
-    rendered = ChatRenderer(tokenizer, body).chunk(
+    (rendered,) = ChatRenderer(tokenizer, body).chunks(
         choice(tokenizer, "a"), Delta(logprobs=[entry(half, top=[])])
     )
     (token,) = rendered["logprobs"]["content"]

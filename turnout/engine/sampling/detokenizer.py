@@ -45,10 +45,12 @@ class TextDelta:
 class TextStream:
     """The text of one request, from its `RequestOutput`s in order."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, keep: frozenset[int] = frozenset()):
+        """keep: special tokens that are text even if special tokens are skipped."""
         self._sampling = sampling
         kind = ByteDecoder if tokenizer.byte_level else PieceDecoder
-        self._decoder: Decoder = kind(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        skipped = tokenizer.special_ids - keep if sampling.skip_special_tokens else frozenset()
+        self._decoder: Decoder = kind(tokenizer, skipped)
         self._stops = StopStrings(sampling.stop, keep=sampling.include_stop_str_in_output)
         self._num_tokens = 0
         self._finished = False
@@ -151,9 +153,9 @@ class Decoder(Protocol):
 class ByteDecoder:
     """For byte-level vocabularies: every token is known bytes, so decoding is exact and takes one look."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
@@ -172,15 +174,15 @@ class PieceDecoder:
     ends in U+FFFD may be part of a character and waits for the next tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         self._ids: list[int] = []
         self._finished = 0  # ids before this are the context
         self._context = ""  # their text
 
     def push(self, token: int) -> str:
-        if self._skip and token in self._tokenizer.special_ids:
+        if token in self._skipped:
             return ""
         self._ids.append(token)
         text = self._decode()
@@ -200,4 +202,4 @@ class PieceDecoder:
         return new
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from turnout.server.api.body import Body, describe_others
+from turnout.server.api.tools import ToolCall
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 NOT_VARIABLES = ("chat_template", "tokenize", "add_special_tokens")  # of other engines' template functions
@@ -62,27 +63,47 @@ CONTENT = {
 }
 
 
-ONLY_ASSISTANTS_SAY_NOTHING = {
+# Only an assistant may say nothing, or call tools; only a tool answers a call.
+BY_ROLE = {
     "if": {"properties": {"role": {"const": "assistant"}}},
-    "else": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+    "then": {"properties": {"tool_call_id": {"type": "null"}}},
+    "else": {
+        "required": ["content"],
+        "properties": {"content": {"type": ["string", "array"]}, "tool_calls": {"enum": [None, []]}},
+        "if": {"properties": {"role": {"const": "tool"}}},
+        "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+        "else": {"properties": {"tool_call_id": {"type": "null"}}},
+    },
 }
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
     describe_others(schema)
-    schema |= ONLY_ASSISTANTS_SAY_NOTHING
+    schema |= BY_ROLE
 
 
 class Message(Body):
     model_config = ConfigDict(json_schema_extra=_describe_message)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None, BeforeValidator(_text), Field(validate_default=True), WithJsonSchema(CONTENT)
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for the same
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _only_assistants_call_and_only_tools_answer(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: only an assistant calls tools, but the role is {self.role!r}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id: required of a tool's message; it is the id of the call")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(f"tool_call_id: only a tool's message has it, but the role is {self.role!r}")
+        return self
 
     @field_validator("content")
     @classmethod
@@ -91,15 +112,43 @@ class Message(Body):
             raise ValueError("required; only an assistant's may be null")
         return content or ""
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates know it: plain text, and `developer` under its older name."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: plain text, arguments of calls as objects, and `developer` under its
+        older name."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
         if self.name is not None:
             message["name"] = self.name
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if reasoning is not None:
             message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def check_calls(messages: list[Message]) -> list[Message]:
+    """Raises ValueError unless each tool's message answers a call of the assistant's last that made any."""
+    calls: set[str] = set()
+    for i, message in enumerate(messages):
+        if message.tool_calls:
+            calls = {call.id for call in message.tool_calls}
+            if len(calls) < len(message.tool_calls):
+                raise ValueError(f"{i}.tool_calls: two calls have the same id; ids must differ")
+        if message.role == "tool" and message.tool_call_id not in calls:
+            before = ", ".join(sorted(calls)) or "there is none"
+            raise ValueError(
+                f"{i}.tool_call_id: {message.tool_call_id!r} is not the id of a call in the assistant's last "
+                f"message with tool_calls before it ({before})"
+            )
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), AfterValidator(check_calls)]
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any] | None:

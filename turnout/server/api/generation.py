@@ -11,6 +11,7 @@ from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
+from turnout.server.api.parsing.parts import Call, Parser, Part, Text
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.ledger import EngineFailed
@@ -20,29 +21,43 @@ from turnout.server.supervise.ledger import EngineFailed
 class Delta:
     """What one choice gained. Several add up to the whole answer."""
 
-    text: str = ""
+    parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     first: bool = False  # nothing came before it
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     def add(self, later: Delta) -> None:
-        self.text += later.text
+        self.parts += later.parts
         self.logprobs += later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.first = self.first or later.first
         self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
 
 
 @dataclass(slots=True)
 class Choice:
-    """One continuation of one prompt, and what is known of it so far."""
+    """One continuation of one prompt, and what is known of it so far.
+
+    parser:   takes its text apart; None: it is plain text
+    one_call: it ends with its first call
+    """
 
     index: int
     prompt_ids: list[int]
     sampling: SamplingParams
     text: TextStream
+    parser: Parser | None = None
+    one_call: bool = False
     num_tokens: int = 0
+    reasoning_tokens: int = 0
+    has_calls: bool = False
     cached_tokens: int = 0
     last_token_time: float = 0.0
     started: bool = False
@@ -105,12 +120,16 @@ class Generation:
         prompt = sum(len(choice.prompt_ids) for choice in per_prompt.values())
         cached = sum(choice.cached_tokens for choice in per_prompt.values())
         completion = sum(choice.num_tokens for choice in self.choices)
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if any(choice.parser for choice in self.choices):
+            reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
     def _name(self, choice: Choice) -> str:
         return f"{self._key}-{choice.index}"
@@ -127,12 +146,14 @@ class Generation:
             raise ApiError(503, "the engine ended this request", code="aborted")
         piece = choice.text.push(output)
         self._observe(choice, piece)
+        parts = _parts(choice, piece)
         delta = Delta(
-            text=piece.text,
+            parts=parts,
             logprobs=piece.logprobs,
             prompt_logprobs=piece.prompt_logprobs,
             first=not choice.started,
             finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
         )
         choice.started = True
         if piece.stopped and output.finish_reason is None:
@@ -160,3 +181,22 @@ class Generation:
         self._metrics.finished(reason)
         if reason != "abort":
             self._metrics.latency.observe(time.perf_counter() - self._arrival)
+
+
+def _parts(choice: Choice, piece: TextDelta) -> list[Part]:
+    """What `piece` adds to an answer. Corrects how it ends: with calls, or with the first of them."""
+    if choice.parser is None:
+        return [Text(piece.text)] if piece.text else []
+    if choice.parser.in_reasoning:
+        choice.reasoning_tokens += len(piece.token_ids)
+    parts = choice.parser.push(piece.text)
+    if piece.finish_reason is not None:
+        parts += choice.parser.finish(cut=piece.finish_reason == "length")
+    calls = [at for at, part in enumerate(parts) if isinstance(part, Call)]
+    choice.has_calls = choice.has_calls or bool(calls)
+    if calls and choice.one_call:
+        del parts[calls[0] + 1 :]
+        piece.stopped, piece.finish_reason, piece.stop_reason = True, "stop", None
+    if choice.has_calls and piece.finish_reason == "stop":
+        piece.finish_reason = "tool_calls"
+    return parts

@@ -22,6 +22,7 @@ from turnout.server.api.protocol import (
     parse,
 )
 from turnout.server.api.sizes import Limits, too_long
+from turnout.server.api.tools import Tool
 
 B = TypeVar("B", bound=Body)
 
@@ -59,12 +60,12 @@ def _completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> l
 
 def _chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
     cut = body.truncate_prompt_tokens is not None
-    return [_conversation(body.messages, body, tokenizer, limits, cut=cut)]
+    return [_conversation(body.messages, body, body.offered, tokenizer, limits, cut=cut)]
 
 
 def _tokenize(body: TokenizeBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
     if body.messages is not None:
-        return [_conversation(body.messages, body, tokenizer, limits)]
+        return [_conversation(body.messages, body, body.offered, tokenizer, limits)]
     special = body.add_special_tokens is not False
     return [_prompt(body.prompt or "", tokenizer, limits, special=special)]
 
@@ -99,13 +100,20 @@ def _prompt(
 def _conversation(
     messages: list[Message],
     options: TemplateFields,
+    tools: list[Tool],
     tokenizer: Tokenizer,
     limits: Limits,
     *,
     cut: bool = False,
 ) -> list[int]:
     """Token ids of a conversation by the model's chat template, up to where the answer begins."""
+    if tools and not tokenizer.takes_tools:
+        raise invalid(
+            "tools: this model's chat template shows no tools to the model; leave them out", "tools"
+        )
     variables = options.template_options()
+    if tools:
+        variables["tools"] = [tool.for_template() for tool in tools]
     special = variables.pop("add_special_tokens")
     try:
         text = tokenizer.render_chat([message.for_template() for message in messages], **variables)

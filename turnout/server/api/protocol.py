@@ -26,10 +26,11 @@ from turnout.engine.sampling_params import (
 )
 from turnout.errors import UserError
 from turnout.server.api.body import UNSUPPORTED, Body
-from turnout.server.api.chat import Message, TemplateFields
+from turnout.server.api.chat import Messages, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
 from turnout.server.api.sizes import MAX_PROMPTS, MAX_STOP_STRINGS, Limits, check_sizes
 from turnout.server.api.structured import StructuredFields
+from turnout.server.api.tools import ToolFields
 
 MAX_CHOICES = 128
 MAX_ID = 256  # characters of a request's name
@@ -231,11 +232,14 @@ class CompletionBody(GenerationBody):
         return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
 
 
-class ChatBody(GenerationBody, TemplateFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+class ChatBody(GenerationBody, TemplateFields, ToolFields):
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    separate_reasoning: bool | None = None  # false: reasoning stays in the text, marks included
+    stream_reasoning: bool | None = None  # false: streamed answers hold it in one piece
+    include_reasoning: bool | None = None  # false: it is left out
 
     @model_validator(mode="after")
     def _one_limit_and_logprobs(self) -> ChatBody:
@@ -251,22 +255,22 @@ class ChatBody(GenerationBody, TemplateFields):
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
-class TokenizeBody(TemplateFields):
+class TokenizeBody(TemplateFields, ToolFields):
     """Either `prompt`, or `messages` for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         if self.prompt is not None and (
-            self.chat_template_kwargs or self.reasoning_effort or self.continue_final_message
+            self.chat_template_kwargs or self.reasoning_effort or self.continue_final_message or self.tools
         ):
             raise ValueError(
-                "chat_template_kwargs, reasoning_effort and continue_final_message are for messages, "
+                "chat_template_kwargs, reasoning_effort, continue_final_message and tools are for messages, "
                 "not for a prompt"
             )
         return self

@@ -12,6 +12,7 @@ from turnout.engine.messages import TokenLogprobs
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Choice, Delta, Generation
+from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
 from turnout.server.api.protocol import ChatBody, CompletionBody
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
@@ -27,8 +28,8 @@ class Renderer(Protocol):
         """The first streamed part of a choice, before any token."""
         ...
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """A streamed part of `choice`."""
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """Streamed parts of `choice`; none where nothing can be said yet."""
         ...
 
     def answer(self, choice: Choice, total: Delta) -> dict[str, Any]:
@@ -63,7 +64,7 @@ async def stream(
         yield b"".join(event([opening]) for opening in openings)
     try:
         async for batch in generation.deltas():
-            parts = [event([renderer.chunk(c, delta)]) for c, delta in batch if _says_something(delta)]
+            parts = [event([chunk]) for c, delta in batch for chunk in renderer.chunks(c, delta)]
             if parts:
                 yield b"".join(parts)
     except ApiError as error:
@@ -75,7 +76,7 @@ async def stream(
 
 
 def _says_something(delta: Delta) -> bool:
-    return bool(delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason or delta.first)
+    return bool(delta.parts or delta.logprobs or delta.prompt_logprobs or delta.finish_reason or delta.first)
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -98,17 +99,73 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer, body: ChatBody):
         self._tokenizer = tokenizer
+        self._body = body
         self._wants_logprobs = bool(body.logprobs)
+        self._num_calls: dict[int, int] = {}  # streamed so far, by choice
+        self._waiting: dict[int, list[Part]] = {}  # reasoning that is not sent yet, by choice
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text else {}
-        return self._choice(choice, "delta", content, self._logprobs(delta), delta.finish_reason)
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """One for each kind of text, two for each call: its name, then its arguments."""
+        if not _says_something(delta):
+            return []
+        contents = [
+            content for part in self._shown(choice, delta) for content in self._contents(choice, part)
+        ]
+        contents = contents or [{}]
+        last = len(contents) - 1
+        return [
+            self._choice(
+                choice,
+                "delta",
+                content,
+                self._logprobs(delta) if i == 0 else None,
+                delta.finish_reason if i == last else None,
+            )
+            for i, content in enumerate(contents)
+        ]
+
+    def _shown(self, choice: Choice, delta: Delta) -> list[Part]:
+        """The parts that are sent now: reasoning perhaps never, or only when it is complete."""
+        if self._body.include_reasoning is False:
+            return [part for part in delta.parts if not isinstance(part, Reasoning)]
+        if self._body.stream_reasoning is not False:
+            return delta.parts
+        waiting = self._waiting.setdefault(choice.index, [])
+        waiting += delta.parts
+        if not (delta.finish_reason or any(not isinstance(part, Reasoning) for part in waiting)):
+            return []
+        shown = merged(waiting)
+        waiting.clear()
+        return shown
+
+    def _contents(self, choice: Choice, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, Text):
+            return [{"content": part.text}]
+        if isinstance(part, Reasoning):
+            return [{"reasoning_content": part.text, "reasoning": part.text}]
+        index = self._num_calls.get(choice.index, 0)
+        self._num_calls[choice.index] = index + 1
+        name = {"name": part.name, "arguments": ""}
+        begun = {"index": index, "id": part.id, "type": "function", "function": name}
+        arguments = {"index": index, "function": {"arguments": part.arguments}}
+        return [{"tool_calls": [begun]}, {"tool_calls": [arguments]}]
 
     def answer(self, choice: Choice, total: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": total.text, "refusal": None}
+        reasoning = "".join(part.text for part in total.parts if isinstance(part, Reasoning))
+        calls = [
+            {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+            for part in total.parts
+            if isinstance(part, Call)
+        ]
+        content = total.text or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning and self._body.include_reasoning is not False:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
         return self._choice(choice, "message", message, self._logprobs(total), total.finish_reason)
 
     def _choice(
@@ -146,7 +203,10 @@ class CompletionRenderer:
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return None
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        return [self.answer(choice, delta)] if _says_something(delta) else []
+
+    def answer(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         echo = bool(self._body.echo) and delta.first
         text = self._prompt_text(choice) + delta.text if echo else delta.text
         return {
@@ -155,8 +215,6 @@ class CompletionRenderer:
             "logprobs": None if self._body.logprobs is None else self._logprobs(choice, delta, echo),
             "finish_reason": delta.finish_reason,
         }
-
-    answer = chunk
 
     def _prompt_text(self, choice: Choice) -> str:
         """The prompt as it was sent, if as a whole text; else what its tokens stand for."""

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 closed = with_config(ConfigDict(extra="forbid"))  # no field but those named
 
 
@@ -77,11 +78,17 @@ class CachedTokens(TypedDict):
 
 
 @closed
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
+@closed
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
 
 
 @closed
@@ -132,10 +139,30 @@ class ChatLogprobs(TypedDict):
 
 
 @closed
+class CalledFunction(TypedDict):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@closed
+class Call(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+@closed
 class AnswerMessage(TypedDict):
+    """`content` is null where there are calls and no text. Both names of reasoning hold the same."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[Call]]
 
 
 @closed
@@ -143,13 +170,32 @@ class ChatChoice(TypedDict):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
+
+
+@closed
+class FunctionPart(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+@closed
+class CallPart(TypedDict):
+    """The first of an `index` has id, type and name, those after it only more of the arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionPart
 
 
 @closed
 class MessagePart(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[CallPart]]
 
 
 @closed
@@ -157,7 +203,7 @@ class ChatPart(TypedDict):
     index: int
     delta: MessagePart
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 @closed

@@ -7,12 +7,15 @@ import functools
 import os
 import time
 import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from turnout import __version__
+from turnout.checkpoint.config import read_config
+from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
@@ -20,6 +23,9 @@ from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
+from turnout.server.api.parsing.calls import Schemas
+from turnout.server.api.parsing.parts import Parser
+from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
 from turnout.server.api.sizes import Limits
 from turnout.server.api.structured import compiled
@@ -27,6 +33,7 @@ from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+OPENING_TOKENS = 128  # of a prompt's end, which may open the answer: a mark and an empty thought
 TURN_SECONDS = 0.002  # of the event loop, for one request to start what it asks for
 
 
@@ -41,6 +48,7 @@ class Service:
         self.draining = False
         self._created = int(time.time())
         self.tokenizer: Tokenizer | None = None
+        self.parsers = Parsers.chosen(config.tool_call_parser, config.reasoning_parser)  # checks the names
         self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
         self.intake = Intake(config.max_request_bytes)
         self._active: set[Generation] = set()
@@ -49,11 +57,17 @@ class Service:
         self._idle.set()
 
     def open(self, tokenizer: Tokenizer) -> None:
-        """Let requests in, once the engine is ready."""
+        """Let requests in, once the engine is ready. Raises UserError for parsers that do not go together."""
         ready = self.engine.ready
         assert ready is not None
         self.limits = Limits(
             model=self.model_name, max_context=ready.max_context, vocab_size=ready.vocab_size
+        )
+        self.parsers = Parsers.chosen(
+            self.config.tool_call_parser,
+            self.config.reasoning_parser,
+            template=tokenizer.chat_template,
+            model_type=read_config(locate(self.config.model)).get("model_type"),
         )
         self.intake.open(tokenizer, self.limits, self.config)
         self.tokenizer = tokenizer
@@ -94,7 +108,27 @@ class Service:
         """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return await self._start("chatcmpl", body, prompts, None)
+        return await self._start("chatcmpl", body, prompts, None, self._parsing(body))
+
+    def _parsing(self, body: ChatBody) -> Parsing:
+        """Raises ApiError for tools whose calls could not be read."""
+        if body.offered and self.parsers.calls is None:
+            raise invalid(
+                "tools: it is not known how this model writes calls; start the server with "
+                "--tool-call-parser and the name of its family, or leave tools out",
+                "tools",
+            )
+        if body.offered and body.tool_choice not in ("auto", None):
+            raise invalid("tool_choice: this server cannot force a call; send auto, or none", "tool_choice")
+        parsers = Parsers(
+            self.parsers.calls if body.offered else None,
+            self.parsers.reasoning if body.separate_reasoning is not False else None,
+        )
+        schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
+        kept = self.check_open().special_in(parsers.marks())
+        return Parsing(
+            parsers=parsers, schemas=schemas, kept=kept, one_call=body.parallel_tool_calls is False
+        )
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length as other engines add it."""
@@ -159,7 +193,12 @@ class Service:
             )
 
     async def _start(
-        self, kind: str, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
+        self,
+        kind: str,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        default_tokens: int | None,
+        parsing: Parsing | None = None,
     ) -> Generation:
         """Thousands of sequences may be asked for at once: other requests have their turns in between."""
         self.check_open()  # again: things may have changed while the prompts were encoded
@@ -167,7 +206,7 @@ class Service:
         self._admit(promised)
         self._promised += promised
         try:
-            choices = await self._choices(body, prompts, default_tokens)
+            choices = await self._choices(body, prompts, default_tokens, parsing or Parsing())
             self.check_open()
             key = f"{kind}-{uuid.uuid4().hex}"
             generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
@@ -183,7 +222,11 @@ class Service:
         return generation
 
     async def _choices(
-        self, body: GenerationBody, prompts: list[list[int]], default_tokens: int | None
+        self,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        default_tokens: int | None,
+        parsing: Parsing,
     ) -> list[Choice]:
         tokenizer = self.check_open()
         grammar = await asyncio.to_thread(compiled, body) if body.restrictions() else ""
@@ -197,7 +240,9 @@ class Service:
             sampling = sampling_of(self._token_limit(len(prompt_ids), body.max_tokens, default_tokens))
             for choice in range(body.n or 1):
                 own = _for_choice(sampling, choice)
-                choices.append(Choice(len(choices), prompt_ids, own, TextStream(tokenizer, own)))
+                text = TextStream(tokenizer, own, keep=parsing.kept)
+                parser = parsing.parser(tokenizer, prompt_ids)
+                choices.append(Choice(len(choices), prompt_ids, own, text, parser, one_call=parsing.one_call))
             await turn.share()
         return choices
 
@@ -245,6 +290,25 @@ class Service:
                 "context_length_exceeded",
             )
         return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsing:
+    """How the answers to one request are taken apart; by default not at all.
+
+    kept: special tokens that the parsers must see
+    """
+
+    parsers: Parsers = field(default_factory=Parsers)
+    schemas: Schemas = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
+    one_call: bool = False
+
+    def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:
+        if self.parsers == Parsers():
+            return None
+        end = tokenizer.decode(prompt_ids[-OPENING_TOKENS:], skip_special_tokens=False)
+        return self.parsers.parser(self.schemas, end)
 
 
 class Turn:

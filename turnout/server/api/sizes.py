@@ -15,6 +15,8 @@ from turnout.server.api.errors import ApiError, invalid
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 64
 MAX_FIELDS = 256  # of one JSON object
+MAX_TOOLS = 512
+MAX_CALLS = 512  # of one message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ def check_sizes(data: dict[str, Any], limits: Limits) -> None:
     if data.get("truncate_prompt_tokens") is None:
         _check_tokens(data.get("prompt"), limits.max_context, "prompt")
     _check_tokens(data.get("tokens"), limits.max_context, "tokens")
+    _check(data.get("tools"), MAX_TOOLS, "tools", "tools", kinds=list)
     _check_prompts(data.get("prompt"))
     _check_messages(data.get("messages"), limits.max_context)
 
@@ -88,5 +91,8 @@ def _check_messages(messages: Any, max_context: int) -> None:
         )
     for i, message in enumerate(messages):
         _check(message, MAX_FIELDS, f"messages.{i}", "fields", kinds=dict)
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        _check(message.get("tool_calls"), MAX_CALLS, f"messages.{i}.tool_calls", "calls", kinds=list)
+        content = message.get("content")
         _check(content, max_context, f"messages.{i}.content", "parts, as many as the context has tokens")

@@ -68,9 +68,8 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 def parse(family: str, pieces: list[str], opening: str = "", *, length: bool = False) -> list[Part]:
-    maker = Parsers(CALL_PARSERS[family], CALL_PARSERS[family]).maker(SCHEMAS, opening)
-    assert maker is not None
-    parser = maker()
+    parser = Parsers(CALL_PARSERS[family], CALL_PARSERS[family]).parser(SCHEMAS, opening)
+    assert parser is not None
     found = [part for piece in pieces for part in parser.push(piece)]
     return merged(found + parser.finish(cut=length))
 
@@ -199,9 +198,8 @@ def test_what_is_not_looked_for_stays():
         (Parsers(CALL_PARSERS["qwen3"], None), [Text(text)]),
         (Parsers(None, CALL_PARSERS["qwen3"]), [Reasoning("a"), Text("<tool_call>{}</tool_call>")]),
     ):
-        maker = parsers.maker({}, "")
-        assert maker is not None
-        parser = maker()
+        parser = parsers.parser({}, "")
+        assert parser is not None
         assert merged(parser.push(text) + parser.finish(cut=False)) == expected
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from turnout.errors import UserError
 from turnout.server.api.parsing.calls import Schemas
@@ -99,21 +97,24 @@ class Parsers:
             marks += [written.parameter or ""]
         return marks
 
-    def maker(self, schemas: Schemas, opening: str) -> Callable[[], Parser] | None:
-        """Makes a parser for each choice of a request; None if there is nothing to look for.
+    def parser(self, schemas: Schemas, prompt: str) -> Parser | None:
+        """One for one answer; None if there is nothing to look for.
 
-        opening: the end of the prompt, which may hold the beginning of the answer
+        prompt: its end, which may hold the beginning of the answer
         """
-        opening = _from_answer(opening)
+        opening = _from_answer(prompt)
         if self.calls is None and self.reasoning is None:
             return None
         if any(family is not None and family.harmony for family in (self.calls, self.reasoning)):
-            return lambda: HarmonyParser(
+            return HarmonyParser(
                 reasoning=self.reasoning is not None, calls=self.calls is not None, opening=opening
             )
-        marks = self.reasoning.reasoning if self.reasoning else None
-        written = self.calls.calls if self.calls else None
-        return lambda: TaggedParser(marks, written, schemas, opening=opening)
+        return TaggedParser(
+            self.reasoning.reasoning if self.reasoning else None,
+            self.calls.calls if self.calls else None,
+            schemas,
+            opening=opening,
+        )
 
 
 def family_of(template: str | None, model_type: str | None = None) -> Family | None:
@@ -124,11 +125,6 @@ def family_of(template: str | None, model_type: str | None = None) -> Family | N
     if template is None or "tools" not in template:
         return None
     return next((family for family in FAMILIES if model_type in family.model_types), None)
-
-
-def schemas_of(functions: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Name -> schema of the arguments."""
-    return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def _named(name: str, own: Family | None, known: dict[str, Family], flag: str) -> Family | None:

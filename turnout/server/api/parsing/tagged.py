@@ -45,14 +45,14 @@ class TaggedParser:
         self._body: list[str] = []  # of the present call
         self._in_string = False  # of its JSON
         self._section_has_calls = False
-        self._strip_lines = False  # at the next text
         self._begun = False  # some text or call was handed out
         self._last: Part | None = None
         opens = reasoning is not None and opening.rfind(reasoning.open) > opening.rfind(reasoning.close)
         self._marks = {state: self._marks_in(state) for state in State}
         self._patterns = {state: either(marks) for state, marks in self._marks.items()}
         self._state = State.REASONING if opens else State.TEXT
-        self._strip_lines = opens
+        closed = reasoning is not None and opening.rstrip().endswith(reasoning.close)
+        self._strip_lines = opens or closed
 
     @property
     def in_reasoning(self) -> bool:

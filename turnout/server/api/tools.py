@@ -1,0 +1,123 @@
+"""Tools that a request offers, and which of them the answer may call."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+
+from turnout.server.api.body import Body
+
+NAME = "^[A-Za-z0-9_.-]{1,128}$"  # no character that the formats of calls use
+Name = Annotated[str, Field(pattern=NAME)]
+
+
+def _parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    if schema is None:
+        return None
+    if schema.get("type", "object") != "object":
+        raise ValueError(f'must be a JSON schema of type "object", not {schema["type"]!r}')
+    if not isinstance(schema.get("properties", {}), dict):
+        raise ValueError("properties must be an object")
+    return schema
+
+
+_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"const": "object"}, "properties": {"type": "object"}}},
+        {"type": "null"},
+    ]
+}
+Parameters = Annotated[dict[str, Any] | None, AfterValidator(_parameters), WithJsonSchema(_SCHEMA)]
+
+
+class Function(Body):
+    name: Name
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        function: dict[str, Any] = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.schema_of_arguments,
+        }
+        return {"type": "function", "function": function}
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object", "properties": {}}
+
+
+class ChosenFunction(Body):
+    name: Name
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ToolFields(Body):
+    """What a request says about tools."""
+
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_differ_and_the_chosen_is_there(self) -> ToolFields:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"tools: two have the name {twice!r}; names must differ")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            known = ", ".join(names) or "there are none"
+            raise ValueError(
+                f"tool_choice: {self.tool_choice.function.name!r} is not the name of a tool ({known})"
+            )
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required, but there are no tools")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> CalledFunction:
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"arguments of {self.name!r}: must be the text of a JSON object")
+        return self
+
+
+class ToolCall(Body):
+    """A call that an earlier answer made."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a streamed call, which clients keep
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": self.function.for_template()}
