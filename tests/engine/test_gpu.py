@@ -104,9 +104,12 @@ def test_decoding_in_graphs_is_what_running_eagerly_gives(folder: Path) -> None:
     assert compared >= 12
 
 
-def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Path, overlap: str) -> None:
+    """With steps that overlap too: a request that ends at its maximum brings no row more."""
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
-    with LLM(str(folder), device="cuda", dtype="bfloat16", max_running_requests=12, **SETTINGS) as llm:
+    flags = SETTINGS | {"overlap_schedule": overlap}
+    with LLM(str(folder), device="cuda", dtype="bfloat16", max_running_requests=12, **flags) as llm:
         core = llm._open()
         before = sum(map(sum, core._model.expert_counts()))
         first = [completion.token_ids for completion in llm.generate(prompts(9), greedy)]

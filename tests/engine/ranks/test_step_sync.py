@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_ranks_that_share_requests_execute_commands_together(
     """Each command reaches the second rank of a pair up to 20 ms, some steps, after the first; the others may
     have stepped and rested meanwhile, and must not sleep over it.
     """
-    with Cluster(ranks(4), folder, model, **PAIRS) as cluster:
+    with Cluster(ranks(4), folder, model, **PAIRS, overlap_schedule="on") as cluster:
         schedules = Random(cluster, single, prompts, lag=0.02)
         for seed in range(FEW):
             schedules.run(seed)
@@ -133,14 +134,18 @@ def test_ranks_that_share_requests_execute_commands_together(
         assert sorted(took)[2] < 0.9, took
 
 
-@pytest.mark.parametrize("sizes", [DATA_PARALLEL, PAIRS], ids=["dp 4", "dp 2 x tp 2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [DATA_PARALLEL, PAIRS | {"overlap_schedule": "on"}],
+    ids=["dp 4", "dp 2 x tp 2, steps overlap"],
+)
 def test_near_ties_are_decided_while_others_work(
     ranks: Pools,
     folder: Path,
     model: Path,
     single: SingleRank,
     prompts: list[list[int]],
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
 ):
     with Cluster(ranks(4), folder, model, close=0.03, **sizes) as cluster:
         schedules = Random(cluster, single, prompts)
