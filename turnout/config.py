@@ -190,7 +190,7 @@ class ServerConfig(Config):
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
         0.0,
-        "seconds until ranks with work count as stalled and restart; 0: 10 without a heartbeat, or, where "
+        "seconds until ranks with work count as stalled and restart; 0: 3 without a heartbeat, or, where "
         "all processes run, 5 times the longest pause so far without progress and at least 30",
         minimum=0,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.server.processes import Background, eventually, folder_of, has_ended, is_ready, ranks_of, started
@@ -24,7 +25,7 @@ from turnout.server.run import bind
 
 def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
     """The engine is held still where the test needs requests to be running, however fast it is."""
-    with started(tiny_folder, shutdown_timeout=4.0) as (server, root):
+    with started(tiny_folder, shutdown_timeout=4.0, watchdog_timeout=60.0) as (server, root):
         (engine,) = ranks_of(server)
         endless = Background(root, tokens=500, n=8)
         short = Background(root, tokens=20)
@@ -48,7 +49,7 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
 
 
 def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
-    with started(tiny_folder, shutdown_timeout=100.0) as (server, root):
+    with started(tiny_folder, shutdown_timeout=100.0, watchdog_timeout=60.0) as (server, root):
         (engine,), folder = ranks_of(server), folder_of(server)
         Background(root, tokens=480, n=8)
         engine.suspend()  # so that there is something to wait for
@@ -62,7 +63,7 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
 
 
 def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folder: Path):
-    with started(tiny_folder, max_request_restarts=0) as (server, root):
+    with started(tiny_folder, max_request_restarts=0, watchdog_timeout=60.0) as (server, root):
         (engine,) = ranks_of(server)
         streamed = Background(root, tokens=500)
         engine.suspend()  # so that both requests are still running when it dies
@@ -92,13 +93,18 @@ def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folde
         assert "Traceback" not in server.last_lines()
 
 
-def test_a_killed_server_leaves_no_engine_behind(tiny_folder: Path):
+def test_a_killed_server_leaves_nothing_behind(tiny_folder: Path):
+    """Not even if its rank is stopped, so that it sees nothing. The port can be had at once."""
     with started(tiny_folder) as (server, root):
         (engine,), folder = ranks_of(server), folder_of(server)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         Background(root, tokens=480, n=8)
+        others = psutil.Process(server.process.pid).children(recursive=True)
+        engine.suspend()
         server.process.kill()
-        assert eventually(lambda: has_ended(engine))
+        server.process.wait(10)
+        bind("127.0.0.1", httpx.URL(root).port or 0).close()
+        assert eventually(lambda: all(has_ended(process) for process in (engine, *others)))
         assert eventually(lambda: not folder.exists())
 
 

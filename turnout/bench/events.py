@@ -8,7 +8,7 @@ of many events at once, and nothing for what httpx does around each read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from turnout.errors import UserError
@@ -16,7 +16,9 @@ from turnout.errors import UserError
 LIMIT = 1 << 20  # bytes of a line
 
 
-async def post(base_url: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+async def post(
+    base_url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[bytes]:
     """The data of each event of `base_url`/`path`'s answer to a JSON body.
 
     Raises UserError for any status but 200, OSError if the connection fails or ends early.
@@ -28,9 +30,10 @@ async def post(base_url: str, path: str, body: bytes) -> AsyncIterator[bytes]:
     try:
         head = (
             f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n"
         )
-        writer.write(head.encode() + body)
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        writer.write(f"{head}{more}\r\n".encode() + body)
         status, chunked = await _head(reader)
         pieces = _chunks(reader) if chunked else _rest(reader)
         if status != 200:

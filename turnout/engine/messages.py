@@ -107,9 +107,10 @@ class Outputs(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot go on. `user_error` tells a wrong input from a bug."""
+    """The engine of `rank` cannot go on. `user_error` tells a wrong input from a bug."""
 
     message: str
+    rank: int = 0
     user_error: bool = False
 
 

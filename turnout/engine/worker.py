@@ -107,11 +107,11 @@ def main() -> int:
         run(core, step_sync, commands, send)
         return 0
     except UserError as error:
-        send(Failed(f"{who}{error}", user_error=True))
+        send(Failed(f"{who}{error}", rank=start.rank, user_error=True))
         return 2
     except Exception as error:
         traceback.print_exc()
-        send(Failed(f"{who}the engine failed: {type(error).__name__}: {error}"))
+        send(Failed(f"{who}the engine failed: {type(error).__name__}: {error}", rank=start.rank))
         return 1
     finally:
         context.destroy(linger=FLUSH_MS)

@@ -68,6 +68,14 @@ class Board:
             parts=self._get(line, PARTS),
         )
 
+    @property
+    def closed(self) -> bool:
+        return self._memory.closed
+
+    def close(self) -> None:
+        """Let go of the file; nothing can be read or put any more."""
+        self._memory.close()
+
     def put(self, line: int, offset: int, value: int) -> None:
         WORD.pack_into(self._memory, LINE * line + offset, value)
 

@@ -33,7 +33,7 @@ def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
         assert httpx.get(root + path).status_code == 200
     for path in ("/v1/models", "/version", "/server_info", "/openapi.json"):
         assert httpx.get(root + path).status_code == 401
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/restart"):
         for given in (None, KEY, "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer{KEY}", f"Bearer {KEY}é"):
             header = {} if given is None else {"Authorization": given.encode()}
             reply = httpx.post(root + path, json={"prompt": "a"}, headers=header)
@@ -43,6 +43,13 @@ def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
         openai.OpenAI(base_url=guarded, api_key="wrong", max_retries=0).models.list()
     client = openai.OpenAI(base_url=guarded, api_key=KEY, max_retries=0)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_who_has_no_key_to_show_cannot_restart_ranks(http: httpx.Client):
+    refused = http.post("/restart")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+    assert "--api-key" in refused.json()["error"]["message"]
+    assert http.get("/ready").status_code == 200
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,6 @@ from turnout.server.supervise.watchdog import SILENT_SECONDS
 DP2_EP2 = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 NOTICED = 2.0  # seconds
 RECOVERED = 60.0  # a few seconds on a quiet machine
-WATCHDOG = 3.0
 PROMPTS = [f"{i} pears and {i * i} plums" * (1 + i % 3) for i in range(8)]
 
 Served = tuple[ServerProcess, str]
@@ -37,7 +38,7 @@ Served = tuple[ServerProcess, str]
 @pytest.fixture(scope="module")
 def two_ranks(tiny_folder: Path) -> Iterator[Served]:
     """One server for most tests here, since each leaves it as ready as it was."""
-    with started(tiny_folder, **DP2_EP2, watchdog_timeout=WATCHDOG) as served:
+    with started(tiny_folder, **DP2_EP2, shutdown_timeout=120.0) as served:
         yield served
 
 
@@ -192,11 +193,10 @@ def test_a_stopped_rank_is_found_and_named(ready: Served):
     old = ranks_of(server)
     running = streams(root)
     old[1].suspend()
-    assert eventually(lambda: not is_ready(root), WATCHDOG + NOTICED)
+    assert eventually(lambda: not is_ready(root), SILENT_SECONDS + NOTICED)
     why = info(root)["last_failure"]
-    assert "rank 1 does not run" in why
-    assert "step" in why
-    assert "phase" in why
+    assert "rank 1 does not run: no heartbeat for 3 s" in why
+    assert re.search(rf"on host {socket.gethostname()}, in phase \w+ of step \d+, while rank 0 was", why), why
     assert all(whole(stream) for stream in running)
     assert all(has_ended(rank) for rank in old)
 
@@ -206,7 +206,7 @@ def test_a_slow_rank_is_no_stalled_one(ready: Served):
     server, root = ready
     restarts, slow = info(root)["restarts"], ranks_of(server)[1]
     running = streams(root)
-    end = time.monotonic() + 2 * WATCHDOG
+    end = time.monotonic() + 2 * SILENT_SECONDS
     while time.monotonic() < end:
         slow.suspend()
         time.sleep(0.6)
@@ -216,34 +216,24 @@ def test_a_slow_rank_is_no_stalled_one(ready: Served):
     assert info(root)["restarts"] == restarts
 
 
-def test_a_stopped_rank_is_found_within_seconds_by_default(tiny_folder: Path):
-    with started(tiny_folder, **DP2_EP2) as (server, root):
-        streams(root)
-        ranks_of(server)[0].suspend()
-        assert eventually(lambda: not is_ready(root), SILENT_SECONDS + NOTICED)
-        assert "rank 0 does not run: no heartbeat for 10 s" in info(root)["last_failure"]
-
-
 def test_a_long_rest_is_no_stall(ready: Served):
     _, root = ready
     restarts = info(root)["restarts"]
-    time.sleep(WATCHDOG + 1)
+    time.sleep(SILENT_SECONDS + 1)
     complete(root, "after a rest")
     assert info(root)["restarts"] == restarts
 
 
-def test_told_to_stop_all_ranks_finish_and_leave(two_ranks: Served):
-    """The last test on the shared server. Requests finish, whichever rank has them."""
+def test_told_to_stop_the_server_owes_its_answers_even_if_a_rank_dies(two_ranks: Served):
+    """The last test on the shared server. Requests finish, whichever rank has them, and all ranks leave."""
     server, root = two_ranks
-    ranks, folder, before = ranks_of(server), folder_of(server), shared_memory()
-    running = streams(root)
+    before, running = shared_memory(), streams(root)
     server.process.terminate()
-    for stream in running:
-        assert stream.result()[-1] == "[DONE]"
-        assert len(stream.lines) == 481
+    assert eventually(lambda: not is_ready(root))
+    ranks_of(server)[0].kill()
+    assert all(whole(stream) for stream in running)
     assert server.process.wait(20) == 0
-    assert all(has_ended(rank) for rank in ranks)
-    assert not folder.exists()
+    assert "the ranks are ready again, and 2 requests go on" in server.last_lines()
     assert shared_memory() <= before
 
 

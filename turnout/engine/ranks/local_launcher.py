@@ -7,6 +7,7 @@ and leaves too (`leave_with_launcher`). Torch-free.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -15,11 +16,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 import psutil
 
 from turnout.cache import private_folder
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when the thread that started it ends
 
 OnExit = Callable[[int, int], None]  # rank, exit code (negative: of the signal that ended it)
 
@@ -67,15 +71,26 @@ class LocalLauncher:
         for process in self.processes.values():
             process.wait()
 
+    def hang_up(self) -> None:
+        """Close this end of the processes' standard input, which is the end of those that are still there."""
+        for process in self.processes.values():
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+
     def remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def leave_with_launcher(lifeline: int, folder: str) -> None:
-    """In a rank: from now on, end this process at once when its launcher has, whatever it is doing.
+    """In a rank: from now on, end this process at once when its launcher has, whatever it is doing, and even
+    if it is stopped.
 
     lifeline: a descriptor on which nothing comes before its end. folder: the launcher's, removed then.
     """
+
+    if sys.platform == "linux":  # a process that is stopped does not see the end of its lifeline
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
         while os.read(lifeline, 1):

@@ -138,7 +138,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         now = asyncio.get_running_loop().time
-        self._waits_for_client = False
+        self._waits_for_client, self._sent = False, now()
         async for part in self._parts:
             self._waits_for_client = True
             await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -237,9 +237,15 @@ class EngineSupervisor:
 
     def _on_ready(self) -> None:
         assert self._group is not None
+        ready = self._group.ready
+        if self.ready and ready and ready.vocab_size != self.ready.vocab_size:
+            raise UserError(
+                f"the model has {ready.vocab_size} token ids now, and had {self.ready.vocab_size} before: "
+                "only its weights may change on disk; start the server anew"
+            )
         if self.restarts:
             log.info("the ranks are ready again, and %d requests go on", len(self.ledger))
-        self.ready = self._group.ready
+        self.ready = ready
         self.started.set()
         self._submit_due()
 

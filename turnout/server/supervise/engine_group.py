@@ -40,7 +40,7 @@ from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.local_ranks import Host, Rendezvous
 from turnout.server.supervise.watchdog import Stall, Watchdog
 
-LAST_WORDS_SECONDS = 1.0  # how long an ended process's messages may still be on their way
+LAST_WORDS_SECONDS = 0.5  # how long an ended process's messages may still be on their way
 ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
 STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.25  # between looks at the board
@@ -72,7 +72,7 @@ class EngineGroup:
         known = 0 if config.disable_prefix_cache else KNOWN_PAGES
         self._router = Router(config.dp_size, config.page_size, known_pages=known)
         self._announced: dict[int, Ready] = {}
-        self._killed: list[tuple[int, str]] = []
+        self._killed: set[int] = set()  # by a signal
         self._said: list[Failed] = []
         self._verdict: EngineFailed | None = None
         self._news = asyncio.Event()  # something of the three above, or the end of a rank
@@ -212,26 +212,42 @@ class EngineGroup:
     async def _cause(self) -> EngineFailed:
         """Why the group fails. Of what ranks say and how they end, the first may be an echo.
 
-        A rank killed by a signal says nothing, but the others complain that they lost it, perhaps before
-        its parent knows. One that ends by itself may have said why, in a message still on its way.
+        A rank killed by a signal says nothing, nor does one that leaves in the middle of something, but the
+        others complain that they lost it, perhaps before its parent knows. One that ends by itself may have
+        said why, in a message still on its way.
         """
         start = time.monotonic()
         while True:
+            waited = time.monotonic() - start
             if self._verdict:
                 return self._verdict
-            waited = time.monotonic() - start
             for said in self._said:
-                if said.user_error or (waited >= ECHO_SECONDS and not self._killed):
-                    return EngineFailed(said.message, user_error=said.user_error, spoken=True)
-            if self._killed:
-                rank, how = self._killed[0]
-                return EngineFailed(f"{self._name(rank)} {how}")
-            if waited >= LAST_WORDS_SECONDS:
-                rank, how = next(iter(self.ended.items()))
-                return EngineFailed(f"{self._name(rank)} {how}")
+                if said.user_error:
+                    return EngineFailed(said.message, user_error=True, spoken=True)
+            spoken = {said.rank for said in self._said}
+            silent = [rank for rank in self.ended if rank not in spoken]
+            killed = [rank for rank in silent if rank in self._killed]
+            if killed or (silent and waited >= LAST_WORDS_SECONDS):
+                rank = (killed or silent)[0]
+                return EngineFailed(f"{self._name(rank)} {self.ended[rank]}{self._circumstances(rank)}")
+            if self._said and not silent and waited >= ECHO_SECONDS:
+                said = self._said[0]
+                return EngineFailed(f"{said.message}{self._circumstances(said.rank)}", spoken=True)
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), ECHO_SECONDS / 3)
+
+    def _circumstances(self, rank: int) -> str:
+        """Where `rank` is and what it was doing, and which rank waited for it."""
+        readings = {other: self.reading(other) for other in self._host_of}
+        place = f"; on host {self._host_of[rank].where}, in phase {readings[rank].phase}"
+        if self.ready is not None:
+            place += f" of step {readings[rank].step}"
+        others = [other for other in readings if other != rank]
+        if not others:
+            return place
+        peer = max(others, key=lambda other: readings[other].progress)
+        return f"{place}, while rank {peer} was in phase {readings[peer].phase} of step {readings[peer].step}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}" if self.topology.tp_size > 1 else "the engine process"
@@ -239,7 +255,7 @@ class EngineGroup:
     def _on_exit(self, rank: int, how: str, by_signal: bool) -> None:
         self.ended[rank] = how
         if by_signal:
-            self._killed.append((rank, how))
+            self._killed.add(rank)
         self._news.set()
 
     def _on_events(self) -> None:
@@ -287,15 +303,18 @@ class EngineGroup:
             if now >= look_at:
                 look_at = now + LOOK_SECONDS
                 if stall := self._look(busy=True):
-                    return self.fail(EngineFailed(str(stall)))
+                    return self.fail(self._stalled(stall))
         for rank in range(self.topology.tp_size):
             await self._reach(rank)
         self.ready = self._announced[0]
         on_ready()
         while True:
             if stall := self._look(busy=self.busy):
-                return self.fail(EngineFailed(str(stall)))
+                return self.fail(self._stalled(stall))
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _stalled(self, stall: Stall) -> EngineFailed:
+        return EngineFailed(f"{stall}{self._circumstances(stall.rank)}")
 
     def _look(self, *, busy: bool) -> Stall | None:
         readings = {rank: reading for host in self._hosts for rank, reading in host.readings().items()}

@@ -157,6 +157,7 @@ class RemoteRanks:
     def __init__(self, config: ServerConfig, agent: AgentConnection):
         per_node = config.tp_size // config.nnodes
         self.ranks = range(agent.node * per_node, (agent.node + 1) * per_node)
+        self.where = f"{agent.where} (node {agent.node})"
         self._agent = agent
         self._number = 0
         self._pids: dict[int, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -50,9 +51,10 @@ OnExit = Callable[[int, str, bool], None]  # rank, how it ended, whether by a si
 
 
 class Host(Protocol):
-    """The ranks of one host."""
+    """The ranks of one host. where: what its user calls it."""
 
     ranks: range
+    where: str
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
         """Start them all; `on_exit` is called as each one ends, expected or not."""
@@ -78,6 +80,7 @@ class LocalRanks:
 
     def __init__(self, config: ServerConfig, ranks: range):
         self.ranks = ranks
+        self.where = socket.gethostname()
         self._launcher = LocalLauncher("the sockets between the processes of the server")
         self._config = config
         self._board = Board(self.folder / "board", config.tp_size)
@@ -127,13 +130,15 @@ class LocalRanks:
                     await self._none_runs.wait()
             except TimeoutError:
                 log.error("%d killed processes are still there", self._running)
+        self._launcher.hang_up()
         self.remove_folder()
+        self._board.close()
 
     def remove_folder(self) -> None:
         self._launcher.remove_folder()
 
     def readings(self) -> dict[int, Reading]:
-        return {rank: self._board.read(rank) for rank in self.ranks}
+        return {} if self._board.closed else {rank: self._board.read(rank) for rank in self.ranks}
 
     def pid(self, rank: int) -> int | None:
         process = self._launcher.processes.get(rank)

@@ -2,10 +2,10 @@
 
 Two things can be wrong, and each has its deadline:
 
-* A process does not run: its heartbeats stop, which come every 0.2 s whatever else it does. Measured over
-  loading, compiling and steps of 32 requests, two ranks on two cores of an AMD EPYC whose load was 12: at
-  most 1.1 s between two. `SILENT_SECONDS` is well above; while a rank loads or compiles, libraries may hold
-  Python's lock for longer.
+* A process does not run: its heartbeats stop, which come every 0.2 s whatever else it does. Measured on two
+  ranks that answer 64 requests with drafts, on two cores of an AMD EPYC whose load was 11 to 15: at most
+  0.3 s between two. `SILENT_SECONDS` is ten times that, for a rank given up by mistake costs some seconds and
+  no request. While a rank loads or compiles, libraries hold Python's lock for longer (1.1 s was seen).
 * All processes run, and none gets on: no layer, collective, step or phase begins. How long that may take
   depends on the model and the machine (in the same measurement 0.4 s of a forward, and 6.4 s of a rank that
   was ready before the other), so it is measured: the longest pause of this group so far, of warm-up and
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from turnout.parallel.health import STARTING, Reading
 
-STILL_SECONDS = 5.0  # without a heartbeat until a process is shown as stalled
-SILENT_SECONDS = 10.0  # without a heartbeat until it is given up
+STILL_SECONDS = 2.0  # without a heartbeat until a process is shown as stalled
+SILENT_SECONDS = 3.0  # without a heartbeat until it is given up
 STARTING_SECONDS = 60.0  # the same while it loads or compiles
 WAITING_SECONDS = 30.0  # without progress of processes that run, until one is given up
 PATIENCE = 5.0  # how many times the longest pause so far is waited for
@@ -39,16 +39,10 @@ class Stall:
     runs: bool
 
     def __str__(self) -> str:
-        at, seconds = self.reading, f"{self.seconds:.0f}"
-        why = (
-            f"is waited for: no progress for {seconds} s"
-            if self.runs
-            else f"does not run: no heartbeat for {seconds} s"
-        )
-        return (
-            f"rank {self.rank} {why}; it is at step {at.step}, phase {at.phase}, with {at.collectives} "
-            "collectives begun"
-        )
+        seconds = f"{self.seconds:.0f}"
+        if self.runs:
+            return f"rank {self.rank} is waited for: no progress for {seconds} s"
+        return f"rank {self.rank} does not run: no heartbeat for {seconds} s"
 
 
 class Watchdog:

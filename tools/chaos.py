@@ -1,0 +1,343 @@
+"""Ranks are killed, stopped and crashed under load, and every answer is compared with an undisturbed one.
+
+    python -m tools.chaos demo --clients 64 --failures 100 --output benchmarks/results/chaos-DEVICE.json
+    python -m tools.chaos MODEL --mode tp2 --kinds kill raise
+
+Starts a server on this machine, asks it for an answer to each client's request, and then lets all clients ask
+theirs again and again while ranks fail. Exits with 1 if an answer failed or differs, or if something is left
+behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+
+from tools.faults.sitecustomize import SIGNALS
+from turnout.bench.events import post
+from turnout.bench.results import check_output, cpu_name, result, save
+from turnout.config import ServerConfig, load
+from turnout.errors import UserError
+from turnout.server.launch import ServerProcess
+
+MODES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp_size": 2},
+    "dp2": {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True},
+    "dp4": {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True},
+}
+KINDS: dict[str, int] = {
+    "kill": signal.SIGKILL,
+    "crash": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    **SIGNALS,
+    "restart": 0,  # of all ranks, by POST /restart
+}
+KEY = "chaos"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+FAULTS = Path(__file__).parent / "faults"
+LOGPROB_ERROR = 1e-3  # sums in another order; the same tokens all the same
+GIVEN_UP = 300.0  # seconds
+LETTERS = [*"aeiourstln"]
+
+# What clients ask for, in turn; each adds a prompt and a seed of its own.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.95, "top_k": 40},
+    {"temperature": 0.8, "n": 3},
+    {"temperature": 0, "logprobs": 2, "echo": True},
+    {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "min_tokens": 8, "stop": LETTERS, "include_stop_str_in_output": True},
+    {"temperature": 1.0, "logit_bias": {"65": 3, "66": -50}, "logprobs": 0, "n": 2},
+    {"temperature": 0, "n": 2, "echo": True},  # whole
+)
+
+
+def body(client: int, tokens: int) -> dict[str, Any]:
+    """What a client asks for, each time the same."""
+    again = "Ann has 3 pears and Bob has 4 plums. " * (client % 5)  # what drafts live on
+    asked: dict[str, Any] = {
+        "prompt": f"{again}Client {client} says:",
+        "max_tokens": tokens,
+        "seed": client,
+        "ignore_eos": True,
+    }
+    turn = client % len(ASKED)
+    if turn < len(ASKED) - 1:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    return asked | ASKED[turn]
+
+
+@dataclass
+class Answer:
+    """Of one request: by choice, and the usage that it was told."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[str]] = field(default_factory=dict)
+    offsets: dict[int, list[int]] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    pause: float = 0.0  # the longest between two events, in seconds
+
+    def add(self, content: dict[str, Any]) -> None:
+        if "error" in content:
+            raise UserError(content["error"]["message"])
+        for choice in content["choices"]:
+            index = choice["index"]
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            if choice["finish_reason"]:
+                if index in self.reasons:
+                    raise UserError(f"choice {index} ended twice")
+                self.reasons[index] = choice["finish_reason"]
+            if scores := choice["logprobs"]:
+                self.tokens.setdefault(index, []).extend(scores["tokens"])
+                self.offsets.setdefault(index, []).extend(scores["text_offset"])
+                given = [logprob for logprob in scores["token_logprobs"] if logprob is not None]
+                self.logprobs.setdefault(index, []).extend(given)
+        if usage := content.get("usage"):
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            self.usage = {name: usage[name] for name in names}
+
+    def differs(self, other: Answer) -> str:
+        """Where, if it does."""
+        for name in ("reasons", "usage", "texts", "tokens", "offsets"):
+            if (one := getattr(self, name)) != (another := getattr(other, name)):
+                return f"{name}: {one} and {another}"
+        for index, own in self.logprobs.items():
+            errors = [abs(a - b) for a, b in zip(own, other.logprobs[index], strict=True)]
+            if max(errors) > LOGPROB_ERROR:
+                return f"logprobs of choice {index}: by up to {max(errors)}"
+        return ""
+
+
+async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> Answer:
+    """Raises UserError and OSError for an answer that failed."""
+    answer, last = Answer(), 0.0
+    if not asked.get("stream"):
+        reply = await http.post("completions", json=asked)
+        answer.add(reply.json())
+        return answer
+    content = msgspec.json.encode(asked)
+    async for data in post(str(http.base_url), "completions", content, headers=HEADERS):
+        now = time.monotonic()
+        answer.pause = max(answer.pause, now - last if last else 0.0)
+        last = now
+        if data == b"[DONE]":
+            return answer
+        answer.add(msgspec.json.decode(data))
+    raise UserError("a stream ended without [DONE]")
+
+
+@contextmanager
+def server_of(config: ServerConfig) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server whose ranks can fail inside, and the folder that holds all its temporary files."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR")}
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(FAULTS), before["PYTHONPATH"] or ""])
+        os.environ["TMPDIR"] = folder
+        server = ServerProcess(config, show=False)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        try:
+            server.wait_ready()
+            yield server, Path(folder)
+        finally:
+            server.process.kill()
+            server.stop()
+
+
+class Chaos:
+    """Clients and failures of one server."""
+
+    def __init__(self, server: ServerProcess, folder: Path, tokens: int, clients: int, seed: int = 0):
+        assert server.base_url is not None
+        self.root = server.base_url.removesuffix("/v1")
+        self.http = httpx.AsyncClient(base_url=server.base_url + "/", headers=HEADERS, timeout=GIVEN_UP)
+        self.process, self.folder = psutil.Process(server.process.pid), folder
+        self.asked = [body(client, tokens) for client in range(clients)]
+        self.failures: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self.answered = 0
+        self.pauses: list[float] = []
+        self._over = False
+        self._draw = random.Random(seed)
+
+    async def run(self, kinds: Sequence[str], failures: int, every: float) -> dict[str, Any]:
+        """What became of all requests while ranks failed so many times, and what is left behind."""
+        expected = list(await asyncio.gather(*(ask(self.http, asked) for asked in self.asked)))
+        before = await self._held()
+        clients = asyncio.gather(*(self._client(*both) for both in zip(self.asked, expected, strict=True)))
+        start = time.monotonic()
+        for kind in itertools.islice(itertools.cycle(kinds), failures):
+            await asyncio.sleep(every)
+            await self._fail(kind)
+        self._over = True
+        await clients
+        seconds = time.monotonic() - start
+        info = await self._info()
+        after = await self._held()
+        metrics = await self._metrics()
+        await self.http.aclose()
+        return {
+            "clients": len(self.asked),
+            "answers": self.answered,
+            "wrong": self.wrong,
+            "seconds": seconds,
+            "failures": len(self.failures),
+            "restarts": info["restarts"],
+            "resumed_requests": metrics["turnout:resumed_requests_total"],
+            "replayed_tokens": metrics["turnout:replayed_tokens_total"],
+            "longest_pause_s": _spread([pause for pause in self.pauses if pause]),
+            "kinds": {kind: self._summary(kind) for kind in kinds},
+            "before": before,
+            "after": after,
+            "left_behind": {
+                name: (before[name], after[name]) for name in before if after[name] > before[name]
+            },
+        }
+
+    async def _client(self, asked: dict[str, Any], expected: Answer) -> None:
+        while not self._over:
+            try:
+                answer = await ask(self.http, asked)
+            except (UserError, OSError, httpx.HTTPError) as error:
+                self.wrong.append(f"{asked}: {type(error).__name__}: {error}")
+                continue
+            if difference := answer.differs(expected):
+                self.wrong.append(f"{asked}: {difference}")
+            self.answered += 1
+            self.pauses.append(answer.pause)
+
+    async def _fail(self, kind: str) -> None:
+        """Let a rank fail, or all be restarted, and wait until they serve again."""
+        victim = self._draw.choice((await self._info())["ranks"])
+        start = time.monotonic()
+        if kind == "restart":
+            (await self.http.post(f"{self.root}/restart")).raise_for_status()
+        else:
+            os.kill(victim["pid"], KINDS[kind])
+        noticed = await self._until(lambda ready: not ready) - start
+        ready = await self._until(lambda ready: ready) - start
+        why = (await self._info())["last_failure"]
+        self.failures.append(
+            {"kind": kind, "rank": victim["rank"], "noticed_s": noticed, "ready_s": ready, "said": why}
+        )
+
+    async def _until(self, reached: Callable[[bool], bool]) -> float:
+        """time.monotonic() when /ready is as wanted. Raises UserError if that takes too long."""
+        end = time.monotonic() + GIVEN_UP
+        while time.monotonic() < end:
+            if reached((await self.http.get(f"{self.root}/ready")).status_code == 200):
+                return time.monotonic()
+            await asyncio.sleep(0.01)
+        raise UserError(
+            f"/ready did not change within {GIVEN_UP:g} s; the last failure: {self.failures[-1:]}"
+        )
+
+    async def _info(self) -> dict[str, Any]:
+        return (await self.http.get(f"{self.root}/server_info")).json()
+
+    async def _metrics(self) -> dict[str, float]:
+        lines = (await self.http.get(f"{self.root}/metrics")).text.splitlines()
+        return {line.split()[0]: float(line.split()[1]) for line in lines if " " in line and line[0] != "#"}
+
+    async def _held(self) -> dict[str, int]:
+        """What the server holds when it has nothing to do."""
+        await asyncio.sleep(1.5)  # the ranks' last report
+        ranks = (await self._info())["ranks"]
+        return {
+            "pages": sum(rank["pages_used"] for rank in ranks),
+            "sequences": sum(rank["num_running"] + rank["num_waiting"] for rank in ranks),
+            "descriptors": self.process.num_fds() - len(self.process.net_connections("tcp")),
+            "threads": self.process.num_threads(),
+            "processes": len(self.process.children(recursive=True)),
+            "zombies": sum(c.status() == psutil.STATUS_ZOMBIE for c in self.process.children()),
+            "sockets": len(self.process.net_connections("unix")),
+            "files": sum(len(files) for _, _, files in os.walk(self.folder)),
+        }
+
+    def _summary(self, kind: str) -> dict[str, Any]:
+        of_kind = [failure for failure in self.failures if failure["kind"] == kind]
+        return {
+            "count": len(of_kind),
+            "noticed_s": _spread([failure["noticed_s"] for failure in of_kind]),
+            "ready_s": _spread([failure["ready_s"] for failure in of_kind]),
+            "said": of_kind[-1]["said"] if of_kind else "",
+        }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {"median": round(statistics.median(seconds), 3), "most": round(max(seconds), 3)}
+
+
+def run(
+    config: ServerConfig, *, clients: int, tokens: int, kinds: Sequence[str], failures: int, every: float
+) -> dict[str, Any]:
+    """A server with `config` under failures; what `Chaos.run` says, and what is left when it has ended."""
+    with server_of(config) as (server, folder):
+        chaos = Chaos(server, folder, tokens, clients)
+        row = asyncio.run(chaos.run(kinds, failures, every))
+        children = chaos.process.children(recursive=True)
+        row["exit_code"] = server.stop()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        row["left_behind"] |= {f"after the end: {path.name}": (0, 1) for path in folder.iterdir()}
+        row["left_behind"] |= {f"after the end: process {process.pid}": (0, 1) for process in alive}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--mode", choices=MODES, default="dp2", help="ranks, and how they share the work")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--failures", type=int, default=12)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds of service between two failures")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=150, help="that each request asks for")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.output is not None:
+        check_output(options.output)
+    flags = {"model": options.model, "port": 0, "api_key": KEY, "speculative_algorithm": "ngram"}
+    config = load(ServerConfig, flags | MODES[options.mode])
+    row = run(
+        config,
+        clients=options.clients,
+        tokens=options.tokens,
+        kinds=options.kinds,
+        failures=options.failures,
+        every=options.every,
+    )
+    row["mode"] = options.mode
+    print(msgspec.json.format(msgspec.json.encode(row)).decode())
+    if options.output is not None:
+        command = shlex.join(["python", "-m", "tools.chaos", *sys.argv[1:]])
+        save(result("chaos", [row], device=cpu_name(), command=command), options.output)
+    sys.exit(int(bool(row["wrong"] or row["left_behind"] or row["exit_code"])))
+
+
+if __name__ == "__main__":
+    main()

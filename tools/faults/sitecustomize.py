@@ -1,0 +1,44 @@
+"""Failures inside a step, for tools.chaos: ranks with this folder in PYTHONPATH fail when they are told to.
+
+A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward. A request whose
+prompt begins with the token ids in TURNOUT_POISON kills every rank that computes it.
+"""
+
+import json
+import os
+import signal
+import sys
+
+FAULTS = ("raise", "memory", "exit")
+SIGNALS = {name: signal.SIGRTMIN + i for i, name in enumerate(FAULTS)}
+
+
+def fail(fault: str) -> None:
+    if fault == "raise":
+        raise RuntimeError("injected")
+    if fault == "memory":
+        raise MemoryError("injected")
+    os._exit(3)
+
+
+def install() -> None:
+    from turnout.engine.scheduler.scheduler import Scheduler
+
+    poison = json.loads(os.environ.get("TURNOUT_POISON", "[]"))
+    computed = Scheduler.computed
+    due: list[str] = []
+
+    def failing(self, chunks):
+        if due:
+            fail(due.pop())
+        if poison and any(chunk.request.tokens[: len(poison)] == poison for chunk in chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        computed(self, chunks)
+
+    Scheduler.computed = failing
+    for fault, number in SIGNALS.items():
+        signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
+
+
+if "turnout.engine.worker" in sys.orig_argv:
+    install()
