@@ -226,7 +226,9 @@ def evaluate(
         str | None,
         typer.Argument(help="a local folder, a cached hub id, or `demo`; or give --base-url"),
     ] = None,
-    task: Annotated[str, typer.Option(help="wordmath, or a .jsonl file of {question, answer}")] = "wordmath",
+    task: Annotated[
+        str, typer.Option(help="wordmath, gsm8k, or a .jsonl file of {question, answer}")
+    ] = "wordmath",
     base_url: Annotated[str, typer.Option(help="evaluate this OpenAI-compatible server instead")] = "",
     num_questions: Annotated[int, typer.Option(help="how many; 0: all of a file, 200 of a generator")] = 0,
     question_seed: Annotated[int, typer.Option("--seed", help="generated tasks draw these questions")] = 0,

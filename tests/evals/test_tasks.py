@@ -59,8 +59,8 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
     with pytest.raises(UserError, match="not UTF-8 text"):
         load_task(str(tmp_path / "latin.jsonl"), 0, seed=0)
-    with pytest.raises(UserError, match=r"--task 'gsm8k': must be `wordmath` or a \.jsonl file"):
-        load_task("gsm8k", 0, seed=0)
+    with pytest.raises(UserError, match=r"--task 'gsm8': must be `wordmath`, `gsm8k` or a \.jsonl file"):
+        load_task("gsm8", 0, seed=0)
 
 
 def test_questions_are_held_out_and_follow_the_seed():

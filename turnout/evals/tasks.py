@@ -1,7 +1,8 @@
 """Evaluation tasks: questions with a known final answer.
 
-`wordmath` draws from the held-out questions that the package ships; a `.jsonl` file is read in
-GSM8K's own format, one {"question": ..., "answer": "... #### N"} per line.
+`wordmath` draws from the held-out questions that the package ships; `gsm8k` is the published test set, asked
+with worked problems before each question (gsm8k.py); a `.jsonl` file is read in GSM8K's own format, one
+{"question": ..., "answer": "... #### N"} per line, and asked as it is.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnout.errors import UserError
-from turnout.evals import wordmath
+from turnout.evals import gsm8k, wordmath
 
 DEFAULT_QUESTIONS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, and the final answer as a canonical number string."""
+    """What is asked, and the final answer as a canonical number string.
+
+    any_number: where an answer has no `#### N`, its last number counts.
+    """
 
     text: str
     expected: str
+    any_number: bool = False
 
 
 def load_task(task: str, count: int, seed: int) -> list[Question]:
@@ -29,15 +34,24 @@ def load_task(task: str, count: int, seed: int) -> list[Question]:
     if task == "wordmath":
         problems = wordmath.heldout(count or DEFAULT_QUESTIONS, seed)
         return [Question(text=p.question, expected=canonical(p.final)) for p in problems]
+    if task == "gsm8k":
+        questions = _gsm8k()
+        return questions[:count] if count else questions
     if task.endswith(".jsonl"):
         questions = _read_jsonl(Path(task))
         return questions[:count] if count else questions
-    raise UserError(f"--task {task!r}: must be `wordmath` or a .jsonl file of {{question, answer}} lines")
+    raise UserError(
+        f"--task {task!r}: must be `wordmath`, `gsm8k` or a .jsonl file of {{question, answer}} lines"
+    )
 
 
 def is_correct(answer_text: str, question: Question) -> bool:
     """Whether the last `#### N` of `answer_text` is the expected number."""
+    if question.any_number:
+        answer_text = gsm8k.before_next_question(answer_text)
     found = wordmath.extract_answer(answer_text)
+    if found is None and question.any_number:
+        found = gsm8k.last_number(answer_text)
     return found is not None and canonical(found) == question.expected
 
 
@@ -49,6 +63,21 @@ def canonical(number: str) -> str:
     except ValueError:
         return plain
     return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _gsm8k() -> list[Question]:
+    """All of the test set but the problems that are shown worked."""
+    lines = gsm8k.test_set().read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.strip()]
+    worked = [(record["question"], record["answer"]) for record in records[: gsm8k.SHOTS]]
+    return [
+        Question(
+            text=gsm8k.prompt(worked, record["question"]),
+            expected=canonical(wordmath.extract_answer(record["answer"]) or ""),
+            any_number=True,
+        )
+        for record in records[gsm8k.SHOTS :]
+    ]
 
 
 def _read_jsonl(path: Path) -> list[Question]:
