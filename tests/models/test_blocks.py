@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from turnout.models.blocks import GatedMLP, GatedSharedExpert, Norm
+from turnout.models.blocks import GatedMLP, GatedSharedExpert, Norm, WholeNorm
+from turnout.parallel.groups import SINGLE_RANK
 
 EPS = 1e-6
 
@@ -42,6 +43,16 @@ def test_norm_with_a_weight_per_head() -> None:
     x, weight = torch.randn(7, 3, 16), torch.randn(3, 16)
     heads = [exact_norm(x[:, h], weight[h]) for h in range(3)]
     torch.testing.assert_close(Norm(weight, EPS)(x).double(), torch.stack(heads, 1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_norm_of_all_query_heads_and_of_all_key_heads(rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 6, 16), torch.randn(6, 16)
+    norm = WholeNorm(weight, EPS, num_q=4, total_q=4, total_k=2, copies=1, group=SINGLE_RANK.attention_tp)
+    whole = [exact_norm(x[:, h].flatten(1), weight[h].flatten()) for h in (slice(4), slice(4, None))]
+    expected = torch.cat(whole, dim=1).view(rows, 6, 16)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=2e-6, atol=0)
 
 
 def test_norm_of_zeros_and_of_nothing() -> None:

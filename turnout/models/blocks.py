@@ -132,18 +132,22 @@ class WholeNorm:
     ):
         D = weight_GD.shape[-1]
         self._weight_GD, self._eps, self._num_q, self._group = weight_GD, eps, num_q, group
+        self._each = [Norm(weight.flatten(), eps) for weight in (weight_GD[:num_q], weight_GD[num_q:])]
         self._sizes_2 = torch.tensor([total_q * D, total_k * D * copies], device=weight_GD.device)
 
     def __call__(self, x_NGD: Tensor) -> Tensor:
         """Computed in float32; the sums of squares are those of all ranks, two numbers a token."""
-        x, num_q = x_NGD.float(), self._num_q
-        squares_NG = x.square().sum(-1)
-        sums_N2 = torch.stack((squares_NG[:, :num_q].sum(1), squares_NG[:, num_q:].sum(1)), dim=1)
-        scale_N2 = torch.rsqrt(self._group.all_reduce(sums_N2) / self._sizes_2 + self._eps)
-        scale_NG = torch.cat(
-            (scale_N2[:, :1].expand(-1, num_q), scale_N2[:, 1:].expand(-1, x.shape[1] - num_q)), dim=1
-        )
-        return (x * scale_NG[:, :, None] * self._weight_GD).to(x_NGD.dtype)
+        N, G, D = x_NGD.shape
+        parts = x_NGD[:, : self._num_q], x_NGD[:, self._num_q :]
+        if self._group.size == 1:
+            normed = [norm.of_sum(x.flatten(1), None)[1] for norm, x in zip(self._each, parts, strict=True)]
+            return torch.cat(normed, dim=1).view(N, G, D)
+        # In float64, so that the order of a sum, which a GPU chooses by the number of rows, does not show.
+        sums = [x.float().square().sum((1, 2), dtype=torch.float64) for x in parts]
+        sums_N2 = self._group.all_reduce(torch.stack(sums, dim=1).float())
+        scale_N2 = torch.rsqrt(sums_N2 / self._sizes_2 + self._eps)
+        scaled = [x.float() * scale_N2[:, i, None, None] for i, x in enumerate(parts)]
+        return (torch.cat(scaled, dim=1) * self._weight_GD).to(x_NGD.dtype)
 
 
 class RotaryEmbedding:
