@@ -219,6 +219,40 @@ def generate(
     raise typer.Exit(run(config, prompt, sampling, chat=chat, output=to, arguments=sys.argv[1:]))
 
 
+@app.command(cls=InPanels)
+@with_config(Config)
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="a local folder, a cached hub id, or `demo`; or give --base-url"),
+    ] = None,
+    base_url: Annotated[str, typer.Option(help="talk to this OpenAI-compatible server instead")] = "",
+    api_key: Annotated[str, typer.Option(help="key of --base-url")] = "",
+    system: Annotated[str, typer.Option(help="a system message to begin with")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest answer; default: the rest of the context")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: greedy; default: the server's, 1")
+    ] = None,
+    *,
+    config: Config,
+) -> None:
+    """Talk to a model. In a terminal, or through a pipe that brings one message a line."""
+    from turnout.commands.chat import run
+
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    raise typer.Exit(
+        run(
+            config if model is not None else None,
+            base_url=base_url,
+            api_key=api_key,
+            system=system,
+            settings={name: value for name, value in settings.items() if value is not None},
+        )
+    )
+
+
 @app.command("eval", cls=InPanels)
 @with_config(Config)
 def evaluate(

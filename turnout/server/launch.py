@@ -22,16 +22,17 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @contextlib.contextmanager
-def launch(config: Config, *, show: bool = True) -> Iterator[str]:
+def launch(config: Config, *, show: bool = True, own_group: bool = False) -> Iterator[str]:
     """Run `turnout serve` with `config` in a process of its own; yields its base URL, ending in /v1.
 
     A plain `Config`, or port 0, gets any free port. `show` passes the server's output on to standard
-    error, progress bars included. Raises UserError if the server does not start, with its last lines unless
-    they were shown. On leaving, the server is told to drain and has its --shutdown-timeout for that.
+    error, progress bars included. own_group: keys such as Ctrl-C in our terminal are not for the server.
+    Raises UserError if the server does not start, with its last lines unless they were shown. On leaving, the
+    server is told to drain and has its --shutdown-timeout for that.
     """
     if not isinstance(config, ServerConfig):
         config = ServerConfig(**config.describe(), port=0)
-    server = ServerProcess(config, show=show)
+    server = ServerProcess(config, show=show, own_group=own_group)
     try:
         yield server.wait_ready()
     finally:
@@ -41,7 +42,7 @@ def launch(config: Config, *, show: bool = True) -> Iterator[str]:
 class ServerProcess:
     """A running `turnout serve`, its output watched by a thread."""
 
-    def __init__(self, config: ServerConfig, *, show: bool = True):
+    def __init__(self, config: ServerConfig, *, show: bool = True, own_group: bool = False):
         self.config = config
         self.base_url: str | None = None
         self._show = show
@@ -54,6 +55,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             env=environment(config),
             bufsize=0,
+            process_group=0 if own_group else None,
         )
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
