@@ -117,6 +117,11 @@ class Config:
     )
     max_prefill_tokens: int = flag(2048, "prompt tokens of all requests per step", minimum=1)
     max_total_tokens: int = flag(0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0)
+    scheduling_policy: str = flag(
+        "fcfs",
+        "which waiting request is next; fcfs: the first that came, priority: that with the lowest `priority`",
+        choices=("fcfs", "priority"),
+    )
     page_size: int = flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
     mem_fraction_static: float = flag(
         0.85,
@@ -252,6 +257,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "disable_cuda_graph",
         "overlap_schedule",
         "disable_prefix_cache",
+        "scheduling_policy",
         "page_size",
     ),
     "Server": (

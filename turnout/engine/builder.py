@@ -131,6 +131,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         prefill_tokens=config.max_prefill_tokens,
         max_context=engine_plan.max_context,
         tokens_per_request=engine_plan.budget.tokens_per_request,
+        by_priority=config.scheduling_policy == "priority",
     )
 
 

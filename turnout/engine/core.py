@@ -107,6 +107,10 @@ class EngineCore:
                 self._forget(id)
                 self._aborted.append(RequestOutput(id=id, finish_reason="abort"))
 
+    def reset_prefix_cache(self) -> None:
+        for pool in self._scheduler.kv.pools:
+            pool.forget()
+
     @property
     def synced(self) -> SyncedStep | None:
         """What the ranks agreed on before the last step."""
@@ -232,6 +236,7 @@ class EngineCore:
             ("output_ids", message.output_ids),
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("logprob_token_ids", sampling.logprob_token_ids),
         ):
             if ids and (min(ids) < 0 or max(ids) >= vocab_size):
                 wrong = next(i for i in ids if not 0 <= i < vocab_size)

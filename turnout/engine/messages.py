@@ -24,6 +24,8 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     output_ids: list[int] = []
+    cache_salt: str = ""  # prefixes are shared only with requests that bring the same
+    priority: int = 0  # under --scheduling-policy priority: lower ones first
     arrival: float = 0.0  # time.time() at the server
 
 
@@ -31,6 +33,10 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """Free the request's slot and pages before the next step; unknown ids are ignored."""
 
     ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
+    """Forget all prefixes that could be reused; requests go on."""
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):
@@ -114,7 +120,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error: bool = False
 
 
-Command = AddRequest | Abort | Wake | Shutdown
+Command = AddRequest | Abort | ResetPrefixCache | Wake | Shutdown
 Event = Ready | Outputs | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -45,7 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to continue a prompt. Defaults follow OpenAI's completions, except that the default is greedy.
 
     temperature 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` give how
-    many alternatives to report with each token's own log-probability (0: only its own; None: off).
+    many alternatives to report with each token's own log-probability (0: only its own; None: off);
+    `logprob_token_ids`, if there are any, are reported with `logprobs` in place of the best ones.
     Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL (repetition: over
     prompt and generated tokens). `skip_special_tokens`: leave special tokens out of the text.
     `grammar`: the output follows it and ends where it may (turnout.engine.grammar makes one); only
@@ -67,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     logit_bias: dict[int, float] = {}
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -81,6 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             *(
                 (name, range.holds(getattr(self, name)), f"must lie in {range}")
                 for name, range in RANGES.items()
+            ),
+            (
+                "logprob_token_ids",
+                self.logprobs is not None or not self.logprob_token_ids,
+                "goes with logprobs, which is not given",
             ),
             ("top_k", self.top_k >= -1, "must be -1 or 0 (all) or positive"),
             ("stop", all(self.stop), "must not contain an empty string"),

@@ -35,6 +35,7 @@ from turnout.engine.messages import (
     Outputs,
     Ready,
     RequestOutput,
+    ResetPrefixCache,
     Shutdown,
     Wake,
     command_decoder,
@@ -61,6 +62,7 @@ class Core(Protocol):
     def synced(self) -> SyncedStep | None: ...
     def add(self, request: AddRequest) -> None: ...
     def abort(self, ids: list[str]) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
 
@@ -156,6 +158,8 @@ def execute(core: Core, command: Command) -> list[RequestOutput]:
     """Pass `command` on; a request that the engine refuses ends here, and harms no other."""
     if isinstance(command, Abort):
         core.abort(command.ids)
+    elif isinstance(command, ResetPrefixCache):
+        core.reset_prefix_cache()
     elif isinstance(command, AddRequest):
         try:
             core.add(command)

@@ -29,6 +29,7 @@ def make(
     budget: int = 16,
     tokens_per_request: int = 1,
     windows: dict[int, int] | None = None,
+    by_priority: bool = False,
 ) -> Scheduler:
     """windows: the pages of further cache groups, by their windows."""
     pools = [KVBlockPool(num_pages, reuse=reuse)]
@@ -40,6 +41,7 @@ def make(
         prefill_tokens=budget,
         max_context=64,
         tokens_per_request=tokens_per_request,
+        by_priority=by_priority,
     )
 
 
@@ -275,3 +277,42 @@ def test_pages_needed_count_cached_prefix_pages_once() -> None:
     scheduler.add(third)
     assert [(c.request.id, c.start, c.end) for c in step(scheduler)] == [("b", 16, 20), ("c", 16, 20)]
     assert scheduler.kv.pools[0].num_live == 6
+
+
+def test_lower_priorities_go_first_and_are_preempted_last() -> None:
+    scheduler = make(4, running=2, budget=64, by_priority=True)
+    requests = [start(str(i), [i], 30) for i in range(4)]
+    for request, priority in zip(requests, (1, 0, -2, 0), strict=True):
+        request.priority = priority
+        scheduler.add(request)
+    step(scheduler)
+    assert [request.id for request in scheduler.running] == ["2", "1"]
+    assert [request.id for request in scheduler.waiting] == ["3", "0"]
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert [request.id for request in scheduler.running] == ["2"]
+    assert [request.id for request in scheduler.waiting] == ["1", "3", "0"]
+
+
+def test_priorities_do_not_count_in_order_of_arrival() -> None:
+    scheduler = make(4, running=2, budget=64)
+    requests = [start(str(i), [i], 4) for i in range(3)]
+    requests[2].priority = -5
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    assert [request.id for request in scheduler.waiting] == ["2"]
+
+
+def test_a_forgotten_pool_finds_nothing_and_loses_no_page() -> None:
+    pool = KVBlockPool(4)
+    pages = pool.allocate(3) or []
+    digests = [chain(ROOT, [i]) for i in range(3)]
+    for page, digest in zip(pages, digests, strict=True):
+        pool.publish(page, digest)
+    pool.release(pages[:1])
+    pool.forget()
+    assert pool.match(digests[:1]) == [] == pool.match(digests[1:2])
+    pool.release(pages[1:])
+    assert (pool.num_available, pool.num_cached) == (4, 0)
+    assert sorted(pool.allocate(4) or []) == [0, 1, 2, 3]

@@ -38,6 +38,8 @@ ACROSS_FIELDS = (
     "both say what the answer must be",
     "goes with type",
     "an output that follows a grammar",
+    "this server takes requests in order of arrival",
+    "query and items must both be",
     *(f"{name}: " for name in StructuredFields.model_fields),  # a schema or pattern that cannot be compiled
     "structured_outputs.",
 )
@@ -58,7 +60,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if isinstance(body.get("model"), str):
         body["model"] = "tiny"
     if is_positive(case):
-        for name in body.keys() & {"prompt", "tokens", "stop_token_ids"}:
+        for name in body.keys() & {"prompt", "tokens", "stop_token_ids", "query", "items", "label_token_ids"}:
             body[name] = within_vocabulary(body[name])
 
 

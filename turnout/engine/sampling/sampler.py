@@ -133,7 +133,9 @@ class Sampler:
         if scores_SV is None:
             return Drawn(columns_CS)
         counts = [requests[i].sampling.logprobs or 0 for i in wanted]
-        return Drawn(columns_CS, Scores(wanted, scores_SV, columns_CS[0, self._index(wanted)], counts))
+        labels = [requests[i].sampling.logprob_token_ids for i in wanted]
+        ids_S = columns_CS[0, self._index(wanted)]
+        return Drawn(columns_CS, Scores(wanted, scores_SV, ids_S, counts, labels))
 
     def _greedy(self, logits_SV: Tensor) -> Tensor:
         """int64 [2 or 3, S]: the largest logit's token (the lowest id among equals), whether that is finite,
@@ -224,16 +226,29 @@ class Scores:
     """Log-probability, rank and the `counts[s]` best alternatives of token s, on their way to the host.
 
     rows: which rows of a step the S rows of `scores_SV`, log-probabilities, are. ids_S: int64, the tokens.
+    labels: tokens that take the place of the best ones, where a row has any.
     """
 
-    def __init__(self, rows: Sequence[int], scores_SV: Tensor, ids_S: Tensor, counts: Sequence[int]):
-        self.rows, self._counts = rows, counts
+    def __init__(
+        self,
+        rows: Sequence[int],
+        scores_SV: Tensor,
+        ids_S: Tensor,
+        counts: Sequence[int],
+        labels: Sequence[Sequence[int]] = (),
+    ):
+        self.rows, self._counts, self._labels = rows, counts, labels or [()] * len(rows)
         self._width = min(max(counts), scores_SV.shape[1])
         own_S1 = scores_SV.gather(1, ids_S[:, None])
         ranks_S1 = (scores_SV > own_S1).sum(1, keepdim=True) + 1
         best = torch.topk(scores_SV, self._width, dim=1)
         # One transfer: float64 holds token ids and float32 values exactly.
         parts = [ids_S[:, None], own_S1, ranks_S1, best.indices, best.values]
+        if any(labels):
+            most = max(map(len, labels))
+            padded = [id for of in labels for id in (*of, *[0] * (most - len(of)))]
+            wanted_SL = on_device(padded, torch.int64, scores_SV.device).view(len(labels), most)
+            parts.append(scores_SV.gather(1, wanted_SL))
         self._copy = HostCopy(torch.cat([part.double() for part in parts], dim=1))
 
     def read(self) -> list[TokenLogprobs]:
@@ -244,9 +259,13 @@ class Scores:
                 token_id=int(token),
                 logprob=own,
                 rank=int(rank),
-                top=list(zip(map(int, best[:W][:n]), best[W:][:n], strict=True)),
+                top=list(zip(labels, best[2 * W :], strict=False))  # the list may go on with padding
+                if labels
+                else list(zip(map(int, best[:W][:n]), best[W : 2 * W][:n], strict=True)),
             )
-            for (token, own, rank, *best), n in zip(self._copy.tolist(), self._counts, strict=True)
+            for (token, own, rank, *best), n, labels in zip(
+                self._copy.tolist(), self._counts, self._labels, strict=True
+            )
         ]
 
 

@@ -28,6 +28,11 @@ def chain(parent: Digest, tokens: Sequence[int]) -> Digest:
     return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
 
 
+def root(salt: str) -> Digest:
+    """Parent of first pages: prefixes under one salt are not found under another."""
+    return blake2b(salt.encode(), digest_size=16).digest() if salt else ROOT
+
+
 class KVBlockPool:
     """Reference-counted pages with an LRU of reusable ones. Pages are ints in [0, num_pages).
 
@@ -109,6 +114,13 @@ class KVBlockPool:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
+
+    def forget(self) -> None:
+        """Find no page again that was published so far; live ones stay with their holders."""
+        self._free += self._cached
+        self._cached.clear()
+        self._digest_of.clear()
+        self._page_of.clear()
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)

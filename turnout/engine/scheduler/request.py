@@ -8,7 +8,7 @@ from itertools import islice
 from turnout.engine.grammar_matcher import GrammarMatcher
 from turnout.engine.messages import AddRequest, TokenLogprobs
 from turnout.engine.sampling_params import SamplingParams
-from turnout.engine.scheduler.block_pool import ROOT, Digest, chain
+from turnout.engine.scheduler.block_pool import Digest, chain, root
 from turnout.engine.speculative.ngram import NgramIndex
 
 
@@ -48,6 +48,9 @@ class Request:
     drawn_row: int = 0
     ended: bool = False
     published: int = 0  # pages already offered to the pools
+    order: tuple[int, int] = (0, 0)  # lower ones first: by priority, if that counts, then by arrival
+    priority: int = 0
+    root: Digest = b""  # parent of the first page's digest
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted: bool = False
@@ -76,6 +79,8 @@ class Request:
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
             plain=_is_plain(sampling),
             prompt_logprobs=None if sampling.prompt_logprobs is None or message.output_ids else [None],
+            priority=message.priority,
+            root=root(message.cache_salt),
             matcher=matcher,
         )
 
@@ -131,7 +136,7 @@ class Request:
     def prefix_digests(self, num_pages: int, page_size: int) -> list[Digest]:
         """Digests of the first `num_pages` pages, all of which must be full of known tokens."""
         for page in range(len(self.digests), num_pages):
-            parent = self.digests[-1] if self.digests else ROOT
+            parent = self.digests[-1] if self.digests else self.root
             tokens = self.tokens[page * page_size : (page + 1) * page_size]
             self.digests.append(chain(parent, tokens))
         return list(islice(self.digests, num_pages))

@@ -15,6 +15,7 @@ Torch-free: the tests drive it with thousands of random schedules.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -73,10 +74,15 @@ def with_rows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:
         row += chunk.length
 
 
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
 class Scheduler:
     """Queues and pages. `schedule` -> forward -> `computed` -> tokens appended by the caller -> `extended`.
 
-    tokens_per_request: what a decoding request may bring to a step, its drafts included.
+    tokens_per_request: what a decoding request may bring to a step, its drafts included. by_priority: lower
+    priorities count as earlier arrivals.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Scheduler:
         prefill_tokens: int,
         max_context: int,
         tokens_per_request: int = 1,
+        by_priority: bool = False,
     ):
         self.kv = kv
         self.max_running = max_running
@@ -96,7 +103,9 @@ class Scheduler:
         self.max_context = max_context
         self.tokens_per_request = tokens_per_request
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.running: list[Request] = []  # oldest first, as in `waiting`
+        self._by_priority = by_priority
+        self._arrivals = 0
         self.preemptions = 0
         self._rows = list(range(max_running - 1, -1, -1))
 
@@ -124,7 +133,9 @@ class Scheduler:
         return None
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self._arrivals += 1
+        request.order = (request.priority if self._by_priority else 0, self._arrivals)
+        insort(self.waiting, request, key=_order)
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and free what it holds."""
@@ -216,7 +227,7 @@ class Scheduler:
                 request.cached_tokens = request.computed
             self.waiting.popleft()
             request.row = self._rows.pop()
-            self.running.append(request)
+            insort(self.running, request, key=_order)
             length = min(request.remaining, most)
             chunks.append(Chunk(request, request.computed, request.computed + length))
             budget -= length
@@ -225,7 +236,7 @@ class Scheduler:
     def _preempt_latest(self) -> Request:
         victim = self.running.pop()
         self._vacate(victim)
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_order)
         self.preemptions += 1
         return victim
 

@@ -25,6 +25,8 @@ from turnout.server.api.protocol import (
     TokenizeBody,
 )
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
+from turnout.server.api.request_ids import RequestIds
+from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.service import Service
 from turnout.server.api.turns import Turns
 
@@ -44,6 +46,7 @@ def create_app(service: Service) -> FastAPI:
             )
 
     app.add_middleware(Turns)
+    app.add_middleware(RequestIds)
     app.include_router(_open_routes(service))
     app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
@@ -104,6 +107,21 @@ def _info_routes(service: Service) -> APIRouter:
     async def server_info() -> Response:
         return json_response(service.describe())
 
+    @router.api_route("/load", methods=GET)
+    async def load() -> Response:
+        return json_response(service.load())
+
+    @router.api_route("/model_info", methods=GET)
+    @router.api_route("/get_model_info", methods=GET)
+    async def model_info() -> Response:
+        return json_response(service.model_info())
+
+    @router.post("/reset_prefix_cache")
+    @router.post("/flush_cache")
+    async def reset_prefix_cache() -> Response:
+        service.reset_prefix_cache()
+        return json_response({"status": "ok"})
+
     @router.post("/restart")
     async def restart() -> Response:
         """200 as soon as the ranks begin to start anew; /ready says when they serve."""
@@ -120,15 +138,21 @@ def _generation_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         tokenizer = service.check_open()
         body, prompts = await service.intake.read(CompletionBody, request)
-        generation = await service.complete(body, prompts)
+        generation = await service.complete(body, prompts, request.state.given_id)
         return await _answer(service, request, body, generation, CompletionRenderer(tokenizer, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         tokenizer = service.check_open()
         body, prompts = await service.intake.read(ChatBody, request)
-        generation = await service.chat(body, prompts)
+        generation = await service.chat(body, prompts, request.state.given_id)
         return await _answer(service, request, body, generation, ChatRenderer(tokenizer, body))
+
+    @router.post("/v1/score")
+    async def score(request: Request) -> Response:
+        service.check_open()
+        body, prompts = await service.intake.read(ScoreBody, request)
+        return json_response(await while_connected(request.receive, service.score(body, prompts)))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:

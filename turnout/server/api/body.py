@@ -69,8 +69,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "truncation_side": ("left",),
-    "priority": (0,),
-    "cache_salt": (),
     "continuous_usage_stats": (False,),
     "stream_interval": (1,),
     "return_tokens_as_token_ids": (False,),

@@ -71,9 +71,20 @@ class Generation:
     """The choices of one request, each to be submitted. Whoever makes one must close it, however it ends."""
 
     def __init__(
-        self, key: str, id: str, engine: EngineSupervisor, metrics: Metrics, choices: Sequence[Choice]
+        self,
+        key: str,
+        id: str,
+        engine: EngineSupervisor,
+        metrics: Metrics,
+        choices: Sequence[Choice],
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ):
-        """key: what the engine calls it, unique; id: what the client calls it, which need not be."""
+        """key: what the engine calls it, unique; id: what the client calls it, which need not be.
+
+        cache_salt, priority: see AddRequest.
+        """
         self.id = id
         self._key = key
         self.created = int(time.time())
@@ -83,6 +94,7 @@ class Generation:
         self._arrival = time.perf_counter()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished = len(choices)
+        self._cache_salt, self._priority = cache_salt, priority
 
     def submit(self, choice: Choice) -> None:
         """Hand one of the choices to the engine, which must be serving."""
@@ -91,7 +103,12 @@ class Generation:
             self._queue.put_nowait((choice, output))
 
         request = AddRequest(
-            id=self._name(choice), prompt_ids=choice.prompt_ids, sampling=choice.sampling, arrival=time.time()
+            id=self._name(choice),
+            prompt_ids=choice.prompt_ids,
+            sampling=choice.sampling,
+            cache_salt=self._cache_salt,
+            priority=self._priority,
+            arrival=time.time(),
         )
         self._engine.submit(request, sink)
 

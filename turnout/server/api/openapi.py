@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from turnout import __version__
 from turnout.server.api import responses
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from turnout.server.api.scoring import ScoreBody
 
 REFERENCE = "#/components/schemas/{model}"
 PROBES = ("/health", "/ready", "/metrics")  # open to all, also if there is a key
@@ -53,6 +54,23 @@ OPERATIONS = (
         refusals=(403, 503),
         acts=True,
     ),
+    Operation(
+        path="/reset_prefix_cache",
+        does="Reuse no prefix that was computed so far.",
+        answer=responses.Status,
+        refusals=(503,),
+        acts=True,
+    ),
+    Operation(
+        path="/flush_cache",
+        does="As /reset_prefix_cache.",
+        answer=responses.Status,
+        refusals=(503,),
+        acts=True,
+    ),
+    Operation(path="/load", does="Requests being served.", answer=responses.Load),
+    Operation(path="/model_info", does="What is served, as SGLang says it.", answer=responses.ModelInfo),
+    Operation(path="/get_model_info", does="As /model_info.", answer=responses.ModelInfo),
     Operation(path="/v1/models", does="The one model that is served.", answer=responses.ModelList),
     Operation(path="/v1/models/{model}", does="A model by its id.", answer=responses.Model, refusals=(404,)),
     Operation(
@@ -69,6 +87,13 @@ OPERATIONS = (
         body=ChatBody,
         answer=responses.ChatCompletion,
         events=responses.ChatCompletionChunk,
+        refusals=GENERATES,
+    ),
+    Operation(
+        path="/v1/score",
+        does="How likely given tokens are next, after each of several texts.",
+        body=ScoreBody,
+        answer=responses.Scores,
         refusals=GENERATES,
     ),
     Operation(

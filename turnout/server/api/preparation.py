@@ -21,6 +21,7 @@ from turnout.server.api.protocol import (
     check_ids,
     parse,
 )
+from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.sizes import Limits, too_long
 from turnout.server.api.tools import Tool
 
@@ -70,6 +71,10 @@ def _tokenize(body: TokenizeBody, tokenizer: Tokenizer, limits: Limits) -> list[
     return [_prompt(body.prompt or "", tokenizer, limits, special=special)]
 
 
+def _score(body: ScoreBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
+    return [_prompt(prompt, tokenizer, limits, special=True) for prompt in body.prompts()]
+
+
 def _detokenize(body: DetokenizeBody, tokenizer: Tokenizer, limits: Limits) -> str:
     check_ids(body.tokens, limits.vocab_size, "tokens")
     return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is not False)
@@ -78,6 +83,7 @@ def _detokenize(body: DetokenizeBody, tokenizer: Tokenizer, limits: Limits) -> s
 _TRANSLATORS: dict[type[Body], Callable[[Any, Tokenizer, Limits], Any]] = {
     CompletionBody: _completion,
     ChatBody: _chat,
+    ScoreBody: _score,
     TokenizeBody: _tokenize,
     DetokenizeBody: _detokenize,
 }

@@ -34,6 +34,7 @@ from turnout.server.api.tools import ToolFields
 
 MAX_CHOICES = 128
 MAX_ID = 256  # characters of a request's name
+MAX_SALT = 1024  # characters
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -144,6 +145,8 @@ class GenerationBody(StructuredFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for the same
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(_BIAS)] = {}
     presence_penalty: Annotated[float | None, _within(RANGES["presence_penalty"])] = None
     frequency_penalty: Annotated[float | None, _within(RANGES["frequency_penalty"])] = None

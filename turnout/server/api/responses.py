@@ -61,6 +61,28 @@ class ServerInfo(TypedDict):
 
 
 @closed
+class Load(TypedDict):
+    server_load: int
+    running: int
+    waiting: int
+
+
+@closed
+class ModelInfo(TypedDict):
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    architectures: list[str]
+    vocab_size: int | None
+    max_context_length: int | None
+    max_req_input_len: int | None
+    eos_token_ids: list[int]
+    weight_version: str
+    preferred_sampling_params: None
+
+
+@closed
 class Tokens(TypedDict):
     tokens: list[int]
     count: int
@@ -89,6 +111,14 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[ReasoningTokens]
+
+
+@closed
+class Scores(TypedDict):
+    object: Literal["scoring"]
+    model: str
+    scores: list[list[float]]
+    usage: Usage
 
 
 @closed

@@ -26,7 +26,8 @@ from turnout.server.api.intake import Intake
 from turnout.server.api.parsing.calls import Schemas
 from turnout.server.api.parsing.parts import Parser
 from turnout.server.api.parsing.registry import Parsers
-from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody
+from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
+from turnout.server.api.scoring import LabelRequest, ScoreBody, scores
 from turnout.server.api.sizes import Limits
 from turnout.server.api.structured import compiled
 from turnout.server.metrics import Metrics
@@ -98,17 +99,19 @@ class Service:
     def _restarting(self) -> ApiError:
         return unavailable(f"restarting: {self.engine.last_failure or 'as told to'}", "restarting")
 
-    async def complete(self, body: CompletionBody, prompts: list[list[int]]) -> Generation:
-        """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
+    async def complete(
+        self, body: CompletionBody, prompts: list[list[int]], given_id: str | None = None
+    ) -> Generation:
+        """Start what `body` asks for; `prompts` are its token ids. given_id: by a header. Raises ApiError."""
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens: must be at least 1 unless echo is true", "max_tokens")
-        return await self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS)
+        return await self._start("cmpl", body, prompts, DEFAULT_COMPLETION_TOKENS, given_id=given_id)
 
-    async def chat(self, body: ChatBody, prompts: list[list[int]]) -> Generation:
-        """Start what `body` asks for; `prompts` are its token ids. Raises ApiError."""
+    async def chat(self, body: ChatBody, prompts: list[list[int]], given_id: str | None = None) -> Generation:
+        """As `complete`."""
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return await self._start("chatcmpl", body, prompts, None, self._parsing(body))
+        return await self._start("chatcmpl", body, prompts, None, self._parsing(body), given_id)
 
     def _parsing(self, body: ChatBody) -> Parsing:
         """Raises ApiError for tools whose calls could not be read."""
@@ -129,6 +132,50 @@ class Service:
         return Parsing(
             parsers=parsers, schemas=schemas, kept=kept, one_call=body.parallel_tool_calls is False
         )
+
+    async def score(self, body: ScoreBody, prompts: list[list[int]]) -> dict[str, Any]:
+        """The answer to /v1/score; `prompts` are token ids of the items with their query. Raises ApiError."""
+        check_ids(body.label_token_ids, self.limits.vocab_size, "label_token_ids")
+        generation = await self._start("score", LabelRequest.of(body, prompts), prompts, None)
+        try:
+            among = bool(body.apply_softmax)
+            found = await scores(generation.deltas(), len(prompts), among_labels=among)
+        finally:
+            self.release(generation)
+        usage = generation.usage()
+        return {"object": "scoring", "model": self.model_name, "scores": found, "usage": usage}
+
+    def reset_prefix_cache(self) -> None:
+        """Compute all prompts anew from now on. Raises ApiError 503 unless ready."""
+        self.check_ready()
+        self.engine.reset_prefix_cache()
+
+    def load(self) -> dict[str, int]:
+        """/load: vLLM's count of requests that are being served, and of their sequences where they are."""
+        stats = self.engine.stats.values()
+        return {
+            "server_load": self.num_active,
+            "running": sum(rank.num_running for rank in stats),
+            "waiting": sum(rank.num_waiting for rank in stats),
+        }
+
+    def model_info(self) -> dict[str, Any]:
+        """/model_info: SGLang's, by which routers tell what a worker serves."""
+        ready = self.engine.ready
+        shape = ready.info["description"]["shape"] if ready else {}
+        return {
+            "model_path": self.config.model,
+            "tokenizer_path": self.config.model,
+            "served_model_name": self.model_name,
+            "is_generation": True,
+            "architectures": [shape["architecture"]] if shape else [],
+            "vocab_size": self.limits.vocab_size or None,
+            "max_context_length": self.limits.max_context or None,
+            "max_req_input_len": self.limits.max_context or None,
+            "eos_token_ids": list(shape.get("eos_token_ids", ())),
+            "weight_version": "default",
+            "preferred_sampling_params": None,
+        }
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length as other engines add it."""
@@ -199,9 +246,16 @@ class Service:
         prompts: list[list[int]],
         default_tokens: int | None,
         parsing: Parsing | None = None,
+        given_id: str | None = None,
     ) -> Generation:
         """Thousands of sequences may be asked for at once: other requests have their turns in between."""
         self.check_open()  # again: things may have changed while the prompts were encoded
+        if body.priority and self.config.scheduling_policy != "priority":
+            raise invalid(
+                "priority: this server takes requests in order of arrival; leave it out, or start the server "
+                "with --scheduling-policy priority",
+                "priority",
+            )
         promised = (body.n or 1) * len(prompts)
         self._admit(promised)
         self._promised += promised
@@ -209,7 +263,15 @@ class Service:
             choices = await self._choices(body, prompts, default_tokens, parsing or Parsing())
             self.check_open()
             key = f"{kind}-{uuid.uuid4().hex}"
-            generation = Generation(key, body.chosen_id or key, self.engine, self.metrics, choices)
+            generation = Generation(
+                key,
+                body.chosen_id or given_id or key,
+                self.engine,
+                self.metrics,
+                choices,
+                cache_salt=body.cache_salt or "",
+                priority=body.priority or 0,
+            )
         finally:
             self._promised -= promised
         self._active.add(generation)

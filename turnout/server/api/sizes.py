@@ -46,6 +46,9 @@ def check_sizes(data: dict[str, Any], limits: Limits) -> None:
         _check_tokens(data.get("prompt"), limits.max_context, "prompt")
     _check_tokens(data.get("tokens"), limits.max_context, "tokens")
     _check(data.get("tools"), MAX_TOOLS, "tools", "tools", kinds=list)
+    _check_tokens(data.get("query"), limits.max_context, "query")
+    _check_tokens(data.get("items"), limits.max_context, "items")
+    _check(data.get("items"), MAX_PROMPTS, "items", "items", kinds=list)
     _check_prompts(data.get("prompt"))
     _check_messages(data.get("messages"), limits.max_context)
 

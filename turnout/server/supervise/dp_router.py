@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from turnout.engine.scheduler.block_pool import ROOT, Digest, chain
+from turnout.engine.scheduler.block_pool import Digest, chain, root
 
 TYPICAL_OUTPUT = 128.0  # tokens, until requests have finished
 WEIGHT = 0.05  # of the latest finished request in what is typical
@@ -52,11 +52,11 @@ class Router:
         self._typical = TYPICAL_OUTPUT
         self._work = [0] * dp_size
 
-    def place(self, id: str, prompt_ids: Sequence[int], max_tokens: int) -> int:
-        """The rank for a new request, which from now on counts there."""
+    def place(self, id: str, prompt_ids: Sequence[int], max_tokens: int, salt: str = "") -> int:
+        """The rank for a new request, which from now on counts there. salt: see `block_pool.root`."""
         rank, held = 0, 0
         if self.dp_size > 1:
-            digests = list(self._digests(prompt_ids))
+            digests = list(self._digests(prompt_ids, salt))
             by_rank = self._held(digests)
             # Of equals, the rank that saves most, then the first.
             rank = min(range(self.dp_size), key=lambda r: (self._work[r] - by_rank[r], -by_rank[r], r))
@@ -90,15 +90,18 @@ class Router:
             if complete:
                 self._typical += WEIGHT * (request.produced - self._typical)
 
+    def forget_prefixes(self) -> None:
+        self._holders.clear()
+
     def work(self) -> list[int]:
         """Tokens that each rank has yet to compute."""
         return list(self._work)
 
-    def _digests(self, prompt_ids: Sequence[int]) -> Iterator[Digest]:
+    def _digests(self, prompt_ids: Sequence[int], salt: str) -> Iterator[Digest]:
         """Names of the full pages of a prompt. The last token is always computed, so its page is not one."""
         if not self._known_pages:
             return
-        digest = ROOT
+        digest = root(salt)
         for end in range(self._page_size, len(prompt_ids), self._page_size):
             digest = chain(digest, prompt_ids[end - self._page_size : end])
             yield digest

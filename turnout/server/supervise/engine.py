@@ -148,6 +148,11 @@ class EngineSupervisor:
         if self.ledger.abort(ids):
             self._submit_due()
 
+    def reset_prefix_cache(self) -> None:
+        """See EngineGroup; only while `serving`."""
+        assert self._group is not None
+        self._group.reset_prefix_cache()
+
     def restart(self) -> None:
         """Start the ranks anew; requests wait meanwhile. The engine must be serving."""
         assert self._group is not None

@@ -27,6 +27,7 @@ from turnout.engine.messages import (
     Outputs,
     Ready,
     RequestOutput,
+    ResetPrefixCache,
     Shutdown,
     Wake,
     encoder,
@@ -143,7 +144,7 @@ class EngineGroup:
         """Generate; `receiver` is called for every output. The group must be serving."""
         self._receivers[request.id] = receiver
         left = request.sampling.max_tokens - len(request.output_ids)
-        dp_rank = self._router.place(request.id, request.prompt_ids, left)
+        dp_rank = self._router.place(request.id, request.prompt_ids, left, request.cache_salt)
         owners = self._sharing(dp_rank)
         self._tell(owners, request)
         self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
@@ -157,6 +158,11 @@ class EngineGroup:
                 self._router.finished(id, complete=False)
         for dp_rank, of_rank in by_rank.items():
             self._tell(self._sharing(dp_rank), Abort(of_rank))
+
+    def reset_prefix_cache(self) -> None:
+        """Tell all ranks to forget the prefixes that they could reuse. The group must be serving."""
+        self._router.forget_prefixes()
+        self._tell(range(self.topology.tp_size), ResetPrefixCache())
 
     def stop(self) -> None:
         """End the ranks, gently if they listen. `run` returns."""
