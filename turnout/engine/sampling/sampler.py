@@ -116,10 +116,11 @@ class Sampler:
         scores_SV = torch.log_softmax(logits_SV[self._index(wanted)], dim=-1) if wanted else None
         ahead = drafted or [0] * len(requests)
         num_outputs = [r.num_output + more for r, more in zip(requests, ahead, strict=True)]
+        low_S = logits_SV.amin(-1) if self._report_near_ties else None
         self._adjust(logits_SV, requests, num_outputs)
         if allowed_SW is not None:
             forbid(logits_SV, allowed_SW)
-        columns_CS = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV)
+        columns_CS = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV, low_S)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -137,7 +138,7 @@ class Sampler:
         ids_S = columns_CS[0, self._index(wanted)]
         return Drawn(columns_CS, Scores(wanted, scores_SV, ids_S, counts, labels))
 
-    def _greedy(self, logits_SV: Tensor) -> Tensor:
+    def _greedy(self, logits_SV: Tensor, low_S: Tensor | None = None) -> Tensor:
         """int64 [2 or 3, S]: the largest logit's token (the lowest id among equals), whether that is finite,
         and whether it is a near-tie. May overwrite the logits.
 
@@ -146,7 +147,7 @@ class Sampler:
         values_S, ids_S = logits_SV.max(dim=-1)
         columns = [ids_S, values_S.isfinite()]
         if self._report_near_ties:
-            columns.append(find_near_ties(logits_SV, ids_S))
+            columns.append(find_near_ties(logits_SV, ids_S, low_S))
         return torch.stack(columns)  # one transfer
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
