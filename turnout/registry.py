@@ -71,6 +71,7 @@ ARCHITECTURES: Registry[Any] = Registry(
     "model architecture",
     {
         "Glm4MoeForCausalLM": "turnout.models.glm4_moe:read_spec",
+        "GptOssForCausalLM": "turnout.models.gpt_oss:read_spec",
         "HYV3ForCausalLM": "turnout.models.hy_v3:read_spec",
         "Llama4ForCausalLM": "turnout.models.llama4:read_text_spec",
         "Llama4ForConditionalGeneration": "turnout.models.llama4:read_spec",

@@ -207,6 +207,30 @@ FAMILIES = {
             "use_grouped_mm": True,
         },
     ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        config={
+            "model_type": "gpt_oss",
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+        release=dict,  # experts stacked and transposed, as in bf16 copies of the published files
+        extra={"experts_per_token": 2, "initial_context_length": 128, "swiglu_limit": 7.0},
+        formats=("mxfp4",),
+    ),
     "qwen3_vl_moe": Family(
         architecture="Qwen3VLMoeForConditionalGeneration",
         config={
@@ -337,6 +361,8 @@ def noise(name: str, tensor: Tensor) -> Tensor:
         return 1 + 0.1 * drawn
     if "correction_bias" in name:
         return 0.3 * drawn
+    if name.endswith("sinks"):
+        return drawn
     if name.endswith(("gate.weight", "router.weight")):
         return 0.5 * drawn
     return (0.3 if name.endswith("bias") else 0.08) * drawn

@@ -74,8 +74,10 @@ def test_what_is_skipped_is_logged_and_nothing_else_is(
     skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert bool(skipped) == built.skips
     (tmp_path / "config.json").write_bytes((built.folder / "config.json").read_bytes())
-    save(tmp_path, built.tensors | {"model.layers.1.self_attn.sinks": torch.ones(4)})
-    with pytest.raises(UserError, match=r"1 tensors have no place .* model\.layers\.1\.self_attn\.sinks"):
+    save(tmp_path, built.tensors | {"model.layers.1.self_attn.gate.bias": torch.ones(4)})
+    with pytest.raises(
+        UserError, match=r"1 tensors have no place .* model\.layers\.1\.self_attn\.gate\.bias"
+    ):
         load(tmp_path)
 
 

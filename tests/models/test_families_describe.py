@@ -28,6 +28,8 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "minimax-m2": (229, 4),
     "minimax-m2.7": (229, 4),
     "hy3": (295, 8),
+    "gpt-oss-20b": (20.9, 1),
+    "gpt-oss-120b": (116.8, 1),
     "qwen3-vl-30b-a3b": (30.5, 1),
     "qwen3-vl-235b-a22b": (235, 8),
     "qwen3-vl-235b-a22b-fp8": (235, 4),
@@ -84,6 +86,7 @@ def test_structure_equals_transformers(name: str) -> None:
     if model.config.tie_word_embeddings:
         del text["lm_head.weight"]
     experts = {n: t for n, t in text.items() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    text = {n: t for n, t in text.items() if not n.endswith("_proj_bias")}  # of experts
     assert description.dense.total == sum(t.numel() for n, t in text.items() if n not in experts)
     moe = description.moe
     routed = len(description.moe_layers) * moe.num_experts * 3 * moe.hidden_size * moe.intermediate_size
@@ -149,6 +152,20 @@ REFUSED = {
         ("mlp_bias", True, "mlp_bias = True"),
         ("expert_hidden_dim", 1024, "expert_hidden_dim = 1024: contradicts moe_intermediate_size (1536)"),
         ("num_shared_experts", 0, "num_shared_experts = 0"),
+    ],
+    "gpt-oss-20b": [
+        ("layer_types", ["chunked_attention"] * 24, "layer_types = .*'chunked_attention' is not implemented"),
+        ("layer_types", ["full_attention"], "must be a list of 24 kinds, one for each layer"),
+        ("sliding_window", None, "sliding_window is missing"),
+        ("sliding_window", 0, "sliding_window = 0"),
+        ("attention_bias", False, "attention_bias = False: is not implemented"),
+        ("rope_scaling", None, "rope_scaling = None: must be given"),
+        ("rope_scaling", {"rope_type": "ntk"}, "rope_type 'ntk' is not implemented"),
+        ("hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("experts_per_token", 2, "experts_per_token = 2: contradicts num_experts_per_tok (4)"),
+        ("swiglu_limit", -1, "swiglu_limit = -1"),
+        ("num_experts_per_tok", 64, "must not exceed the number of experts (32)"),
+        ("num_nextn_predict_layers", 1, "could change the result: num_nextn_predict_layers = 1"),
     ],
     "qwen3-vl-30b-a3b": [
         ("norm_topk_prob", False, "config.json: text_config: norm_topk_prob = False: is not implemented"),

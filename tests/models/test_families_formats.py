@@ -23,7 +23,8 @@ from turnout.checkpoint.quantize import quantize
 
 # What publishers name as not converted, where that is not every module by its name.
 NOT_CONVERTED = {"minimax_m2": ["gate", "e_score_correction_bias", "lm_head"]}
-PUBLISHED = [(name, format) for name, family in FAMILIES.items() for format in family.formats]
+NAMES = [name for name in FAMILIES if name != "gpt_oss"]  # whose biased experts test_gpt_oss.py has
+PUBLISHED = [(name, format) for name in NAMES for format in FAMILIES[name].formats]
 
 
 @pytest.mark.parametrize(("name", "format"), PUBLISHED)
@@ -74,7 +75,7 @@ def fp8(*matrices: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("format", [nvfp4, mxfp4, fp8], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_as_quantize_writes_it(name: str, format, tmp_path: Path) -> None:
     built = build(tmp_path / "source", FAMILIES[name])
     quantize(built.folder, tmp_path / "out", format.__name__)

@@ -292,10 +292,12 @@ class Decoder:
         if self._spec.correction_bias:
             name = f"{prefix}.{names.correction_bias}"
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
+        router = f"{prefix}.{names.router}"
         return MoELayer(
             spec,
             self._plan,
-            router_weight=weights.linear(f"{prefix}.{names.router}", experts, hidden, dtype=dtype),
+            router_weight=weights.linear(router, experts, hidden, dtype=dtype),
+            router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
             experts=self._read_experts(names.experts_of(i)),
             correction_bias=bias_E,
             shared_expert=self._read_shared(prefix),
@@ -308,7 +310,11 @@ class Decoder:
         experts = self._weights.checkpoint.experts(
             prefix,
             ExpertShape(
-                num_experts=spec.num_experts, hidden=spec.hidden_size, intermediate=spec.intermediate_size
+                num_experts=spec.num_experts,
+                hidden=spec.hidden_size,
+                intermediate=spec.intermediate_size,
+                gated=spec.activation.gated,
+                biased=spec.expert_bias,
             ),
             first=plan.first_expert,
             count=plan.num_local_experts,

@@ -60,6 +60,7 @@ class DecoderSpec:
 
     Heads of layers whose rope is `rope.NOPE` are not rotated, and not normed where the norm is `QKNorm.UNIT`.
     dense_intermediate_size: of the layers that are not MoE layers.
+    router_bias: every router has a bias [E], part of its logits.
     correction_bias: every router has a float32 bias [E] that moves its choice.
     router_float32: logits are computed in float32 whatever the compute type.
     """
@@ -75,6 +76,7 @@ class DecoderSpec:
     qk_norm: QKNorm = QKNorm.NONE
     dense_intermediate_size: int = 0
     shared_expert: SharedExpert | None = None
+    router_bias: bool = False
     correction_bias: bool = False
     router_float32: bool = False
     tied_embeddings: bool = False
@@ -99,7 +101,8 @@ class DecoderSpec:
             keys_values += (k + layer.num_kv_heads * layer.value_dim) * (H + self.qkv_bias)
             small += {QKNorm.HEAD: 2 * layer.head_dim, QKNorm.WHOLE: q + k}.get(self.qk_norm, 0)
             small += layer.num_heads if layer.sinks else 0
-        router = self.moe.num_experts * (H + self.correction_bias) + (H if shared and shared.gated else 0)
+        biases = self.router_bias + self.correction_bias
+        router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)
         return DenseParameters(
             vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
             queries=queries,
