@@ -75,7 +75,12 @@ def main() -> None:
     content = serving()
     show_serving(content)
     save(content, default_path(content))
-    layer = moe.run(device="cpu", command="make bench")
+    layer = moe.run(
+        formats=("bf16", "nvfp4", "mxfp4", "fp8"),
+        tokens=(1, 16, 64, 256, 1024),
+        device="cpu",
+        command="make bench",
+    )
     save(layer, default_path(layer))
     console.print(f"saved {default_path(content)} and {default_path(layer)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
     for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
         ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", beside_hopper),
-        ("moe-cpu", "moe", "amd", layer_on_cpu),
-        ("serve-cpu", "serve", "amd", serving),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
         ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
         ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", beside_gathering),
@@ -39,6 +38,14 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         if files:
             content = json.loads(files[-1].read_text())
             found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
+    found |= {
+        name: on_cpus(files, head, rows)
+        for name, benchmark, head, rows in (
+            ("moe-cpu", "moe", ["weights", "tokens"], layer_on_cpu),
+            ("serve-cpu", "serve", ["concurrency"], serving),
+        )
+        if (files := newest_of_cpus(folder, benchmark))
+    }
     if both := newest(folder, "serving-beside-vllm-nvidia-h200*.json"):
         found["serving-next-to-vllm"] = next_to_vllm(both)
     ours, public = (sorted(folder.glob(f"{name}-nvidia-h200*.json")) for name in ("moe", "moe-public"))
@@ -81,7 +88,7 @@ def provenance(content: dict[str, Any], file: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     driver = f", driver {content['driver']}" if content["driver"] else ""
     return (
-        f"{content['device']}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
+        f"{_machine(content)}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
         f"`benchmarks/results/{file.name}`."
     )
 
@@ -140,9 +147,49 @@ def beside_hopper(content: dict[str, Any]) -> str:
     return table(["runner", "format", "shape", "tokens", "tactics", "us", "hopper, us", "ratio"], lines)
 
 
-def layer_on_cpu(content: dict[str, Any]) -> str:
-    """Our faster compute type next to the fastest peer of any."""
+Cells = dict[str, str]  # by column
+
+
+def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
+    """The newest result of each kind of processor that it ran on."""
+    found = {}
+    for maker in ("amd", "intel"):
+        for file in sorted(folder.glob(f"{benchmark}-{maker}-*.json")):
+            found[_machine(json.loads(file.read_text()))] = file
+    return list(found.values())
+
+
+def _machine(content: dict[str, Any]) -> str:
+    """The device, of a CPU with its bfloat16 units."""
+    units = content.get("bf16_units", "none")
+    named = units != "none" and content["device"] == content["processor"]
+    return f"{content['device']} ({units})" if named else str(content["device"])
+
+
+def on_cpus(
+    files: Sequence[Path], head: list[str], rows: Callable[[dict[str, Any]], dict[tuple[str, ...], Cells]]
+) -> str:
+    """Several machines' results side by side: a line for each point that any of them measured."""
+    contents = [json.loads(file.read_text()) for file in files]
+    found = [rows(content) for content in contents]
+    about = [provenance(content, file) for content, file in zip(contents, files, strict=True)]
+    columns = [list(next(iter(cells.values()))) for cells in found]
+    titles = [
+        f"{column}; {_machine(content)}" if len(files) > 1 else column
+        for content, names in zip(contents, columns, strict=True)
+        for column in names
+    ]
+    points = dict.fromkeys(point for cells in found for point in cells)
     lines = []
+    for point in points:
+        known = zip(found, columns, strict=True)
+        lines.append([*point, *(c.get(point, {}).get(name, "") for c, names in known for name in names)])
+    return "\n\n".join([*about, table([*head, *titles], lines)])
+
+
+def layer_on_cpu(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
+    """By format and tokens, our faster compute type next to the fastest peer of any."""
+    found: dict[tuple[str, ...], Cells] = {}
     for format, tokens in dict.fromkeys((row["format"], row["tokens"]) for row in content["rows"]):
         rows = [
             row
@@ -151,21 +198,17 @@ def layer_on_cpu(content: dict[str, Any]) -> str:
         ]
         ours = min((row for row in rows if not row["peer"]), key=lambda row: row["time_us"])
         peer = min((row for row in rows if row["peer"]), key=lambda row: row["time_us"])
-        lines.append(
-            [
-                format,
-                str(tokens),
-                f"{ours['time_us'] / 1e3:.2f} ({ours['compute_dtype']})",
-                f"{peer['time_us'] / 1e3:.2f} ({peer['runner'].removeprefix('transformers ')}, "
-                f"{peer['compute_dtype']})",
-                f"{peer['time_us'] / ours['time_us']:.2f}",
-            ]
-        )
-    return table(["weights", "tokens", "Turnout, ms", "transformers' fastest, ms", "ratio"], lines)
+        found[format, str(tokens)] = {
+            "Turnout, ms": f"{ours['time_us'] / 1e3:.2f} ({ours['compute_dtype']})",
+            "transformers' fastest, ms": f"{peer['time_us'] / 1e3:.2f} "
+            f"({peer['runner'].removeprefix('transformers ')}, {peer['compute_dtype']})",
+            "ratio": f"{peer['time_us'] / ours['time_us']:.2f}",
+        }
+    return found
 
 
-def serving(content: dict[str, Any]) -> str:
-    """Output tokens per second at each concurrency next to transformers' best at the same batch."""
+def serving(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
+    """By concurrency, output tokens per second next to transformers' best at the same batch."""
     rows = [row for row in content["rows"] if "output_throughput" in row]
     peers: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -173,24 +216,23 @@ def serving(content: dict[str, Any]) -> str:
             best = peers.get(row["batch"])
             if best is None or row["output_throughput"] > best["output_throughput"]:
                 peers[row["batch"]] = row
-    lines = []
+    found: dict[tuple[str, ...], Cells] = {}
     for row in rows:
         if row["system"] != "turnout":
             continue
         peer = peers.get(row["concurrency"])
-        lines.append(
-            [
-                str(row["concurrency"]),
-                f"{row['output_throughput']:.0f}",
-                f"{row['median_ttft_ms']:.0f}",
-                f"{row['median_tpot_ms']:.1f}",
-                f"{row['pss_mb']:.0f}",
-                f"{peer['output_throughput']:.0f} ({peer['experts']}, {peer['dtype']})" if peer else "",
-                f"{row['output_throughput'] / peer['output_throughput']:.2f}" if peer else "",
-            ]
-        )
-    head = ["concurrency", "output tokens/s", "TTFT, ms", "TPOT, ms", "server memory, MB"]
-    return table([*head, "transformers' `generate`, tokens/s", "ratio"], lines)
+        found[(str(row["concurrency"]),)] = {
+            "output tokens/s": f"{row['output_throughput']:.0f}",
+            "TTFT, ms": f"{row['median_ttft_ms']:.0f}",
+            "TPOT, ms": f"{row['median_tpot_ms']:.1f}",
+            "server memory, MB": f"{row['pss_mb']:.0f}",
+            "transformers' `generate`, tokens/s": f"{peer['output_throughput']:.0f} "
+            f"({peer['experts']}, {peer['dtype']})"
+            if peer
+            else "",
+            "ratio": f"{row['output_throughput'] / peer['output_throughput']:.2f}" if peer else "",
+        }
+    return found
 
 
 def beside_gathering(content: dict[str, Any]) -> str:

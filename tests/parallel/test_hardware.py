@@ -51,7 +51,7 @@ def test_a_cpus_units_are_those_of_its_flags(flags, units, monkeypatch, tmp_path
     monkeypatch.setattr(hardware, "CPU_INFO", str(info))
     monkeypatch.setattr(hardware.cpu, "allow_tiles", lambda: True)
     found = detect("cpu")
-    assert (found.processor, found.bf16_units) == ("Some CPU x2", units)
+    assert (found.processor, found.bf16_units) == ("Some x2", units)
     assert set(found.vector_flags) == set(flags.split()) - {"amx_tile", "amx_int8"}
     assert found.with_bf16_units("auto") == found
     assert found.with_bf16_units("none").bf16_units == "none"

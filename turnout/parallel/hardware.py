@@ -162,6 +162,8 @@ def _processor() -> tuple[str, frozenset[str]]:
     names = [value for key, value in fields if key == "model name"]
     flags = next((value for key, value in fields if key in ("flags", "Features")), "")
     name = names[0] if names else platform.processor() or platform.machine()
+    for trademark in ("(R)", "(TM)", " Processor", " CPU"):
+        name = name.replace(trademark, "")
     return f"{name} x{len(names) or 1}", frozenset(flags.split())
 
 

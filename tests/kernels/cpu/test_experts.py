@@ -21,6 +21,7 @@ CASES = [
     ("float16", Activation(kind="relu2"), True),
     ("nvfp4", Activation(), False),
     ("mxfp4", SWIGLU, True),
+    ("fp8", SWIGLU, True),
 ]
 
 
@@ -33,7 +34,7 @@ def weights(kind: str, activation: Activation, biased: bool) -> ExpertWeights:
         plain = torch.randn(E, n, k) / k**0.5
         return (
             encode(plain, kind)
-            if "fp4" in kind
+            if kind in ("fp8", "nvfp4", "mxfp4")
             else PackedTensor(format="bf16", data=plain.to(getattr(torch, kind)))
         )
 
@@ -47,10 +48,12 @@ def weights(kind: str, activation: Activation, biased: bool) -> ExpertWeights:
 
 
 def panels(packed: PackedTensor) -> Panels:
-    four_bits = packed.format != "bf16"
-    store = Panels(packed.shape, packed.format if four_bits else packed.data.dtype)
+    plain = packed.format == "bf16"
+    store = Panels(packed.shape, packed.data.dtype if plain else packed.format)
     for e in range(E):
-        if four_bits:
+        if packed.format == "fp8":
+            store.write_fp8(e, packed.data[e], packed.scale[e], packed.block_rows)
+        elif not plain:
             factor = None if packed.global_scale is None else packed.global_scale[e]
             store.write_packed(e, packed.data[e], packed.scale[e], factor)
         else:

@@ -19,6 +19,7 @@ from turnout.kernels.cpu.jit import inline, part
 from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL
 from turnout.kernels.cpu.vectors import (
     LANES,
+    load,
     load_e2m1,
     load_e4m3,
     load_e8m0,
@@ -30,6 +31,8 @@ from turnout.kernels.cpu.vectors import (
 F16, NVFP4, MXFP4 = 2, 3, 4  # kinds of panels that are unpacked
 BF16_PAIRS = 5  # of panels that only bf16.py multiplies
 PAIRS = "bf16_pairs"  # their name
+FP8 = 6  # also unpacked
+FP8_SCALE = np.float32(2.0**8)  # of an e4m3 (vectors.py)
 KINDS = {torch.float32: F32_PANEL, torch.bfloat16: BF16_PANEL, torch.float16: F16}
 NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
 MXFP4_SCALE = np.float32(2.0**14)
@@ -44,6 +47,11 @@ def unpack(kind, panel, scales, factor, K, to):
     if kind == F16:
         for k in range(K):
             store(to + k * 64, load_f16(panel + k * 32))
+    elif kind == FP8:
+        for first in range(0, K, 128):
+            scale = load(scales + first // 128 * 64) * splat(FP8_SCALE)
+            for k in range(first, min(first + 128, K)):
+                store(to + k * 64, load_e4m3(panel + k * 16) * scale)
     elif kind == NVFP4:
         whole = splat(factor * NVFP4_SCALE)
         for group in range(K // 16):
@@ -79,13 +87,14 @@ class Panels:
     """E matrices [N, K]; N is a multiple of 16.
 
     data: [E, B, K, 16] of float32, bfloat16 or float16, or of bfloat16 [E, B, K / 2, 16, 2], K padded with
-    zeros to a multiple of 32 (PAIRS: bf16.py), or of e2m1 uint8 [E, B, K, 8]: column c in the low
-    and c + 8 in the high nibble. scales: uint8 [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4,
-    e8m0). factors: float32 [E], such as NVFP4's global scales.
+    zeros to a multiple of 32 (PAIRS: bf16.py), or of e4m3 uint8 [E, B, K, 16], or of e2m1 uint8 [E, B, K, 8]:
+    column c in the low and c + 8 in the high nibble. scales: float32 [E, B, K / 128, 16] (FP8) or uint8
+    [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4, e8m0). factors: float32 [E], such as
+    NVFP4's global scales.
     """
 
     def __init__(self, shape: Sequence[int], kind: torch.dtype | str) -> None:
-        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "nvfp4", "mxfp4" or PAIRS."""
+        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "fp8", "nvfp4", "mxfp4" or PAIRS."""
         self.experts, self.outputs, self.inputs = experts, outputs, inputs = shape
         blocks = experts, outputs // LANES
         self.scales, self.factors = torch.empty(0), torch.ones(experts)
@@ -95,6 +104,10 @@ class Panels:
         elif isinstance(kind, torch.dtype):
             self.kind = KINDS[kind]
             self.data = torch.empty(*blocks, inputs, LANES, dtype=kind)
+        elif kind == "fp8":
+            self.kind = FP8
+            self.data = torch.empty(*blocks, inputs, LANES, dtype=torch.uint8)
+            self.scales = torch.empty(*blocks, -(-inputs // 128), LANES)
         else:
             self.kind, group = (NVFP4, 16) if kind == "nvfp4" else (MXFP4, 32)
             self.data = torch.empty(*blocks, inputs, LANES // 2, dtype=torch.uint8)
@@ -107,7 +120,7 @@ class Panels:
     @property
     def unpacked(self) -> bool:
         """Whether products need them unpacked."""
-        return self.kind in (F16, NVFP4, MXFP4)
+        return self.kind in (F16, NVFP4, MXFP4, FP8)
 
     def write(self, expert: int, weight_NK: Tensor, factor: Tensor | float = 1.0) -> None:
         """Store one matrix, of any float dtype, that is meant to be multiplied by `factor`."""
@@ -130,6 +143,11 @@ class Panels:
         if factor is not None:
             self.factors[expert] = factor
 
+    def write_fp8(self, expert: int, codes: Tensor, scale: Tensor, block_rows: int) -> None:
+        """Store one matrix of e4m3 [N, K]. scale: float32 [ceil(N / block_rows), ceil(K / 128)]."""
+        self.data[expert] = _across(codes.view(torch.uint8))
+        self.scales[expert] = _across(scale.repeat_interleave(block_rows, dim=0)[: self.outputs])
+
     @property
     def panel_bytes(self) -> int:
         return self.data.stride(1) * self.data.element_size()
@@ -137,7 +155,7 @@ class Panels:
     @property
     def scale_bytes(self) -> int:
         """Of one panel."""
-        return self.scales.stride(1) if self.scales.numel() else 0
+        return self.scales.stride(1) * self.scales.element_size() if self.scales.numel() else 0
 
 
 def _across(matrix_NK: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="p
 
 RUNNER = RunnerCapability(
     name="numba",
-    summary="kernels for CPUs, compiled at start-up: fused activation and sum, 4-bit weights too",
+    summary="kernels for CPUs, compiled at start-up: fused activation and sum, FP8 and 4-bit weights too",
     implementation="turnout.moe.backends.cpu.runner:NumbaRunner",
     layouts=frozenset({Layout.TOKENS, Layout.BATCHED_EXPERTS}),
-    weight_formats=frozenset({Format.BF16, Format.NVFP4, Format.MXFP4}),
+    weight_formats=frozenset({Format.BF16, Format.FP8, Format.NVFP4, Format.MXFP4}),
     compute_dtypes=frozenset({"float32", "bfloat16"}),
     devices=frozenset({"cpu"}),
     hidden_multiple=16,  # outputs come in panels
