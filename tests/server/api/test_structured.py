@@ -11,6 +11,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from turnout.engine.grammar import Reasoning
+from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.structured import StructuredFields
 
 SCHEMA = {
@@ -20,6 +22,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 IS_ANIMAL = r'\{\s*"kind"\s*:\s*"(cat|dog)"\s*,\s*"legs"\s*:\s*[0-9]\s*\}'
+NO_THOUGHTS: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 COMPACT = IS_ANIMAL.replace(r"\s*", "")
 TAGS = 'root ::= "<" ("a" | "b") ">"'
 SPELLINGS: list[tuple[dict[str, Any], str]] = [
@@ -43,7 +46,8 @@ SPELLINGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "pattern"), SPELLINGS, ids=[str(i) for i in range(len(SPELLINGS))])
 def test_every_spelling_in_both_routes(http: httpx.Client, fields: dict[str, Any], pattern: str):
     body = {"max_tokens": 300, "n": 3, "seed": 1, **fields}
-    chat = http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "go"}]})
+    messages = [{"role": "user", "content": "go"}]
+    chat = http.post("/v1/chat/completions", json=body | NO_THOUGHTS | {"messages": messages})
     plain = http.post("/v1/completions", json=body | {"prompt": "go"})
     texts = [choice["message"]["content"] for choice in chat.json()["choices"]]
     texts += [choice["text"] for choice in plain.json()["choices"]]
@@ -69,11 +73,17 @@ def test_openais_client_parses_a_stream_into_its_model(client: openai.OpenAI):
         messages=messages,
         response_format=schema,
         stream=True,
-        max_tokens=300,  # type: ignore
+        max_tokens=300,
+        extra_body=NO_THOUGHTS,  # type: ignore
     )
     Animal.model_validate_json("".join(part.choices[0].delta.content or "" for part in parts))
     whole = client.chat.completions.create(
-        model="tiny", messages=messages, response_format={"type": "json_object"}, max_tokens=30, temperature=0
+        model="tiny",
+        messages=messages,
+        response_format={"type": "json_object"},
+        max_tokens=30,
+        temperature=0,
+        extra_body=NO_THOUGHTS,
     )
     assert (whole.choices[0].message.content or "").startswith("{")
 
@@ -119,3 +129,21 @@ def test_a_schema_as_deep_as_json_allows_is_refused(http: httpx.Client):
     answer = http.post("/v1/completions", content=deeper)
     assert answer.status_code == 400
     assert "recursion limit" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>a</think>b<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
+    ],
+)
+def test_an_answer_waits_for_thoughts_where_they_are_parsed(prompt: str, begun: bool | None):
+    special = {"</think>": 7}
+    expected = (
+        None if begun is None else Reasoning(begin="<think>", end="</think>", begun=begun, special=special)
+    )
+    assert Parsers.chosen("none", "qwen3").thoughts(prompt, special) == expected
+    assert Parsers.chosen("none", "none").thoughts(prompt, special) is None

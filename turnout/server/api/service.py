@@ -17,6 +17,7 @@ from turnout import __version__
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
+from turnout.engine.grammar import Reasoning
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
@@ -291,7 +292,10 @@ class Service:
         parsing: Parsing,
     ) -> list[Choice]:
         tokenizer = self.check_open()
-        grammar = await asyncio.to_thread(compiled, body) if body.restrictions() else ""
+        grammar = ""
+        if body.restrictions():
+            after = parsing.thoughts(tokenizer, prompts[0])
+            grammar = await asyncio.to_thread(compiled, body, after)
         turn = Turn()
         sampling_of = functools.cache(
             functools.partial(body.sampling, vocab_size=self.limits.vocab_size, grammar=grammar)
@@ -369,8 +373,16 @@ class Parsing:
     def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:
         if self.parsers == Parsers():
             return None
-        end = tokenizer.decode(prompt_ids[-OPENING_TOKENS:], skip_special_tokens=False)
-        return self.parsers.parser(self.schemas, end)
+        return self.parsers.parser(self.schemas, _end(tokenizer, prompt_ids))
+
+    def thoughts(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
+        """See Parsers.thoughts."""
+        special = {tokenizer.token_text(id): id for id in self.kept}
+        return self.parsers.thoughts(_end(tokenizer, prompt_ids), special)
+
+
+def _end(tokenizer: Tokenizer, prompt_ids: list[int]) -> str:
+    return tokenizer.decode(prompt_ids[-OPENING_TOKENS:], skip_special_tokens=False)
 
 
 class Turn:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from turnout.engine.grammar import Reasoning
 from turnout.errors import UserError
 from turnout.server.api.parsing.calls import Schemas
 from turnout.server.api.parsing.families import (
@@ -96,6 +98,18 @@ class Parsers:
             marks += [*(written.section or ()), written.begin, written.end, *written.separators]
             marks += [written.parameter or ""]
         return marks
+
+    def thoughts(self, prompt: str, special: Mapping[str, int]) -> Reasoning | None:
+        """What may come before an answer that follows a grammar; None if the answer begins at once.
+
+        prompt: as in `parser`. special: tokens by their names.
+        """
+        if self.reasoning is None or self.reasoning.harmony:
+            return None
+        marks, opening = self.reasoning.reasoning, _from_answer(prompt)
+        if marks.close in opening:
+            return None
+        return Reasoning(begin=marks.open, end=marks.close, begun=marks.open in opening, special=special)
 
     def parser(self, schemas: Schemas, prompt: str) -> Parser | None:
         """One for one answer; None if there is nothing to look for.
