@@ -33,9 +33,10 @@ import psutil
 
 from tools.faults.sitecustomize import SIGNALS
 from turnout.bench.events import post
-from turnout.bench.results import check_output, cpu_name, result, save
+from turnout.bench.results import check_output, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
+from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import ServerProcess
 
 MODES: dict[str, dict[str, Any]] = {
