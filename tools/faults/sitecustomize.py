@@ -29,6 +29,7 @@ def install() -> None:
     due: list[str] = []
 
     def failing(self, chunks):
+        chunks = list(chunks)
         if due:
             fail(due.pop())
         if poison and any(chunk.request.tokens[: len(poison)] == poison for chunk in chunks):

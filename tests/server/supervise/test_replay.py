@@ -53,8 +53,8 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(tiny_folder: Path, 
 @pytest.mark.more
 def test_a_request_that_kills_ranks_ends_and_no_other(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Of 64 that run together."""
-    poison = "Poison"
-    monkeypatch.setenv("TURNOUT_POISON", json.dumps(list(poison.encode())))
+    poison = [7, 77, 7]
+    monkeypatch.setenv("TURNOUT_POISON", json.dumps(poison))
 
     async def together(made: chaos.Chaos) -> tuple[list[chaos.Answer], httpx.Response, list[chaos.Answer]]:
         undisturbed = await asyncio.gather(*(chaos.ask(made.http, asked) for asked in made.asked))
