@@ -62,7 +62,7 @@ def grammar(answer: str, *, after: Reasoning | None = None) -> str:
         thought, end = "thought: /(?s:.*)/", literal(after.end, after.special)
     else:
         thought, end = f"thought[suffix={json.dumps(after.end)}]: /(?s:.*)/", ""
-    thinks = f"thought {end} /\\s{{0,8}}/ answer"
+    thinks = f"thought {end} /[ \\n]{{0,8}}/ answer"
     start = thinks if after.begun else f"answer | ({literal(after.begin, after.special)}) {thinks}"
     return f"start: {start}\n{thought}\nanswer: {answer}\n"
 

@@ -66,11 +66,11 @@ class Tokenizer:
         """Whether the chat template shows tools to the model."""
         return "tools" in (self.chat_template or "")
 
-    def special_in(self, texts: Iterable[str]) -> frozenset[int]:
-        """The special tokens that stand in any of `texts`."""
-        added = self._core.get_added_tokens_decoder()
+    def added_in(self, texts: Iterable[str]) -> dict[str, int]:
+        """The added tokens, special or not, that stand in any of `texts`, by their own."""
         texts = list(texts)
-        return frozenset(i for i in self.special_ids if any(added[i].content in text for text in texts))
+        added = {token.content: i for i, token in self._core.get_added_tokens_decoder().items()}
+        return {content: i for content, i in added.items() if any(content in text for text in texts)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Other threads run meanwhile."""

@@ -15,5 +15,5 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its root address."""
     folder = tmp_path_factory.mktemp("scripted")
     write_scripted(folder)
-    with started(folder, served_model_name="scripted") as (_, root):
+    with started(folder, served_model_name="scripted", reasoning_parser="auto") as (_, root):
         yield root

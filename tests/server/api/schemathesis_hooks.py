@@ -29,6 +29,10 @@ ACROSS_FIELDS = (
     "is no variable to choose",
     "is not a variable of chat templates",
     "is not the id of a call",
+    "makes no embeddings",
+    "must be less than max_tokens",
+    'goes with type "tool"',
+    "this model takes text only",
     "ids must differ",
     "names must differ",
     "is not the name of a tool",
@@ -51,7 +55,11 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if not isinstance(case.body, dict):
         return
     body = case.body = as_integers(case.body)
-    if "prompt" in body or "messages" in body:
+    if case.path in ("/v1/messages", "/v1/responses"):
+        limit = "max_tokens" if case.path == "/v1/messages" else "max_output_tokens"
+        if type(body.get(limit, 2)) is int and body.get(limit, 2) > 0:
+            body[limit] = 2
+    elif "prompt" in body or "messages" in body:
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
             body["max_tokens"] = 2
         for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", 2)):

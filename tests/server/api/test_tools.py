@@ -139,6 +139,47 @@ def test_a_call_that_is_cut_off_is_text(web: httpx.Client, max_tokens: int):
     assert choice["finish_reason"] == "length"
 
 
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"color": {"enum": ["red", "blue"]}},
+            "required": ["color"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_a_forced_call(web: httpx.Client, choice: Any, thinks: bool):
+    """The model would call `add`; it cannot, and its thoughts are as they were."""
+    fields = {
+        "tools": [PICK],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 1500,
+        "seed": 1,
+    }
+    answer = ask(web, **fields, chat_template_kwargs={"enable_thinking": thinks})
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "pick"
+    assert json.loads(call["function"]["arguments"])["color"] in ("red", "blue")
+    assert answer["message"].get("reasoning") == (THOUGHT if thinks else None)
+    assert answer["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_stays_outside_the_schema_of_the_answer(web: httpx.Client):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    named = {"name": "answer", "schema": schema | {"additionalProperties": False}}
+    answer = ask(web, response_format={"type": "json_schema", "json_schema": named}, max_tokens=1500, seed=1)
+    assert answer["message"]["reasoning"] == THOUGHT
+    assert json.loads(answer["message"]["content"])["ok"] in (True, False)
+
+
 def test_tools_that_are_not_offered(web: httpx.Client):
     for fields in ({"tools": []}, {"tool_choice": "none"}):
         choice = ask(web, **fields)
@@ -180,7 +221,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
         '"object"',
     ),
-    ({"tool_choice": "required"}, "tool_choice: "),
+    (
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        "both say what the answer must be",
+    ),
     (
         {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
         "'sub' is not the name of a tool (add)",

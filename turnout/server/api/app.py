@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
@@ -12,9 +14,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from turnout import __version__
+from turnout.server.api.anthropic.answer import collect_message, stream_message
+from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.connection import EventStream, while_connected
-from turnout.server.api.errors import ApiError, json_response
+from turnout.server.api.errors import ApiError, invalid, json_response
 from turnout.server.api.generation import Generation
+from turnout.server.api.openai_responses.answer import ResponseAnswer
+from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.openapi import describe
 from turnout.server.api.preparation import check_model
 from turnout.server.api.protocol import (
@@ -40,7 +46,10 @@ def create_app(service: Service) -> FastAPI:
 
     async def check_key(request: Request) -> None:
         key = service.config.api_key
-        if key is not None and not _carries(request.headers.get("authorization", ""), key):
+        if key is None or _carries(request.headers.get("authorization", ""), key):
+            return
+        # Anthropic's clients have a header of their own.
+        if not _carries(f"bearer {request.headers.get('x-api-key', '')}", key):
             raise ApiError(
                 401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
             )
@@ -154,6 +163,35 @@ def _generation_routes(service: Service) -> APIRouter:
         body, prompts = await service.intake.read(ScoreBody, request)
         return json_response(await while_connected(request.receive, service.score(body, prompts)))
 
+    @router.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        service.check_open()
+        body, (chat, prompts) = await service.intake.read(ResponsesBody, request)
+        generation = await service.chat(chat, prompts, request.state.given_id)
+        answer = ResponseAnswer(generation, body, service.model_name)
+        return await _send(
+            service, request, generation, answer.stream() if body.stream else None, answer.collect
+        )
+
+    @router.post("/v1/messages")
+    async def create_message(request: Request) -> Response:
+        service.check_open()
+        body, (chat, prompts) = await service.intake.read(MessagesBody, request)
+        generation = await service.chat(chat, prompts, request.state.given_id)
+        model = service.model_name
+        parts = stream_message(generation, model) if body.stream else None
+        return await _send(service, request, generation, parts, partial(collect_message, generation, model))
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        service.check_open()
+        _, (_, (ids,)) = await service.intake.read(CountBody, request)
+        return json_response({"input_tokens": len(ids)})
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        raise invalid("this server generates text and makes no embeddings; ask one of an embedding model")
+
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         service.check_open()
@@ -172,28 +210,44 @@ def _generation_routes(service: Service) -> APIRouter:
 async def _answer(
     service: Service, request: Request, body: GenerationBody, generation: Generation, renderer: Renderer
 ) -> Response:
-    """Stream or collect; either way the generation is released when the client has its answer or leaves."""
+    """Stream or collect, in OpenAI's style."""
     model = service.model_name
-    if body.stream:
-        parts = stream(generation, renderer, model, usage=body.wants_usage)
+    parts = stream(generation, renderer, model, usage=body.wants_usage) if body.stream else None
+    return await _send(service, request, generation, parts, partial(collect, generation, renderer, model))
+
+
+async def _send(
+    service: Service,
+    request: Request,
+    generation: Generation,
+    parts: AsyncIterator[bytes] | None,
+    whole: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+) -> Response:
+    """Stream `parts` or collect; either way the generation is released when the client has its answer or
+    leaves."""
+    if parts is not None:
         return EventStream(parts, on_end=partial(service.release, generation))
     try:
-        return json_response(await while_connected(request.receive, collect(generation, renderer, model)))
+        return json_response(await while_connected(request.receive, whole()))
     finally:
         service.release(generation)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape."""
+    """Every error leaves in its protocol's shape."""
+
+    def answer(request: Request, error: ApiError) -> Response:
+        return error.response(anthropic=request.url.path.startswith("/v1/messages"))
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return answer(request, error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
-        return ApiError(error.status_code, f"{where}: {error.detail}", headers=error.headers).response()
+        refusal = ApiError(error.status_code, f"{where}: {error.detail}", headers=error.headers)
+        return answer(request, refusal)
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
@@ -201,4 +255,4 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal server error; the server's log has the details").response()
+        return answer(request, ApiError(500, "internal server error; the server's log has the details"))

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: a status code and `{"error": {message, type, param, code}}`."""
+"""Errors as OpenAI's clients expect them: a status code and `{"error": {message, type, param, code}}`; and in
+Anthropic's shape for its routes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,13 @@ TYPES = {
     404: "not_found_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
 }
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -45,8 +53,14 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, HEADERS.get(self.status, {}) | self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """As Anthropic's clients expect it."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, *, anthropic: bool = False) -> Response:
+        body = self.anthropic_body() if anthropic else self.body()
+        return json_response(body, self.status, HEADERS.get(self.status, {}) | self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

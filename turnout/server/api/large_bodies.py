@@ -26,15 +26,26 @@ from typing import Any, BinaryIO
 import psutil
 
 from turnout.engine.tokenizer import Tokenizer
+from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.body import Body
 from turnout.server.api.errors import ApiError
+from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.preparation import prepare
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.sizes import Limits
 from turnout.server.memory import map_large_blocks, release_freed_memory
 
-BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ScoreBody)
+BODIES: tuple[type[Body], ...] = (
+    CompletionBody,
+    ChatBody,
+    TokenizeBody,
+    DetokenizeBody,
+    ScoreBody,
+    ResponsesBody,
+    MessagesBody,
+    CountBody,
+)
 REQUEST = struct.Struct("<BQ")  # index into BODIES, bytes that follow
 REPLY = struct.Struct("<?Q")  # whether it is this process's last, bytes of a pickled `Reply` that follow
 NICENESS = 5  # streams come first

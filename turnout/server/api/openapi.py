@@ -9,6 +9,11 @@ from pydantic import TypeAdapter
 
 from turnout import __version__
 from turnout.server.api import responses
+from turnout.server.api.anthropic.answer import Message, MessageEvent, TokenCount
+from turnout.server.api.anthropic.body import CountBody, MessagesBody
+from turnout.server.api.openai_responses.answer import Response as Answered
+from turnout.server.api.openai_responses.answer import ResponseEvent
+from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from turnout.server.api.scoring import ScoreBody
 
@@ -28,6 +33,7 @@ class Operation:
     media_type: str = "application/json"
     refusals: tuple[int, ...] = ()
     acts: bool = False  # without a body
+    error: Any = responses.Error
 
     @property
     def method(self) -> str:
@@ -97,6 +103,32 @@ OPERATIONS = (
         refusals=GENERATES,
     ),
     Operation(
+        path="/v1/responses",
+        does="Answer a conversation, in the newer protocol of OpenAI; nothing is kept.",
+        body=ResponsesBody,
+        answer=Answered,
+        events=ResponseEvent,
+        refusals=GENERATES,
+    ),
+    Operation(
+        path="/v1/messages",
+        does="Answer a conversation, in Anthropic's protocol.",
+        body=MessagesBody,
+        answer=Message,
+        events=MessageEvent,
+        refusals=GENERATES,
+        error=responses.AnthropicError,
+    ),
+    Operation(
+        path="/v1/messages/count_tokens",
+        does="How many tokens a conversation has, in Anthropic's protocol.",
+        body=CountBody,
+        answer=TokenCount,
+        refusals=GENERATES,
+        error=responses.AnthropicError,
+    ),
+    Operation(path="/v1/embeddings", does="Refused: there are none.", acts=True, refusals=(400,)),
+    Operation(
         path="/tokenize",
         does="Token ids of a text or a conversation.",
         body=TokenizeBody,
@@ -134,7 +166,7 @@ def describe(*, with_key: bool) -> dict[str, Any]:
         for operation in OPERATIONS
         for shape in (operation.body, operation.answer, operation.events)
         if shape is not None
-    } | {responses.Error: "serialization"}
+    } | dict.fromkeys((responses.Error, responses.AnthropicError), "serialization")
     inputs = [(shape, mode, TypeAdapter(shape)) for shape, mode in shapes.items()]
     found, definitions = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE)  # type: ignore[arg-type]
     schemas = {shape: found[shape, mode] for shape, mode in shapes.items()}  # type: ignore[index]
@@ -173,7 +205,7 @@ def _operation(operation: Operation, schemas: dict[Any, Any], *, guarded: bool) 
     for status in sorted((*operation.refusals, *((401,) if guarded else ()))):
         described["responses"][str(status)] = {
             "description": REASONS[status],
-            "content": {"application/json": {"schema": schemas[responses.Error]}},
+            "content": {"application/json": {"schema": schemas[operation.error]}},
         }
     if guarded:
         described["security"] = [{"key": []}]
@@ -184,7 +216,7 @@ def _answers(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
     answer = {"type": "string"} if operation.answer is None else schemas[operation.answer]
     content: dict[str, Any] = {operation.media_type: {"schema": answer}}
     if operation.events is not None:
-        event = {"anyOf": [schemas[operation.events], schemas[responses.Error]]}
+        event = {"anyOf": [schemas[operation.events], schemas[operation.error]]}
         content["text/event-stream"] = {"itemSchema": _event_holding(event)}
     return content
 

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
+from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.body import Body
 from turnout.server.api.chat import Message, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
+from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.protocol import (
     ChatBody,
     CompletionBody,
@@ -20,6 +22,7 @@ from turnout.server.api.protocol import (
     TokenizeBody,
     check_ids,
     parse,
+    validated,
 )
 from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.sizes import Limits, too_long
@@ -29,7 +32,8 @@ B = TypeVar("B", bound=Body)
 
 
 def prepare(cls: type[B], raw: bytes | bytearray, tokenizer: Tokenizer, limits: Limits) -> tuple[B, Any]:
-    """The body as a `cls`, and what it asks about: token ids of each prompt; for DetokenizeBody a text.
+    """The body as a `cls`, and what it asks about: token ids of each prompt; for DetokenizeBody a text;
+    for other protocols the chat that they ask for, and its token ids.
 
     Raises ApiError 400 for what is wrong or cannot fit the context, 404 for another model.
     """
@@ -64,6 +68,14 @@ def _chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int
     return [_conversation(body.messages, body, body.offered, tokenizer, limits, cut=cut)]
 
 
+def _as_chat(
+    body: CountBody | ResponsesBody, tokenizer: Tokenizer, limits: Limits
+) -> tuple[ChatBody, list[list[int]]]:
+    """The chat that a request of another protocol asks for, and its prompt."""
+    chat = validated(ChatBody, body.for_chat())
+    return chat, _chat(chat, tokenizer, limits)
+
+
 def _tokenize(body: TokenizeBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
     if body.messages is not None:
         return [_conversation(body.messages, body, body.offered, tokenizer, limits)]
@@ -84,6 +96,9 @@ _TRANSLATORS: dict[type[Body], Callable[[Any, Tokenizer, Limits], Any]] = {
     CompletionBody: _completion,
     ChatBody: _chat,
     ScoreBody: _score,
+    ResponsesBody: _as_chat,
+    MessagesBody: _as_chat,
+    CountBody: _as_chat,
     TokenizeBody: _tokenize,
     DetokenizeBody: _detokenize,
 }

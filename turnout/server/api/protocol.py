@@ -302,6 +302,11 @@ def parse(cls: type[B], raw: bytes | bytearray, limits: Limits | None = None) ->
         raise invalid("the body must be a JSON object")
     if limits is not None:
         check_sizes(data, limits)
+    return validated(cls, data)
+
+
+def validated(cls: type[B], data: dict[str, Any]) -> B:
+    """Raises ApiError 400 naming every field that is wrong."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
@@ -327,10 +332,16 @@ def _explain(cls: type[Body], detail: ErrorDetails) -> str:
         return f"{where}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
     if detail["type"] == "missing":
         return f"{where}: required"
+    if detail["type"] == "union_tag_invalid":
+        context = detail["ctx"]
+        media = " (this model takes text only)" if context["tag"] in _MEDIA else ""
+        wrong = f"{context['discriminator']} {context['tag']!r}"
+        return f"{where}: {wrong} is not one of {context['expected_tags']}{media}"
     message = _IN_JSON.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 
 
+_MEDIA = ("image", "document", "audio", "video", "input_image", "input_audio", "input_file")
 _IN_JSON = {  # what pydantic says of Python's types
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",

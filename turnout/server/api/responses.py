@@ -26,6 +26,18 @@ class Error(TypedDict):
 
 
 @closed
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+@closed
+class AnthropicError(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+@closed
 class Status(TypedDict):
     status: Literal["ok", "ready", "restarting"]
 

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
 from turnout.server.api.parsing.calls import Schemas
+from turnout.server.api.parsing.family import Family
 from turnout.server.api.parsing.parts import Parser
 from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
 from turnout.server.api.scoring import LabelRequest, ScoreBody, scores
 from turnout.server.api.sizes import Limits
-from turnout.server.api.structured import compiled
+from turnout.server.api.structured import Restrictions, compiled
+from turnout.server.api.tools import forced_calls
 from turnout.server.metrics import Metrics
 from turnout.server.supervise.engine import EngineSupervisor
 
@@ -122,16 +125,21 @@ class Service:
                 "--tool-call-parser and the name of its family, or leave tools out",
                 "tools",
             )
-        if body.offered and body.tool_choice not in ("auto", None):
-            raise invalid("tool_choice: this server cannot force a call; send auto, or none", "tool_choice")
         parsers = Parsers(
             self.parsers.calls if body.offered else None,
             self.parsers.reasoning if body.separate_reasoning is not False else None,
         )
         schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
-        kept = self.check_open().special_in(parsers.marks())
+        tokenizer = self.check_open()
+        names = tokenizer.added_in(self.parsers.marks())
         return Parsing(
-            parsers=parsers, schemas=schemas, kept=kept, one_call=body.parallel_tool_calls is False
+            parsers=parsers,
+            schemas=schemas,
+            kept=frozenset(tokenizer.added_in(parsers.marks()).values()),
+            one_call=body.parallel_tool_calls is False,
+            thoughts=self.parsers.reasoning,
+            names=names,
+            forced=forced_calls(body, self.parsers.calls, names) if body.offered else {},
         )
 
     async def score(self, body: ScoreBody, prompts: list[list[int]]) -> dict[str, Any]:
@@ -293,9 +301,9 @@ class Service:
     ) -> list[Choice]:
         tokenizer = self.check_open()
         grammar = ""
-        if body.restrictions():
-            after = parsing.thoughts(tokenizer, prompts[0])
-            grammar = await asyncio.to_thread(compiled, body, after)
+        if restrictions := body.restrictions() | parsing.forced:
+            after = parsing.thinking(tokenizer, prompts[0])
+            grammar = await asyncio.to_thread(compiled, restrictions, after)
         turn = Turn()
         sampling_of = functools.cache(
             functools.partial(body.sampling, vocab_size=self.limits.vocab_size, grammar=grammar)
@@ -362,23 +370,28 @@ class Service:
 class Parsing:
     """How the answers to one request are taken apart; by default not at all.
 
-    kept: special tokens that the parsers must see
+    kept:     tokens that the parsers must see, special or not
+    thoughts: the family that says how the model reasons, whether or not answers hold it apart
+    names:    tokens in the marks of reasoning and calls
+    forced:   calls that the answer must consist of
     """
 
     parsers: Parsers = field(default_factory=Parsers)
     schemas: Schemas = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
     one_call: bool = False
+    thoughts: Family | None = None
+    names: Mapping[str, int] = field(default_factory=dict)
+    forced: Restrictions = field(default_factory=dict)
+
+    def thinking(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
+        """What may come before an answer that must have a form."""
+        return Parsers(reasoning=self.thoughts).thoughts(_end(tokenizer, prompt_ids), self.names)
 
     def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:
         if self.parsers == Parsers():
             return None
         return self.parsers.parser(self.schemas, _end(tokenizer, prompt_ids))
-
-    def thoughts(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
-        """See Parsers.thoughts."""
-        special = {tokenizer.token_text(id): id for id in self.kept}
-        return self.parsers.thoughts(_end(tokenizer, prompt_ids), special)
 
 
 def _end(tokenizer: Tokenizer, prompt_ids: list[int]) -> str:

@@ -45,12 +45,14 @@ def check_sizes(data: dict[str, Any], limits: Limits) -> None:
     if data.get("truncate_prompt_tokens") is None:
         _check_tokens(data.get("prompt"), limits.max_context, "prompt")
     _check_tokens(data.get("tokens"), limits.max_context, "tokens")
+    _check(data.get("stop_sequences"), MAX_STOP_STRINGS, "stop_sequences", "strings", kinds=list)
     _check(data.get("tools"), MAX_TOOLS, "tools", "tools", kinds=list)
     _check_tokens(data.get("query"), limits.max_context, "query")
     _check_tokens(data.get("items"), limits.max_context, "items")
     _check(data.get("items"), MAX_PROMPTS, "items", "items", kinds=list)
     _check_prompts(data.get("prompt"))
-    _check_messages(data.get("messages"), limits.max_context)
+    for name in ("messages", "input"):
+        _check_messages(name, data.get(name), limits.max_context)
 
 
 def too_long(param: str, message: str) -> ApiError:
@@ -83,19 +85,19 @@ def _check_prompts(value: Any) -> None:
         _check(value, MAX_PROMPTS, "prompt", "prompts")
 
 
-def _check_messages(messages: Any, max_context: int) -> None:
+def _check_messages(name: str, messages: Any, max_context: int) -> None:
     if not isinstance(messages, list):
         return
     if len(messages) > max_context:
         raise too_long(
-            "messages",
-            f"messages: {len(messages)} messages take at least as many tokens, but the context holds "
+            name,
+            f"{name}: {len(messages)} messages take at least as many tokens, but the context holds "
             f"{max_context}; send fewer",
         )
     for i, message in enumerate(messages):
-        _check(message, MAX_FIELDS, f"messages.{i}", "fields", kinds=dict)
+        _check(message, MAX_FIELDS, f"{name}.{i}", "fields", kinds=dict)
         if not isinstance(message, dict):
             continue
-        _check(message.get("tool_calls"), MAX_CALLS, f"messages.{i}.tool_calls", "calls", kinds=list)
+        _check(message.get("tool_calls"), MAX_CALLS, f"{name}.{i}.tool_calls", "calls", kinds=list)
         content = message.get("content")
-        _check(content, max_context, f"messages.{i}.content", "parts, as many as the context has tokens")
+        _check(content, max_context, f"{name}.{i}.content", "parts, as many as the context has tokens")

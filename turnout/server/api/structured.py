@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -25,6 +26,8 @@ from turnout.errors import UserError
 from turnout.server.api.body import Body
 from turnout.server.api.errors import invalid
 
+TOOLS = "tools"  # the field whose expression is ours: it may name tokens, which no check of texts knows
+TOKEN = re.compile(r"<\[\d+\]>")
 MAX_CHOICES = 1024  # texts to choose from
 
 JsonSchema = dict[str, Any] | bool
@@ -127,16 +130,16 @@ class StructuredFields(Body):
         return found
 
 
-def compiled(body: StructuredFields, after: Reasoning | None = None) -> str:
-    """The grammar of answers to `body`, after what a model may think before; "" if any text will do.
+def compiled(restrictions: Restrictions, after: Reasoning | None = None) -> str:
+    """The grammar of answers, after what a model may think before; "" if any text will do.
 
     Takes milliseconds, and tenths of a second for what is made for that: call it in a thread.
     Raises ApiError 400 naming the field, and of a schema the keyword, that cannot be followed.
     """
-    for field, make in body.restrictions().items():
+    for field, make in restrictions.items():
         try:
             answer = make()
-            check(grammar(answer))
+            check(grammar(TOKEN.sub('"x"', answer) if field == TOOLS else answer))
         except UserError as error:
             raise invalid(f"{field}: {error}", field.split(".")[0]) from None
         return grammar(answer, after=after)

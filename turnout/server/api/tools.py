@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
+from turnout.engine.grammar import literal, sequence, tool_calls
 from turnout.server.api.body import Body
+from turnout.server.api.errors import invalid
+from turnout.server.api.parsing.family import Family
+from turnout.server.api.structured import TOOLS, Restrictions, StructuredFields
 
 NAME = "^[A-Za-z0-9_.-]{1,128}$"  # no character that the formats of calls use
 Name = Annotated[str, Field(pattern=NAME)]
@@ -121,3 +126,39 @@ class ToolCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": self.function.for_template()}
+
+
+def forced_calls(fields: ToolFields, family: Family | None, special: Mapping[str, int]) -> Restrictions:
+    """The calls that `tool_choice` wants, as the family writes them; none if the model may choose.
+
+    special: tokens (to their ids) in the family's marks. Raises ApiError 400 where they cannot be forced.
+    """
+    if fields.tool_choice in ("auto", "none", None):
+        return {}
+    written = family.calls if family is not None else None
+    if written is None or written.written is None:
+        raise invalid(
+            "tool_choice: this model writes arguments in tags or channels, in which calls cannot be forced; "
+            "send auto, or none",
+            "tool_choice",
+        )
+    if isinstance(fields, StructuredFields) and (also := list(fields.restrictions())):
+        raise invalid(
+            f"tool_choice and {also[0]} both say what the answer must be; give one of them", also[0]
+        )
+    chosen = fields.tool_choice.function.name if isinstance(fields.tool_choice, ToolChoice) else None
+    tools = [
+        (tool.function.name, tool.schema_of_arguments)
+        for tool in fields.offered
+        if chosen in (None, tool.function.name)
+    ]
+    parallel = chosen is None and fields.parallel_tool_calls is not False
+
+    def make() -> str:
+        calls = tool_calls(tools, written.written or "", parallel=parallel, special=special)
+        if written.section is None:
+            return calls
+        before, after = (literal(mark, special) for mark in written.section)
+        return sequence(before, calls, after)
+
+    return {TOOLS: make}

@@ -106,7 +106,7 @@ class Parsers:
         """
         if self.reasoning is None or self.reasoning.harmony:
             return None
-        marks, opening = self.reasoning.reasoning, _from_answer(prompt)
+        marks, opening = self.reasoning.reasoning, answer_in(prompt)
         if marks.close in opening:
             return None
         return Reasoning(begin=marks.open, end=marks.close, begun=marks.open in opening, special=special)
@@ -116,7 +116,7 @@ class Parsers:
 
         prompt: its end, which may hold the beginning of the answer
         """
-        opening = _from_answer(prompt)
+        opening = answer_in(prompt)
         if self.calls is None and self.reasoning is None:
             return None
         if any(family is not None and family.harmony for family in (self.calls, self.reasoning)):
@@ -152,7 +152,8 @@ def _named(name: str, own: Family | None, known: dict[str, Family], flag: str) -
     return found
 
 
-def _from_answer(opening: str) -> str:
-    """What stands behind the last mark of an assistant's turn; the last line if there is no mark."""
+def answer_in(opening: str) -> str:
+    """The beginning of the answer in the end of a prompt: what stands behind the last mark of an assistant's
+    turn, or the last line if there is no mark."""
     starts = [at + len(anchor) for anchor in ANCHORS if (at := opening.rfind(anchor)) >= 0]
     return opening[max(starts) :] if starts else opening.rstrip().rpartition("\n")[2]

@@ -15,5 +15,8 @@ FAMILY = Family(
         tail="```",
         separators=("<｜tool▁sep｜>",),
         ends_reasoning=True,
+        written=(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        ),
     ),
 )

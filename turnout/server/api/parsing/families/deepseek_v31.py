@@ -13,5 +13,6 @@ FAMILY = Family(
         head=r"\s*(?P<name>[^<\s]+)\s*<｜tool▁sep｜>",
         separators=("<｜tool▁sep｜>",),
         ends_reasoning=True,
+        written="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
     ),
 )

@@ -14,5 +14,8 @@ FAMILY = Family(
         head=r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:]+):\d+)\s*<\|tool_call_argument_begin\|>",
         separators=("<|tool_call_argument_begin|>",),
         ends_reasoning=True,
+        written=(
+            "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        ),
     ),
 )

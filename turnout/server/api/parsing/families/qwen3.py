@@ -7,5 +7,10 @@ FAMILY = Family(
     reasoning_names=("qwen3", "qwen3_thinking"),
     signs=("<tool_call>", "arguments"),
     model_types=("qwen2_moe", "qwen3_moe"),
-    calls=CallFormat(begin="<tool_call>", end="</tool_call>", in_strings=True),
+    calls=CallFormat(
+        begin="<tool_call>",
+        end="</tool_call>",
+        in_strings=True,
+        written='<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+    ),
 )

@@ -1,0 +1,170 @@
+"""OpenAI's requests of /v1/responses, and the chat that each asks for. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from turnout.engine.sampling_params import MAX_LOGPROBS
+from turnout.server.api.body import Body
+from turnout.server.api.tools import Name, Parameters
+
+
+class Item(BaseModel):
+    """What clients add of an earlier answer (`status`, `annotations`, ids) is passed over."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextPart(Item):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class MessageItem(Item):
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+
+
+class FunctionOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    content: list[TextPart] | None = None
+
+
+AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+class FunctionTool(Item):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+
+
+class ChosenTool(Item):
+    type: Literal["function"]
+    name: Name
+
+
+class ReasoningOptions(Item):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # reasoning comes as it is
+
+
+class TextFormat(Item):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Item):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(Body):
+    model: str | None = None
+    input: str | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # of answers that are kept elsewhere
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None  # nothing is kept: send the whole conversation as input
+    conversation: None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The fields of the chat request."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tool_choice": self.tool_choice
+            if isinstance(self.tool_choice, str) or self.tool_choice is None
+            else {"type": "function", "function": {"name": self.tool_choice.name}},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": self._format(),
+        }
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+            ]
+        return fields
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Thoughts, text and calls that follow each other are one message of the assistant."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            if isinstance(item, FunctionOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            elif isinstance(item, MessageItem) and item.role != "assistant":
+                messages.append({"role": item.role, "content": _text(item.content)})
+            else:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                _add(messages[-1], item)
+        return messages
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "json_object"}
+        named = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
+        return {"type": "json_schema", "json_schema": named}
+
+
+def _add(message: dict[str, Any], item: AnyItem) -> None:
+    if isinstance(item, FunctionCallItem):
+        call = {"name": item.name, "arguments": item.arguments}
+        message.setdefault("tool_calls", []).append(
+            {"id": item.call_id, "type": "function", "function": call}
+        )
+    elif isinstance(item, ReasoningItem):
+        text = _text(item.content or [])
+        if text:
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+    elif isinstance(item, MessageItem):
+        message["content"] += _text(item.content)
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
