@@ -30,7 +30,11 @@ def _row(name: str, published: Path) -> tuple[str, str, str, str]:
         for path in sorted(published.glob("*.json"))
         if name in json.loads(path.read_text())["architectures"]
     ]
-    compared = "all of [formats](docs/formats.md)" if name in BASES else _code(formats) or "unquantised"
+    compared = (
+        "all of [formats](docs/formats.md)"
+        if name in BASES
+        else _code(dict.fromkeys(formats)) or "with the whole model's"
+    )
     return f"`{name}`", models.rstrip("."), compared, ", ".join(configurations)
 
 

@@ -107,7 +107,10 @@ FAMILIES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        formats=("fp8",),
+        formats=(
+            "bf16",
+            "fp8",
+        ),
         release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
         extra={"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False},
     ),
@@ -125,7 +128,7 @@ FAMILIES = {
             "routed_scaling_factor": 2.5,
             "partial_rotary_factor": 0.5,
         },
-        formats=("fp8-dynamic", "compressed-tensors", "modelopt"),
+        formats=("bf16", "fp8-dynamic", "compressed-tensors", "modelopt"),
         release=lambda t: with_draft_layer(one_by_one(t), 3),
         extra={"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     ),
@@ -145,7 +148,10 @@ FAMILIES = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
-        formats=("fp8-block",),
+        formats=(
+            "bf16",
+            "fp8-block",
+        ),
         release=one_by_one,
         extra={"num_nextn_predict_layers": 0},
     ),
@@ -158,7 +164,10 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "rotary_dim": 8,
         },
-        formats=("fp8",),
+        formats=(
+            "bf16",
+            "fp8",
+        ),
         release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
         extra={
             "attn_type_list": [1] * 3,
@@ -183,7 +192,7 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "num_shared_experts": 1,
         },
-        formats=("fp8", "compressed-mxfp4"),
+        formats=("bf16", "fp8", "compressed-mxfp4"),
         release=lambda t: with_draft_layer(
             renamed(
                 one_by_one(t),
@@ -252,7 +261,10 @@ FAMILIES = {
                 "num_position_embeddings": 16,
             },
         },
-        formats=("fp8",),
+        formats=(
+            "bf16",
+            "fp8",
+        ),
         release=lambda t: transposed(t),
         text=False,
     ),
@@ -291,6 +303,7 @@ FAMILIES = {
                 "projector_output_dim": 16,
             },
         },
+        formats=("bf16",),
         release=lambda t: renamed(
             t,
             (r"^model\.language_model\.", "language_model.model."),

@@ -104,7 +104,7 @@ class Rank:
         config, description = self.config, self.description
         rows = config.max_running_requests * budget.tokens_per_request
         return MemoryTable(
-            dense=dense_parameters(description, self.topology, moe) * ITEMSIZE[self.compute_dtype],
+            dense=dense_bytes(description, self.topology, moe, ITEMSIZE[self.compute_dtype]),
             experts=moe.weight_bytes * len(description.moe_layers),
             kv=0,
             workspace=moe.workspace_bytes,
@@ -133,6 +133,12 @@ def memory_table(
         raise PlanRefused("the KV cache does not fit", refusals)
     table = dataclasses.replace(memory, kv=sum(rank.group_bytes(pages, budget)))
     return table, pages, min(longest, pages * config.page_size)
+
+
+def dense_bytes(description: ModelDescription, topology: Topology, moe: MoEPlan, itemsize: int) -> int:
+    """Of all parameters of one rank but the routed experts'. itemsize: of the compute type."""
+    wider = description.dense.in_float32 * (4 - itemsize)
+    return dense_parameters(description, topology, moe) * itemsize + wider
 
 
 def dense_parameters(description: ModelDescription, topology: Topology, moe: MoEPlan) -> int:

@@ -64,6 +64,7 @@ class DenseParameters:
     mlps: int = 0  # of the layers that are not MoE layers
     shared_experts: int = 0  # their gated MLPs
     replicated: int = 0  # what every rank holds: norms, routers, gates
+    in_float32: int = 0  # how many of `replicated` are float32 whatever the compute type
 
     @property
     def total(self) -> int:

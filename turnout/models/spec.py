@@ -110,4 +110,5 @@ class DecoderSpec:
             mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
             shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
             replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias,
+            in_float32=num_moe * self.moe.num_experts * (H * self.router_float32 + self.correction_bias),
         )
