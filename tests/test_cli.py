@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -402,6 +403,7 @@ def test_a_malformed_line_of_prompts(line, run, tmp_path):
 
 def test_bench_moe_passes_on_what_was_asked_for(monkeypatch, tmp_path):
     calls: list[dict] = []
+    usual = {name: p.default for name, p in signature(turnout.bench.moe.run).parameters.items()}
     monkeypatch.setattr(turnout.bench.moe, "run", lambda **options: calls.append(options))
     words = [
         "--preset",
@@ -419,12 +421,9 @@ def test_bench_moe_passes_on_what_was_asked_for(monkeypatch, tmp_path):
     for given in ([], [*words, "--output", tmp_path / "x.json", "--plot", tmp_path / "x.svg"]):
         assert invoke("bench", "moe", *given).exit_code == 0
     defaults, asked = calls
-    assert defaults["shapes"] == ["cpu-small"]
-    assert (defaults["formats"], defaults["tokens"], defaults["peers"]) == (
-        ["bf16", "nvfp4"],
-        [1, 16, 256],
-        True,
-    )
+    chosen = usual | defaults
+    assert chosen["shapes"] == ("cpu-small",)
+    assert (chosen["formats"], chosen["tokens"], chosen["peers"]) == (("bf16", "nvfp4"), (1, 16, 256), True)
     assert asked == {
         "shapes": ["qwen3-30b", "gptoss-20b"],
         "formats": ["mxfp4"],

@@ -41,7 +41,7 @@ from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, 
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
-from turnout.bench.results import check_measured, check_output, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, device_of, result, save
 from turnout.config import launched
 from turnout.errors import PlanRefused, UserError
 from turnout.formats.spec import WIRE_FORMATS, token_bytes
@@ -56,7 +56,6 @@ from turnout.moe.spec import MoESpec
 from turnout.moe.wire_format import Wire
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups, connect, disconnect
-from turnout.parallel.hardware import cpu_name
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Format, Phase
 
@@ -105,9 +104,7 @@ def run(
         device=machine.device,
     )
     _check(settings, machine.devices, ranks.ranks_per_node if ranks else world_size)
-    for path in (output, plot):
-        if path is not None:
-            check_output(path)
+    check_output(output, plot)
     if ranks is None:
         rows = _on_ranks_of_our_own(settings)
     else:
@@ -117,9 +114,8 @@ def run(
     content = result(
         "a2a",
         rows,
-        device=cpu_name() if machine.device == "cpu" else machine.name,
         devices=settings.world_size,
-        driver=gpu_driver() if machine.device == "cuda" else "",
+        **device_of(machine),
         command=command,
     )
     if ranks is None or ranks.rank == 0:

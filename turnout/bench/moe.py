@@ -34,7 +34,7 @@ from turnout.bench import timing
 from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
-from turnout.bench.results import check_measured, check_output, gpu_driver, result, save
+from turnout.bench.results import check_measured, check_output, device_of, result, save
 from turnout.cache import cache_folder
 from turnout.errors import UserError
 from turnout.formats.codec import encode
@@ -51,7 +51,6 @@ from turnout.moe.reference import experts_reference
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.groups import SINGLE_RANK
-from turnout.parallel.hardware import cpu_name
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import ActivationKind, ComputeDtype, Format
 
@@ -131,9 +130,7 @@ def run(
         for name in asked:
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
-    for path in (output, plot):
-        if path is not None:
-            check_output(path)
+    check_output(output, plot)
     machine = hardware.detect(device)
     ceilings = timing.measure_ceilings(machine.device)
     dtypes: tuple[ComputeDtype, ...] = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
@@ -146,9 +143,7 @@ def run(
                 for count in tokens:
                     point = {"shape": shape, "format": format, "tokens": count, "routing": routing}
                     rows += [point | row for row in bench.measure(count, contenders, ceilings)]
-    name = cpu_name() if machine.device == "cpu" else machine.name
-    driver = gpu_driver() if machine.device == "cuda" else ""
-    content = result("moe", rows, device=name, driver=driver, ceilings=ceilings, command=command)
+    content = result("moe", rows, ceilings=ceilings, command=command, **device_of(machine))
     show(content)
     if output is not None:
         save(content, output)

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnout.errors import UserError
 from turnout.moe.capabilities.packages import versions_of
-from turnout.parallel.hardware import detect
+from turnout.parallel.hardware import Hardware, cpu_name, detect
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
@@ -47,13 +47,20 @@ def result(
     }
 
 
-def check_output(path: Path) -> None:
-    """Raise UserError, before an hour is measured, if a result cannot be saved at `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
+def device_of(machine: Hardware) -> dict[str, Any]:
+    """`result`'s device and driver."""
+    on_cpu = machine.device == "cpu"
+    return {"device": cpu_name() if on_cpu else machine.name, "driver": "" if on_cpu else gpu_driver()}
+
+
+def check_output(*paths: Path | None) -> None:
+    """Raise UserError, before an hour is measured, if a result cannot be saved at one of `paths`."""
+    for path in filter(None, paths):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
 def check_measured(rows: list[dict[str, Any]]) -> None:

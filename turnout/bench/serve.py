@@ -81,8 +81,7 @@ class Trace:
 
 def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Path | None = None) -> dict:
     """Serve `model` (or use `base_url`), apply the load, print a table; returns the result."""
-    if output:
-        check_output(output)
+    check_output(output)
     server: AbstractContextManager[str] = (
         launch(load(ServerConfig, {"model": model, "port": 0})) if model else nullcontext(base_url)
     )

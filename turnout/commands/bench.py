@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +19,21 @@ def serve(*, model: str | None, base_url: str, dataset_name: str, output: Path |
     run(ServeBench(**load), model=model, base_url=base_url, output=output)
 
 
-def moe(
-    *,
-    shapes: Sequence[str] | None,
-    formats: Sequence[str] | None,
-    tokens: Sequence[int] | None,
-    **options: Any,
-) -> None:
-    """Measure one layer's experts. None: a small layer, in BF16 and NVFP4, with 1, 16 and 256 tokens."""
+def moe(**options: Any) -> None:
+    """Measure one layer's experts. options: of `bench.moe.run`; its defaults for those that are None."""
     from turnout.bench.moe import run
 
-    run(
-        shapes=shapes or ["cpu-small"],
-        formats=formats or ["bf16", "nvfp4"],
-        tokens=tokens or [1, 16, 256],
-        **options,
-    )
+    run(**_given(options))
 
 
-def a2a(
-    *,
-    experts: int,
-    top_k: int,
-    tokens: Sequence[int] | None,
-    dispatchers: Sequence[str] | None,
-    formats: Sequence[str] | None,
-    combine_formats: Sequence[str] | None,
-    routings: Sequence[str] | None,
-    **options: Any,
-) -> None:
-    """Measure dispatch and combine. None: every dispatcher; 16 and 256 tokens, in BF16, routed uniformly."""
+def a2a(*, experts: int, top_k: int, **options: Any) -> None:
+    """Measure dispatch and combine. options: of `bench.a2a.run`; its defaults for those that are None."""
     from turnout.bench.a2a import run
 
     if top_k > experts:
         raise UserError(f"--topk {top_k}: a layer of --experts {experts} has no more to choose")
-    run(
-        experts=experts,
-        top_k=top_k,
-        tokens=tokens or [16, 256],
-        dispatchers=dispatchers or [],
-        formats=formats or ["bf16"],
-        combine_formats=combine_formats or ["bf16"],
-        routings=routings or ["uniform"],
-        **options,
-    )
+    run(experts=experts, top_k=top_k, **_given(options))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, [])}

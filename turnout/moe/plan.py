@@ -161,15 +161,9 @@ def plan(
     if budget.dp_size != topology.dp_size:
         raise ValueError(f"a budget for dp_size {budget.dp_size}, a topology of dp_size {topology.dp_size}")
     problem = PlanningProblem(
-        spec=spec,
-        topology=topology,
-        budget=budget,
-        hardware=hardware,
-        request=request,
-        compute_dtype=compute_dtype,
-        stored_itemsize=stored_itemsize,
-        num_layers=num_layers,
-    )
+        spec=spec, topology=topology, budget=budget, hardware=hardware, request=request,
+        compute_dtype=compute_dtype, stored_itemsize=stored_itemsize, num_layers=num_layers,
+    )  # fmt: skip
     known_runners = list(RUNNERS.values()) if runners is None else runners
     known_dispatchers = list(DISPATCHERS.values()) if dispatchers is None else dispatchers
     candidates, refused = _allowed(problem, known_runners, known_dispatchers)
