@@ -2,7 +2,8 @@
 
 Layers and batch sizes are drawn from a seed. Each checkout runs them in a process of its own, on tensors
 without memory, and its launches are compared: kernel, grid, constants, numbers, shapes, and where in the
-workspace each tensor lies; by rule, for slabs, and with every configuration that `turnout tune` would time.
+workspace each tensor lies; by rule, for rows by expert, and with every configuration that
+`turnout tune` would time.
 No GPU is needed. --compile instead compares the PTX of all kernels that tests/kernels compile, but for file
 names and lines.
 
@@ -88,7 +89,7 @@ def launches(seed: int) -> dict[str, Any]:
         if layout == Layout.BATCHED_EXPERTS:
             x = torch.empty(local, 64, spec.hidden_size, dtype=torch.bfloat16, device=meta)
             counts = torch.empty(local, dtype=torch.int32, device=meta)
-            found["slabs"] = _recorded(runner, ExpertsBatch(hidden=Hidden(data=x), counts=counts))
+            found["batched"] = _recorded(runner, ExpertsBatch(hidden=Hidden(data=x), counts=counts))
             continue
         for T in tokens:
             batch = TokensBatch(

@@ -87,7 +87,7 @@ def shares_of(row: dict[str, Any]) -> dict[str, float]:
     return shares
 
 
-def in_turns(content: dict[str, Any]) -> str:
+def two_batches(content: dict[str, Any]) -> str:
     """Steps as one batch and as two."""
     lines = [
         [

@@ -93,8 +93,8 @@ def headline(folder: Path) -> str:
             lines.append(["4 x H200", what, *cells])
     if cpu := newest(folder, "serve-amd-epyc-x2*.json"):
         for row in cpu["rows"]:
-            beside = [r for r in cpu["rows"] if r.get("batch") == row.get("concurrency", "none")]
-            fastest = max((r["output_throughput"] for r in beside), default=0)
+            peers = [r for r in cpu["rows"] if r.get("batch") == row.get("concurrency", "none")]
+            fastest = max((r["output_throughput"] for r in peers), default=0)
             if fastest:
                 clients, own = row["concurrency"], row["output_throughput"]
                 what = f"serving the bundled model, {clients} client{'s' * (clients > 1)}"

@@ -1,4 +1,4 @@
-"""What a shared expert costs beside the routed ones: one MoE layer in a CUDA graph, on one stream and on two.
+"""What a shared expert costs: one MoE layer with it in a CUDA graph, on one stream and on two.
 
     python -m tools.overlap --world-size 2 --output benchmarks/results/overlap-nvidia-h200-x2-DATE.json
 
@@ -77,13 +77,13 @@ class Bench:
         self._router_EH = torch.randn(EXPERTS, HIDDEN, device=device).bfloat16()
 
     def rows(self, dispatcher: str) -> list[dict[str, Any]]:
-        layer = {beside: self._layer(dispatcher, beside) for beside in (False, True)}
+        layer = {overlap: self._layer(dispatcher, overlap) for overlap in (False, True)}
         found = []
         for tokens in TOKENS:
             x_TH = torch.randn(tokens, HIDDEN, device=self._device).bfloat16()
-            graphs = {beside: self._capture(layer[beside], x_TH) for beside in layer}
-            outs = {beside: out.clone() for beside, (_, out) in graphs.items()}
-            times = {beside: self._median_us(graph.replay) for beside, (graph, _) in graphs.items()}
+            graphs = {overlap: self._capture(layer[overlap], x_TH) for overlap in layer}
+            outs = {overlap: out.clone() for overlap, (_, out) in graphs.items()}
+            times = {overlap: self._median_us(graph.replay) for overlap, (graph, _) in graphs.items()}
             found.append(
                 {
                     "dispatcher": dispatcher,
@@ -101,7 +101,7 @@ class Bench:
         data = torch.empty(shape, dtype=torch.bfloat16, device=self._device).normal_(0, shape[-1] ** -0.5)
         return PackedTensor(format="bf16", data=data)
 
-    def _layer(self, dispatcher: str, beside: bool) -> MoELayer:
+    def _layer(self, dispatcher: str, overlap: bool) -> MoELayer:
         topology = self._groups.topology
         budget = Budget.from_limits(
             chunked_prefill_size=MOST,
@@ -120,7 +120,7 @@ class Bench:
         )
         return MoELayer(
             self._spec,
-            replace(chosen, overlap_shared_expert=beside),
+            replace(chosen, overlap_shared_expert=overlap),
             router_weight=self._router_EH,
             experts=self._experts,
             shared_expert=self._shared,
@@ -175,11 +175,11 @@ class Bench:
         return recorded(shown)
 
 
-def run(rank: int, size: int, meeting: str, output: Path | None) -> None:
+def run(rank: int, size: int, init_method: str, output: Path | None) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     topology = Topology(tp_size=size, dp_size=size, ep_size=size, enable_dp_attention=size > 1, rank=rank)
-    groups = connect(topology, init_method=meeting, device=device)
+    groups = connect(topology, init_method=init_method, device=device)
     rows = []
     with torch.inference_mode():
         torch.manual_seed(rank)
@@ -206,8 +206,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/meeting"
-        arguments = (options.world_size, meeting, options.output)
+        init_method = f"file://{folder}/rendezvous"
+        arguments = (options.world_size, init_method, options.output)
         processes.spawn(run, arguments, nprocs=options.world_size)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.engine_tables import in_turns, prompts, serving_on_gpu, steps
+from tools.engine_tables import prompts, serving_on_gpu, steps, two_batches
 from tools.headline import layer_ratios, newest, next_to_vllm
 from tools.tables import table
 
@@ -22,17 +22,17 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
     found = {}
     for name, benchmark, device, render in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
-        ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", beside_hopper),
+        ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", next_to_hopper),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
         ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
-        ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", beside_gathering),
-        ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", beside_gathering),
+        ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", next_to_gathering),
+        ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", next_to_gathering),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
         ("steps-h200", "steps", "nvidia-h200", steps),
         ("prompts-h200", "steps", "nvidia-h200", prompts),
         ("serve-h200", "serve", "nvidia-h200", serving_on_gpu),
-        ("two-batches-h200", "two-batches", "nvidia-h200", in_turns),
-        ("overlap-h200", "overlap", "nvidia-h200", shared_beside),
+        ("two-batches-h200", "two-batches", "nvidia-h200", two_batches),
+        ("overlap-h200", "overlap", "nvidia-h200", shared_expert),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
         if files:
@@ -51,7 +51,7 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
     ours, public = (sorted(folder.glob(f"{name}-nvidia-h200*.json")) for name in ("moe", "moe-public"))
     if ours and public:
         contents = (json.loads(files[-1].read_text()) for files in (ours, public))
-        found["moe-public-h200"] = beside_public(*contents)
+        found["moe-public-h200"] = next_to_public(*contents)
     for file in sorted(tuning.glob("*.json")):
         found[f"tiles-{file.stem}"] = tilings(file)
     return found
@@ -120,7 +120,7 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
+def next_to_public(content: dict[str, Any], public: dict[str, Any]) -> str:
     """How many times as fast as the fastest public kernel of each point, which was timed in another run."""
     lines = []
     for format, ratios in layer_ratios(content, public).items():
@@ -130,7 +130,7 @@ def beside_public(content: dict[str, Any], public: dict[str, Any]) -> str:
     return table(["format", "geometric mean", "least", "most", "where the public kernel is ahead"], lines)
 
 
-def beside_hopper(content: dict[str, Any]) -> str:
+def next_to_hopper(content: dict[str, Any]) -> str:
     """us of a library's runner and of ours for Hopper, at the same points."""
     ours = {
         (row["format"], row["shape"], row["tokens"]): row["time_us"]
@@ -235,7 +235,7 @@ def serving(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
     return found
 
 
-def beside_gathering(content: dict[str, Any]) -> str:
+def next_to_gathering(content: dict[str, Any]) -> str:
     """An exchange by stores, as a graph, next to gathering as `none` does and NCCL's bare collectives
     in bf16, of one run."""
     found: dict[tuple[str, str, str, int], dict[str, dict[str, Any]]] = {}
@@ -298,7 +298,7 @@ def exchange(content: dict[str, Any]) -> str:
     )
 
 
-def shared_beside(content: dict[str, Any]) -> str:
+def shared_expert(content: dict[str, Any]) -> str:
     """us of a layer with its shared expert after the routed ones, and on a second stream."""
     lines = [
         [f"`{row['dispatcher']}`", str(row["tokens"])]

@@ -171,7 +171,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write `args.folder` with the bf16 checkpoint and, beside it, the NVFP4 one made from it."""
+    """Write `args.folder` with the bf16 checkpoint and, next to it, the NVFP4 one made from it."""
     run = json.loads((args.parameters / "training.json").read_text(encoding="utf-8"))
     model = DemoModel(Shape(**run["shape"]), torch.bfloat16)
     load_parameters(model, args.parameters)

@@ -6,7 +6,7 @@
 Every rank has requests of its own (data-parallel attention) and a share of the experts. A model is loaded
 once for each dispatcher; the same steps then run as one batch and as two that take turns. Times are of the
 slowest rank, the median over steps. The timeline is one layer's kernels on rank 0 as torch's profiler saw
-them, on the stream that computes and the one on which tokens travel, in microseconds.
+them, on the stream that computes and the one on which tokens are sent, in microseconds.
 """
 
 from __future__ import annotations

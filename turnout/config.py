@@ -314,7 +314,7 @@ LAUNCHER_VARIABLE = "TURNOUT_LAUNCHER"  # what our launcher says beyond torchrun
 
 
 def launched() -> Launched | None:
-    """What torchrun, or `engine.launch` in the same way, says of this process; None for one alone."""
+    """What torchrun, or `engine.launch` in the same way, says of this process; None for a single one."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
     ours = json.loads(os.environ.get(LAUNCHER_VARIABLE, "{}"))

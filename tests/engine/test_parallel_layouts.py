@@ -156,7 +156,7 @@ EP32 = {"tp_size": 32, "dp_size": 32, "ep_size": 32, "enable_dp_attention": True
 EP1024 = {"tp_size": 1024, "dp_size": 1024, "ep_size": 1024, "enable_dp_attention": True}
 
 
-def test_slabs_at_ep_32_are_shown_and_refused(tmp_path):
+def test_batched_experts_at_ep_32_are_shown_and_refused(tmp_path):
     """EP 32, capacity 8192, hidden 7168: 32 x 8192 rows, eight times over, of 2 x 14336 bytes: 60 GB."""
     config = large(tmp_path)(
         **EP32,
@@ -166,8 +166,10 @@ def test_slabs_at_ep_32_are_shown_and_refused(tmp_path):
     )
     engine_plan, found = attempt(config)
     assert engine_plan is None
-    slabs = 32 * 8192 * (8 * 2 * 2 * 7168 + 8 * 8)
-    refusal = next(r for r in found if f"dispatch buffers {slabs / 1e9:.3g} GB for 262144 tokens" in r.asked)
+    batched = 32 * 8192 * (8 * 2 * 2 * 7168 + 8 * 8)
+    refusal = next(
+        r for r in found if f"dispatch buffers {batched / 1e9:.3g} GB for 262144 tokens" in r.asked
+    )
     assert "h200 has 141 GB" in refusal.limit
     for changed in followed(config, refusal):
         assert changed.max_dispatch_tokens_per_rank >= 2048
@@ -199,8 +201,8 @@ def test_receive_buffers_are_known_for_any_size(tmp_path, ep, prefill, received)
     assert engine_plan.budget.received == received
     per_token = {"bf16": 2 * 7168, "fp8": 7168 + 4 * 56, "nvfp4": 3584 + 448}
     by_name = {buffers.dispatcher: buffers for buffers in receive_buffers(engine_plan)}
-    for name, slabs in (("collective", 1), ("collective-experts", 1024 // ep)):
-        expected = {w: received * (slabs * (size + 2 * 7168) + 8 * 8) for w, size in per_token.items()}
+    for name, batched in (("collective", 1), ("collective-experts", 1024 // ep)):
+        expected = {w: received * (batched * (size + 2 * 7168) + 8 * 8) for w, size in per_token.items()}
         assert by_name[name].sizes == expected
     chosen = by_name[engine_plan.plan.prefill.dispatcher]
     assert engine_plan.memory.dispatch == chosen.sizes[engine_plan.plan.prefill.wire_format]

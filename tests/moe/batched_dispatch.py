@@ -1,4 +1,4 @@
-"""A dispatcher of the "batched_experts" layout for tests: one slab per local expert, nothing exchanged.
+"""A dispatcher of the "batched_experts" layout for tests: C rows per local expert, nothing exchanged.
 
 Written with plain loops, so that what it hands a runner is plain to see.
 """
@@ -13,7 +13,7 @@ from turnout.moe.capabilities.capability import DispatcherCapability
 
 class BatchedDispatch:
     capability = DispatcherCapability(
-        name="slabs", summary="for tests", layout="batched_experts", graph_safe=False
+        name="batched", summary="for tests", layout="batched_experts", graph_safe=False
     )
 
     def __init__(self, setup):
@@ -21,7 +21,7 @@ class BatchedDispatch:
         self._capacity = setup.plan.phase(setup.phase).max_tokens
 
     def dispatch(self, x_TH, topk_ids_TK, topk_weights_TK, tokens):
-        slabs = torch.full((self._count, self._capacity, x_TH.shape[1]), torch.nan).to(
+        batched = torch.full((self._count, self._capacity, x_TH.shape[1]), torch.nan).to(
             x_TH
         )  # unused: garbage
         counts = [0] * self._count
@@ -30,11 +30,11 @@ class BatchedDispatch:
             for slot, expert in enumerate(ids):
                 local = expert - self._first
                 if expert >= 0 and 0 <= local < self._count:
-                    slabs[local, counts[local]] = x_TH[token]
+                    batched[local, counts[local]] = x_TH[token]
                     places.append((token, slot, local, counts[local]))
                     counts[local] += 1
         batch = ExpertsBatch(
-            hidden=Hidden(data=slabs), counts=torch.tensor(counts, dtype=torch.int32, device=x_TH.device)
+            hidden=Hidden(data=batched), counts=torch.tensor(counts, dtype=torch.int32, device=x_TH.device)
         )
         return batch, (x_TH, topk_weights_TK, places)
 

@@ -26,7 +26,7 @@ from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
-LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"slabs": BatchedDispatch}
+LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"batched": BatchedDispatch}
 # The others send tokens even to themselves, and are tested between processes.
 LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange != "all_to_all"}
 

@@ -76,7 +76,7 @@ def test_token_bytes():
     assert token_bytes("nvfp4", 7168) == 3584 + 448
 
 
-def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
+def test_an_all_to_all_at_scale_takes_gigabytes_and_batched_experts_more():
     """EP 32, C 8192, H 7168: the figure that makes it worth showing before anything is allocated."""
     spec = MoESpec(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8)
     rows = 32 * 8192
@@ -86,8 +86,8 @@ def test_an_all_to_all_at_scale_takes_gigabytes_and_slabs_take_more():
     tokens = received_bytes(share)
     assert tokens == 32 * 8192 * (7168 + 4 * 7168 // 128 + 2 * 7168 + 8 * 8)
     assert 5e9 < tokens < 6e9
-    slabs = received_bytes(replace(share, layout="batched_experts"))
-    assert slabs == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
+    batched = received_bytes(replace(share, layout="batched_experts"))
+    assert batched == tokens + 7 * rows * (7168 + 4 * 7168 // 128 + 2 * 7168)
 
 
 def test_bounds_follow_from_limits():

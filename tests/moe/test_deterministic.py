@@ -61,7 +61,7 @@ def test_a_layer_on_a_cpu(format: str, storage: str):
     assert not torch.equal(layer(x_TH), torch.cat([layer(row) for row in x_TH.split(1)]))
 
 
-def test_slabs_on_a_cpu():
+def test_batched_experts_on_a_cpu():
     spec = make_spec(format="nvfp4", hidden_size=128)
     runner = RUNNERS.load("torch")(spec, replace(make_plan(spec), deterministic=True), CPU)
     runner.prepare(make_experts(spec))

@@ -83,13 +83,13 @@ def test_auto_passes_over_what_cannot_run_and_keeps_the_reason():
 
 
 def test_layouts_join_backends():
-    slabs = runner("elm", layouts=EXPERTS, preference=9)
+    batched = runner("elm", layouts=EXPERTS, preference=9)
     both = runner("oak", layouts=TOKENS | EXPERTS)
-    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="tokens")])
+    made = make(runners=[batched, both], dispatchers=[dispatcher("ash", layout="tokens")])
     assert made.prefill.runner == "oak"
     (reason,) = made.refused
     assert reason.who == "runner elm with dispatcher ash"
-    made = make(runners=[slabs, both], dispatchers=[dispatcher("ash", layout="batched_experts")])
+    made = make(runners=[batched, both], dispatchers=[dispatcher("ash", layout="batched_experts")])
     assert (made.prefill.runner, made.prefill.layout) == ("elm", "batched_experts")
 
 

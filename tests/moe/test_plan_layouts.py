@@ -12,11 +12,11 @@ from turnout.moe.plan import PlanRequest
 from turnout.moe.spec import Activation
 from turnout.parallel.topology import Topology
 
-SLABS = dispatcher("elm", layout="batched_experts", made_for=frozenset({"decode"}), preference=5)
+BATCHED = dispatcher("elm", layout="batched_experts", made_for=frozenset({"decode"}), preference=5)
 BOTH = TOKENS | EXPERTS
 
 
-def planned(spec=NVFP4, request=PlanRequest(), dispatchers=(dispatcher(), SLABS), **declared):
+def planned(spec=NVFP4, request=PlanRequest(), dispatchers=(dispatcher(), BATCHED), **declared):
     made_up = runner(layouts=BOTH, weight_storages=frozenset({"packed"}), fp4_units=True, **declared)
     return make(
         spec,
@@ -38,14 +38,16 @@ def test_weights_in_an_order_per_layout_count_for_each():
 
 
 def test_weight_only_numerics_stay_in_the_layouts_that_have_them():
-    """W4A4 goes to slabs; weights alone in FP4 keep both phases with tokens, or are refused there."""
+    """W4A4 goes to rows by expert; FP4 weights alone keep both phases with tokens, or are refused."""
     assert planned(weight_only_layouts=TOKENS).decode.layout == "batched_experts"
     weight_only = PlanRequest(moe_activation_dtype="bf16")
     assert planned(request=weight_only).decode.layout == "batched_experts"
     kept = planned(request=weight_only, weight_only_layouts=TOKENS)
     assert (kept.activation_format, kept.decode.layout) == ("bf16", "tokens")
     with pytest.raises(PlanRefused) as refused:
-        planned(request=weight_only, weight_only_layouts=TOKENS, dispatchers=[replace(SLABS, made_for=BOTH)])
+        planned(
+            request=weight_only, weight_only_layouts=TOKENS, dispatchers=[replace(BATCHED, made_for=BOTH)]
+        )
     assert any(
         r.asked == "weights multiplied with bf16 in layout 'batched_experts'"
         and r.limit == "does so in layout tokens"

@@ -117,23 +117,23 @@ def test_an_all_to_all_comes_first_where_few_ranks_need_a_token():
 
 
 def test_phases_may_have_their_own_dispatchers_and_pay_for_both():
-    """A million gathered tokens take a workspace of 86 GB; slabs of 34 GB fit beside it for decoding only."""
+    """A million gathered tokens take a workspace of 86 GB; rows by expert of 34 GB fit in for decoding."""
     large = Budget.from_limits(
         chunked_prefill_size=2**17, max_prefill_tokens=2**17, max_running_requests=64, dp_size=8
     )
-    slabs = dispatcher("yew", layout="batched_experts", exchange="all_to_all", preference=2)
+    batched = dispatcher("yew", layout="batched_experts", exchange="all_to_all", preference=2)
     gathered = dispatcher("ash", exchange="gather", preference=1)
     made = make(
         runners=[runner(layouts=TOKENS | EXPERTS)],
-        dispatchers=[gathered, slabs],
+        dispatchers=[gathered, batched],
         budget=large,
         hardware=replace(HOPPER, memory_bytes=100 * GB),
         compute_dtype="bfloat16",
         topology=Topology(tp_size=8, dp_size=8, ep_size=8, enable_dp_attention=True),
     )
     assert (made.prefill.dispatcher, made.decode.dispatcher) == ("ash", "yew")
-    rows, slab_rows = 8 * 2**17, 8 * 64
-    assert made.dispatch_bytes == rows * (2 * 2 * 1024 + 64) + slab_rows * (8 * 2 * 2 * 1024 + 64)
+    rows, batched_rows = 8 * 2**17, 8 * 64
+    assert made.dispatch_bytes == rows * (2 * 2 * 1024 + 64) + batched_rows * (8 * 2 * 2 * 1024 + 64)
     assert any("lower --max-prefill-tokens" in r.remedy for r in made.refused)
 
 

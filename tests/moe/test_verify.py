@@ -139,9 +139,9 @@ def test_what_a_runner_was_given_is_read_from_both_layouts():
     assert torch.equal(seen.x_TH, given.x_TH)
     assert torch.equal(seen.ids_TK, given.ids_TK)
 
-    slabs_EC = torch.full((2, 3, spec.hidden_size), torch.nan)
-    slabs_EC[0, 0], slabs_EC[1, 0], slabs_EC[1, 1] = given.x_TH[:3]
-    codes, scale = fp8.encode_activation(slabs_EC)
+    x_EC = torch.full((2, 3, spec.hidden_size), torch.nan)
+    x_EC[0, 0], x_EC[1, 0], x_EC[1, 1] = given.x_TH[:3]
+    codes, scale = fp8.encode_activation(x_EC)
     counts = torch.tensor([1, 2], dtype=torch.int32)
     batch = ExpertsBatch(hidden=Hidden(data=codes, format="fp8", scale=scale), counts=counts)
     seen = caught(batch, 4, spec.top_k)

@@ -88,14 +88,14 @@ def test_planned_bytes_grow_with_the_batch_and_count_what_is_quantised(format: s
     size = planned(spec, "tokens", rows)
     assert least <= size <= 1.1 * least + 4 * pairs + 8 * 256 + 4096
     assert planned(spec, "tokens", rows + 1) >= size
-    slabs = planned(spec, "batched_experts", rows)
-    assert slabs >= 8 * rows * (2 * 256 + 2 * 256)
+    batched = planned(spec, "batched_experts", rows)
+    assert batched >= 8 * rows * (2 * 256 + 2 * 256)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("layout", "slabs"), [("tokens", 1), ("batched_experts", 8)])
+@pytest.mark.parametrize(("layout", "batched"), [("tokens", 1), ("batched_experts", 8)])
 def test_a_runner_takes_the_arena_that_was_planned(
-    format: str, layout: str, slabs: int, monkeypatch: pytest.MonkeyPatch
+    format: str, layout: str, batched: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Preparing needs no GPU but for the number of its multiprocessors."""
     monkeypatch.setattr(
@@ -108,7 +108,7 @@ def test_a_runner_takes_the_arena_that_was_planned(
     for runner in runners:
         runner.prepare(make_experts(spec))
     assert runners[0]._arena is runners[1]._arena
-    assert runners[0]._arena.nbytes + 2 * slabs * 100 * 256 == planned(spec, layout, 100)
+    assert runners[0]._arena.nbytes + 2 * batched * 100 * 256 == planned(spec, layout, 100)
     with pytest.raises(ValueError, match=f"101 {layout}, but the plan bounds them by 100"):
         runners[0]._space(layout, 101)
 

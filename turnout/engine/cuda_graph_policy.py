@@ -1,7 +1,7 @@
 """Which decode steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
 
 A replay is collective. Whether there are graphs follows from the engine plan, which ranks compare at their
-rendezvous; which one a step replays follows from their synchronisation before it alone: all of them must be
+rendezvous; which one a step replays follows from their synchronisation before it only: all of them must be
 decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no tokens.
 """
 

@@ -85,7 +85,7 @@ class SelfCheck:
         capability = RUNNERS[engine_plan.plan.prefill.runner]
         if "tokens" not in capability.layouts:
             raise UserError(
-                f"--verify {extent}: runner {capability.name} takes tokens from its dispatcher alone; "
+                f"--verify {extent}: runner {capability.name} takes tokens from its dispatcher only; "
                 "use --verify off"
             )
         layers = engine_plan.description.moe_layers

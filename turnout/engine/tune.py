@@ -195,18 +195,18 @@ def _first_layer(
     config: Config, tokens: int, device: torch.device, progress: ProgressFn
 ) -> tuple[ExpertWeights, Inputs]:
     """All experts of the model's first MoE layer, and what it is given when the model reads some text."""
-    alone = resolve(replace(config, **ONE_RANK))
-    watch = Watch(alone, alone.description.moe_layers[:1], device)
+    single = resolve(replace(config, **ONE_RANK))
+    watch = Watch(single, single.description.moe_layers[:1], device)
     model = load_model(
-        open_checkpoint(alone.folder),
-        alone.plan,
+        open_checkpoint(single.folder),
+        single.plan,
         groups=SINGLE_RANK,
         device=device,
-        dtype=getattr(torch, alone.compute_dtype),
+        dtype=getattr(torch, single.compute_dtype),
         progress=progress,
         make_runner=watch.make_runner,
     )
-    watch.look(model, prompts(alone, tokens, seed=0)[0])
+    watch.look(model, prompts(single, tokens, seed=0)[0])
     (watched,) = watch.watched.values()
     assert watched.experts is not None, "kept until forgotten"
     return watched.experts, watched.inputs()

@@ -126,7 +126,7 @@ def rows_seen(exchange: Exchange, phase: Phase, budget: Budget, *, senders: int 
     share of them, so a token is sent by one rank; a receiver gets it once, however many of its experts the
     token chose. Hence at most dp * T, each group sending all it has to one receiver; buffers are made for
     dp * C. With whole experts and attention on every rank (tp = dp = ep) that is ep * C. A decode step
-    brings fewer tokens, and a dispatcher that serves it alone has buffers for those. Where each of a group's
+    brings fewer tokens, and a dispatcher for decode only has buffers for those. Where each of a group's
     `senders` has rows of its own, all have as many.
     """
     tokens = budget.phase_tokens(phase)

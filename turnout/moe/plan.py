@@ -286,7 +286,7 @@ def _requested(flag: str, wanted: str, here: Sequence[C]) -> tuple[list[C], list
 def _hint(
     problem: PlanningProblem, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
 ) -> str:
-    """What `auto` would do, if the request alone stands in the way."""
+    """What `auto` would do, if only the request stands in the way."""
     candidates, _ = search(replace(problem, request=PlanRequest()), runners, dispatchers)
     if problem.request == PlanRequest() or not candidates:
         return ""
@@ -297,7 +297,7 @@ def _hint(
 def _table(
     problem: PlanningProblem, best: Candidate, given: TuningTable | None, folder: Path | None
 ) -> TuningTable:
-    """Under --deterministic the rule alone: every machine then runs the same kernels."""
+    """Under --deterministic only the rule: every machine then runs the same kernels."""
     tuning = best.runner.tuning
     if tuning is None or problem.request.deterministic:
         return ()

@@ -178,8 +178,8 @@ def make_batches(inputs: Inputs, plan: MoEPlan, most: int) -> list[Batch]:
     for start in range(0, len(held), most):
         some = held[start : start + most]
         name = "each expert" if len(held) <= most else f"experts {some[0]}..{some[-1]}"
-        alone = _only(_some(inputs, len(some)), list(some))
-        found.append(Batch(name=name, inputs=alone, one_expert_each=True))
+        each = _only(_some(inputs, len(some)), list(some))
+        found.append(Batch(name=name, inputs=each, one_expert_each=True))
     tokens = min(17, most)
     padding = replace(
         _only(_some(inputs, tokens), [-1] * tokens),

@@ -2,7 +2,7 @@
 
 A `Group` moves rows, dimension 0 of a tensor. Every call is collective: all its ranks make it, in the same
 order, with rows or without. A group of one rank does nothing and needs no process group, so that a layer
-runs alone without torch.distributed.
+runs by itself without torch.distributed.
 
 All results are the same bits on every rank of the group that gets them. Between CPUs, sums are made in the
 order of ranks, in float32 at least. NCCL's own are used on GPUs: it rounds to the tensor's dtype at each hop,

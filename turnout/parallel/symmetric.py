@@ -2,7 +2,7 @@
 
 On CUDA it is torch's symmetric memory, peers' pages mapped over NVLink, without multicast. On CPUs it is
 shared memory, for Triton's interpreter: the same kernels, and their order of stores and loads, which x86
-keeps, without a GPU. A rank alone has ordinary memory.
+keeps, without a GPU. A single rank has ordinary memory.
 
 Regions are zero when made, which is collective, and live as long as somebody holds them. Waiting is the
 business of kernels, and so is giving up: one that waits too long leaves a word in `failed`, on the device,

@@ -107,7 +107,7 @@ GROUPS = {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
 @pytest.mark.parametrize(
     "sizes",
     [{"ep_size": 2}, GROUPS, GROUPS | {"moe_a2a_backend": "collective-experts"}],
-    ids=["tp", "dp", "slabs"],
+    ids=["tp", "dp", "batched"],
 )
 def test_on_two_ranks(ranks: Pools, folder: Path, sizes: dict):
     config = Config(model=str(folder), tp_size=2, **(SETTINGS | CPU | sizes))

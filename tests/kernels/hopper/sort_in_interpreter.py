@@ -71,7 +71,7 @@ counts = torch.tensor([0, 5, 9, 1], dtype=torch.int32)
 tiles = torch.zeros(64, dtype=torch.int32)
 tile_slabs[(1,)](counts, tiles, 9, 4, 4, 8)
 wanted = [[1, 9, 13], [1, 13, 14], [2, 18, 22], [2, 22, 26], [2, 26, 27], [3, 27, 28]]
-results["slabs"] = int(tiles[0]) == 6 and tiles[4:28].view(-1, 4)[:, :3].tolist() == wanted
+results["batched"] = int(tiles[0]) == 6 and tiles[4:28].view(-1, 4)[:, :3].tolist() == wanted
 
 for name, dtype in (("sum", torch.float32), ("sum-bf16", torch.bfloat16)):
     draw = torch.Generator().manual_seed(0)

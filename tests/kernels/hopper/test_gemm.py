@@ -23,7 +23,7 @@ def name(config: TileConfig) -> str:
     return "-".join(map(str, msgspec.structs.astuple(config)))
 
 
-# Each tiling but the widest, which slabs alone use; of the 4-bit formats, for the sake of time, one in turn,
+# Each tiling but the widest, which only rows by expert use; of the 4-bit formats, to save time, one in turn,
 # both for the narrowest.
 PACKED = [config for _, config in packed.RULES][:-1]
 CASES = [(("mxfp4", "nvfp4")[i % 2], config) for i, config in enumerate(PACKED)] + [("nvfp4", PACKED[0])]

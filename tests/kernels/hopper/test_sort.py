@@ -16,7 +16,7 @@ def results() -> dict[str, bool]:
     "case",
     [
         "few", "one", "blocks", "one-expert", "other-ranks", "widest-first", "widest-first-alone", "padding",
-        "slabs", "sum", "sum-bf16", "places", "sum-places-False", "sum-places-True",
+        "batched", "sum", "sum-bf16", "places", "sum-places-False", "sum-places-True",
     ],
 )  # fmt: skip
 def test_kernel(results: dict[str, bool], case: str):

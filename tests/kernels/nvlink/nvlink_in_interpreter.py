@@ -85,7 +85,7 @@ CASES = (
     Case("three ranks, back in fp8", 3, dtype="float32", hidden=128, experts=9, back="fp8", steps=(1, 3)),
     Case("shared", 4, hidden=64, dp=2, ep=2, steps=(3,)),
     Case("in turns", 2, hidden=64, steps=(0, 3, 2)),
-    Case("slabs", 2, hidden=64),
+    Case("batched", 2, hidden=64),
     Case("deserted", 2, hidden=64),
     Case("overfull", 2, hidden=64),
 )
@@ -198,8 +198,8 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
     return good
 
 
-def slabs(case: Case, rank: int, folder: str) -> bool:
-    """As a slab per expert, and back: weighted there, and summed within a rounding of each rank's part."""
+def batched(case: Case, rank: int, folder: str) -> bool:
+    """As rows by expert, and back: weighted there, and summed within a rounding of each rank's part."""
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
     spec, plan = make_plan(case, topology, "nvlink-experts")
@@ -301,7 +301,7 @@ def at(hidden: Hidden, row: int) -> Hidden:
 
 
 def rank_main(case: Case, rank: int, folder: str, pipe: Connection) -> None:
-    run = {"deserted": deserted, "overfull": overfull, "slabs": slabs}.get(case.name, run_case)
+    run = {"deserted": deserted, "overfull": overfull, "batched": batched}.get(case.name, run_case)
     pipe.send(run(case, rank, folder))
 
 

@@ -21,7 +21,7 @@ from turnout.kernels.nvlink import dispatch as sending
 
 CASES = (
     "bf16", "fp8", "nvfp4", "back in fp8", "three ranks", "three ranks, back in fp8", "shared", "in turns",
-    "slabs", "deserted", "overfull",
+    "batched", "deserted", "overfull",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ Measured with the demo's word problems, 4 tokens verified per step: 1.60 tokens 
 and 1 tokens; 1.36 without single ones, since a number or name seen before is enough to go on with; 1.17 with
 three only; longer ones change nothing. 1.53, 1.65 and 1.66 with 3, 6 and 8 tokens verified.
 
-Drafts depend on a request's tokens alone, so ranks that share requests draft alike. Torch-free.
+Drafts depend on a request's tokens only, so ranks that share requests draft alike. Torch-free.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def choose_experts(
     """ids int32 [T, K] and weights float32 [T, K] of logits [T, E]; counts int64 [E] += choices.
 
     logits: the sum of PARTS that are `part_stride` apart.
-    OF_ALL: weights are shares of the softmax over all experts, not over the chosen ones alone. PADDED: rows
+    OF_ALL: weights are shares of the softmax over all experts, not over the chosen ones only. PADDED: rows
     that real, bool [T], denies get ids -1 and weights 0. A row with a NaN gets weights NaN.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -7,7 +7,7 @@ the activation's output a [P, I]; `down` multiplies that and adds, weighted, to 
 through the experts in order of their ids, so that a token's sum has one order whatever else is in the batch.
 Neither gathers rows nor writes products that another pass would read.
 
-Work is cut for threads by experts and columns for `up`, by columns alone for `down`, where threads then never
+Work is cut for threads by experts and columns for `up`, by columns only for `down`, where threads then never
 write to the same values.
 
 Legend: T tokens, k top-k, P pairs, E local experts, H hidden, I intermediate, B panels of 16 columns.

@@ -24,7 +24,7 @@ LOWEST = np.float32(-3e38)
 def _choose(logits, left, real, ids, weights, counts, scaling, T, E, K, of_all, renormalize):
     """ids int32 [T, K] and weights float32 [T, K] of logits [T, E]; counts int64 [E] += choices.
 
-    of_all: weights are shares of the softmax over all experts, not over the chosen ones alone. Rows that
+    of_all: weights are shares of the softmax over all experts, not over the chosen ones only. Rows that
     real, bool [T] or 0, denies get ids -1 and weights 0. A row with a NaN gets weights NaN. left: float32
     [E], for what is not taken yet.
     """

@@ -17,8 +17,8 @@ weights, which `wgmma` may take from registers, are decoded once for all tokens 
 * A table of tiles of 64 tokens has, with about 32 tokens per expert, as many of at most 32. They are
   multiplied as such: 722 us for 818 (GPT-OSS-120B at 1024 tokens), 182 for 193 (GPT-OSS-20B at 256), 167 for
   172 (Qwen3-30B-A3B at 512). From 40 on this takes 1 to 4 % longer.
-* What is needed before the first request is read at once where it can be: a tile's entry beside the number
-  of tiles, rows of x beside the weights. What the end needs is read before the last steps.
+* What is needed before the first request is read at once where it can be: a tile's entry with the number
+  of tiles, rows of x with the weights. What the end needs is read before the last steps.
 * The 2^126 that decoding owes, and NVFP4's global scale, are one float per expert, applied at the end.
 
 Legend: R sorted rows (token, expert), K inner size, N weight rows, E local experts.

@@ -145,7 +145,7 @@ class DispatcherCapability:
         return aligned(rows, self.row_multiple)
 
     def on(self, hardware: Hardware) -> DispatcherCapability:
-        """With the wire formats alone that are sent between GPUs of this kind."""
+        """With only the wire formats that are sent between GPUs of this kind."""
         lacking = {need.format: need.lacking(hardware) for need in self.wire_needs}
         without = {format: where for format, where in lacking.items() if where}
         withheld = tuple(f"{format} {where}" for format, where in without.items())

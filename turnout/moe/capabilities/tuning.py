@@ -24,7 +24,7 @@ class Tuning(Protocol):
 
     def find(self, share: Share, hardware: Hardware, folder: Path | None) -> TuningTable:
         """The table that counts for a rank's share of a layer. folder: of this machine's own tables; None:
-        those that are shipped alone."""
+        only those that are shipped."""
         ...
 
     def explain(self, table: TuningTable, hardware: Hardware, *, deterministic: bool) -> str:

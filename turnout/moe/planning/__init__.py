@@ -3,7 +3,7 @@ what decides between those that are left. No torch here, and no backend by name.
 
     problem               the question: layer, ranks, device, bounds, what the user asked for
     candidates            all combinations, joined by what backends declare (moe/capabilities)
-    backend_refusals      what one backend alone cannot do
+    backend_refusals      what one backend by itself cannot do
     compatibility         what runner and dispatcher must agree on
     sharding_rules        how experts and their shards divide among ranks
     measured              what `turnout tune` found, on disk

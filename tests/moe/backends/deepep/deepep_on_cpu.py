@@ -3,7 +3,7 @@
 The library is a compiled extension that needs GPUs to be imported; names, order and defaults of parameters
 are those of its 1.2, and for NVFP4 those of sgl-deep-ep 0.1.2, whose tests say how it lays out what arrives:
 codes [C, H/2, E] and scales [32, 4, C/128, 4, H/64, E], by which 1 / x_global_scale is multiplied. Rows
-travel as pickled objects. Places of slabs beyond the counts hold NaN.
+are sent as pickled objects. Rows of experts beyond the counts hold NaN.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Buffer:
         assert topk_idx.dtype == torch.int64
         assert topk_idx.is_contiguous()
         held = num_experts // self.ranks
-        slabs = torch.full((held, most * self.ranks, x.shape[1]), torch.nan, dtype=torch.bfloat16)
+        batched = torch.full((held, most * self.ranks, x.shape[1]), torch.nan, dtype=torch.bfloat16)
         counts = torch.zeros(held, dtype=torch.int32)
         origin = []  # of all rows: expert, row, source, token, slot
         for source, (letter, _) in enumerate(_exchange([(x, topk_idx)] * self.ranks)):
@@ -170,14 +170,14 @@ class Buffer:
             expert = ids[token, slot] - self.rank * held
             same = expert[:, None] == torch.arange(held)
             row = counts[expert] + same.cumsum(0)[torch.arange(len(token)), expert] - 1
-            slabs[expert, row] = rows[token]
+            batched[expert, row] = rows[token]
             counts += same.sum(0).int()
             origin.append(torch.stack((expert, row, torch.full_like(token, source), token, slot)))
         handle = (torch.cat(origin, dim=1), most, x.shape[1], num_experts)
         if use_nvfp4:
             assert (x_global_scale.dtype, x_global_scale.ndim) == (torch.float32, 0)
-            return _nvfp4(slabs, counts, x_global_scale), counts, handle, object(), None
-        return (_fp8(slabs) if use_fp8 else slabs), counts, handle, object(), None
+            return _nvfp4(batched, counts, x_global_scale), counts, handle, object(), None
+        return (_fp8(batched) if use_fp8 else batched), counts, handle, object(), None
 
     def low_latency_combine(
         self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False,
@@ -200,20 +200,20 @@ class Buffer:
         return total.to(torch.bfloat16), object(), None
 
 
-def _fp8(slabs: Tensor) -> tuple[Tensor, Tensor]:
+def _fp8(batched: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 and float32 scales per 128 columns, which lie column by column."""
-    blocks = slabs.float().unflatten(-1, (-1, BLOCK))
+    blocks = batched.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1).clamp(min=1e-4) / 448
     data = (blocks / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn)
     return data, scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _nvfp4(slabs: Tensor, counts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _nvfp4(batched: Tensor, counts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and e4m3 scales, each scale where the hardware reads it; garbage beyond counts."""
-    E, C, H = slabs.shape
+    E, C, H = batched.shape
     assert C % 128 == 0
     used = torch.arange(C) < counts[:, None]
-    codes, scales = nvfp4.quantize_activation(slabs.nan_to_num(), 1 / scale)
+    codes, scales = nvfp4.quantize_activation(batched.nan_to_num(), 1 / scale)
     codes = torch.where(used[..., None], codes, 0x77)
     scales = torch.where(used[..., None], scales.view(torch.uint8), 0x7F)
     tiles = torch.zeros(E, C // 128, H // 64, 32, 4, 4, dtype=torch.uint8)

@@ -11,7 +11,7 @@ see what a runner hands over, and then each stand-in
 
 A launch whose parameters the installed library names otherwise is a broken contract too.
 
-Legend: T tokens, k top-k, H hidden, I intermediate, N rows of W1, E local experts, C slab capacity,
+Legend: T tokens, k top-k, H hidden, I intermediate, N rows of W1, E local experts, C rows per expert,
 G = K / 16 groups.
 """
 

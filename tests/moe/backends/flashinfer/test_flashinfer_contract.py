@@ -186,7 +186,7 @@ def test_no_tokens_launch_nothing_and_too_many_are_refused(name):
 # Layout "batched_experts"
 
 
-def slabs_of(spec: MoESpec, counts: list[int], seed: int = 2) -> tuple[Tensor, Tensor]:
+def batched_of(spec: MoESpec, counts: list[int], seed: int = 2) -> tuple[Tensor, Tensor]:
     """x [E, C, H] with NaN beyond the counts, as uninitialised memory may be; counts [E]."""
     draw = torch.Generator().manual_seed(seed)
     x_ECH = torch.randn(len(counts), max(counts), spec.hidden_size, generator=draw).bfloat16()
@@ -195,7 +195,7 @@ def slabs_of(spec: MoESpec, counts: list[int], seed: int = 2) -> tuple[Tensor, T
     return x_ECH, torch.tensor(counts, dtype=torch.int32)
 
 
-def slabs_reference(x_ECH: Tensor, counts_E: Tensor, experts: ExpertWeights, spec: MoESpec) -> Tensor:
+def batched_reference(x_ECH: Tensor, counts_E: Tensor, experts: ExpertWeights, spec: MoESpec) -> Tensor:
     out_ECH = torch.zeros(x_ECH.shape)
     for e, count in enumerate(counts_E.tolist()):
         ids = torch.full((count, 1), experts.first_expert + e, dtype=torch.int32)
@@ -208,36 +208,36 @@ def slabs_reference(x_ECH: Tensor, counts_E: Tensor, experts: ExpertWeights, spe
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("activation", ["silu", "swiglu", "relu2"])
-def test_slabs(activation, first):
+def test_batched_experts(activation, first):
     spec = spec_of(activation)
     experts = expert_slice(make_experts(spec), first, 4)
-    x_ECH, counts_E = slabs_of(spec, [5, 0, 150, 1])
+    x_ECH, counts_E = batched_of(spec, [5, 0, 150, 1])
     runner = made("flashinfer_cutedsl", spec, experts, ("batched_experts", "batched_experts"))
     out, launches = run(runner, ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E))
-    expected = slabs_reference(x_ECH, counts_E, experts, spec)
+    expected = batched_reference(x_ECH, counts_E, experts, spec)
     assert error(launches.result, expected) < (BOUND if activation == "silu" else FLIPPED)
     assert error(out, expected) < (ROUNDED if activation == "silu" else FLIPPED)
     assert not out[1].any()
     assert not out[0, 5:].any()
 
 
-def test_slabs_quantized_before_the_wire():
+def test_rows_by_expert_quantized_before_the_wire():
     """They carry the scale that all experts share, however unlike their own it is."""
     spec = spec_of()
     whole = make_experts(spec)
     assert whole.input_scales is not None
     shared = InputScales(w13=whole.input_scales.w13.max().expand(8), w2=whole.input_scales.w2)
     experts = expert_slice(whole, 2, 4)
-    x_ECH, counts_E = slabs_of(spec, [3, 130, 0, 7])
+    x_ECH, counts_E = batched_of(spec, [3, 130, 0, 7])
     batch = ExpertsBatch(hidden=on_the_wire(x_ECH.nan_to_num(), experts), counts=counts_E)
     runner = made("flashinfer_cutedsl", spec, experts, ("batched_experts", "batched_experts"))
     _, launches = run(runner, batch)
-    expected = slabs_reference(x_ECH, counts_E, replace(experts, input_scales=shared), spec)
+    expected = batched_reference(x_ECH, counts_E, replace(experts, input_scales=shared), spec)
     assert error(launches.result, expected) < BOUND
     assert launches.names[0] == "block_scale_interleave"
 
 
-def test_empty_slabs_launch_nothing():
+def test_empty_batches_by_expert_launch_nothing():
     spec = spec_of()
     runner = made("flashinfer_cutedsl", spec, make_experts(spec), ("batched_experts", "batched_experts"))
     empty = ExpertsBatch(
@@ -254,13 +254,15 @@ def test_one_runner_takes_both_layouts_with_weights_of_their_own():
     experts = make_experts(spec)
     runner = made("flashinfer_cutedsl", spec, experts, ("tokens", "batched_experts"))
     x, ids, weights = tokens_of(spec, 5)
-    x_ECH, counts_E = slabs_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
+    x_ECH, counts_E = batched_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
     tokens = TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights)
-    slabs = ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E)
+    batched = ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E)
     expected = experts_reference(x, ids, weights, experts, spec.activation, activation_format="nvfp4")
     for _ in range(2):
         assert error(run(runner, tokens)[1].result, expected) < BOUND
-        assert error(run(runner, slabs)[1].result, slabs_reference(x_ECH, counts_E, experts, spec)) < BOUND
+        assert (
+            error(run(runner, batched)[1].result, batched_reference(x_ECH, counts_E, experts, spec)) < BOUND
+        )
 
 
 # Behind dispatchers
@@ -325,9 +327,9 @@ def outcome(runner: Any, layout: str, spec: MoESpec, experts: ExpertWeights) -> 
         _, launches = run(runner, TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights))
         expected = experts_reference(x, ids, weights, experts, spec.activation, activation_format="nvfp4")
     else:
-        x_ECH, counts_E = slabs_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
+        x_ECH, counts_E = batched_of(spec, [2, 0, 1, 4, 0, 0, 3, 1])
         _, launches = run(runner, ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E))
-        expected = slabs_reference(x_ECH, counts_E, experts, spec)
+        expected = batched_reference(x_ECH, counts_E, experts, spec)
     return error(launches.result, expected)
 
 
@@ -493,7 +495,7 @@ def test_its_kernels_compile_for_blackwell_from_our_arguments(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCHITECTURE)
     square = spec_of("relu2", intermediate_size=256)
     x, ids, weights = tokens_of(spec_of(), 5)
-    x_ECH, counts_E = slabs_of(square, [2, 0, 1, 4, 0, 0, 3, 1])
+    x_ECH, counts_E = batched_of(square, [2, 0, 1, 4, 0, 0, 3, 1])
     for spec, batch in (
         (spec_of(), TokensBatch(hidden=Hidden(data=x), topk_ids=ids, topk_weights=weights)),
         (square, ExpertsBatch(hidden=Hidden(data=x_ECH), counts=counts_E)),

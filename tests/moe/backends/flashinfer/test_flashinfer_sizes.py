@@ -46,8 +46,8 @@ def test_tokens_by_hand():
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_slabs_by_hand(activation):
-    """4 slabs of 130 rows, whose scales are padded to 256."""
+def test_batched_experts_by_hand(activation):
+    """4 experts of 130 rows each, whose scales are padded to 256."""
     spec = make_spec(activation, format="nvfp4", hidden_size=256, intermediate_size=128)
     N = 128 if activation == "silu" else 64
     held, tiled = 4 * 130, 4 * 256

@@ -153,7 +153,7 @@ def test_w4a4_does_not_quantise_again_what_the_wire_did():
 
 
 @pytest.mark.parametrize("wire", ["fp8", "nvfp4"])
-def test_quantised_hidden_states_of_slabs(wire):
+def test_quantised_hidden_states_of_batched_experts(wire):
     """The reference gives one expert at a time."""
     spec = make_spec("silu", "nvfp4")
     experts = make_experts(spec)
@@ -175,11 +175,11 @@ def test_w4a4_without_input_scales_is_refused():
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0, 0), (5, 0, 2, 1)])
-def test_slab_rows_beyond_the_counts_come_out_zero(counts):
+def test_rows_beyond_the_counts_come_out_zero(counts):
     spec = make_spec("swiglu", num_experts=4)
-    slabs_ECH = torch.randn(4, 5, spec.hidden_size)
+    x_ECH = torch.randn(4, 5, spec.hidden_size)
     runner = make_runner(spec)
-    out_ECH = runner(ExpertsBatch(hidden=Hidden(data=slabs_ECH), counts=torch.tensor(counts)))
+    out_ECH = runner(ExpertsBatch(hidden=Hidden(data=x_ECH), counts=torch.tensor(counts)))
     for expert, count in enumerate(counts):
         assert out_ECH[expert, :count].any(dim=1).all()
         assert not out_ECH[expert, count:].any()

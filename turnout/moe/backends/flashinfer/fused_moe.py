@@ -1,6 +1,6 @@
 """One layer's experts through FlashInfer's `cutlass_fused_moe`: what the runners that end in it share.
 
-It sorts, multiplies, activates and sums, on the device alone. Ids outside this rank's experts, padding's -1
+It sorts, multiplies, activates and sums, on the device only. Ids outside this rank's experts, padding's -1
 among them, are skipped: its source compares signed ids with a range. How experts are split over ranks
 does not concern it: a shard is an expert, and a bias that another shard adds is zero here. The sum over a
 token's experts is a kernel of its own (`use_fused_finalize=False`), for the fused one adds atomically, in an

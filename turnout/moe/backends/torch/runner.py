@@ -1,11 +1,11 @@
 """Runner "torch": every format and activation in plain torch; fast on CPUs, correct on CUDA.
 
 Each (token, expert) choice that this rank holds is a pair. Two ways through, chosen from the batch's
-shape alone:
+shape only:
 
 * few pairs, weights decoded once, on a CPU: `kernels.panels.gather_product`, two calls in all, the second
-  of which also applies the routing weights and sums over k. What a token gets does not depend, in any
-  bit, on the tokens it shares the batch with.
+  of which also applies the routing weights and sums over k. What a token gets does not depend on the
+  tokens it shares the batch with.
 * otherwise: pairs sorted by expert, one GEMM per expert that has any. GEMM libraries choose their order
   of summation by the number of rows, so here a token's last bits may vary with its batch.
 
