@@ -48,7 +48,7 @@ MAY_IMPORT = {
 EXCEPTIONS: set[tuple[str, str]] = set()
 # The order inside a package, lowest first: a file or folder imports only what stands before it.
 ORDER = {
-    "attention": ["kinds", "interface", "torch", "cpu", "triton", "caches"],
+    "attention": ["kinds", "backends", "interface", "torch", "cpu", "triton", "caches"],
     "engine": [
         "threads",
         "progress_bars",

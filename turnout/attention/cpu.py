@@ -15,24 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.attention.backends import choose
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup
-from turnout.attention.torch import PagedAttention
-from turnout.kernels import cpu
+from turnout.attention.torch import PagedAttention, place_of
 
 
 def paged_attention(
     group: CacheGroup, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
 ) -> PagedAttention:
     """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
-    head_dim = group.spec.head_dim
-    fits = dtype == torch.float32 and head_dim % 16 == 0 and head_dim <= 256 and page_size % 16 == 0
-    kind = CompiledAttention if device.type == "cpu" and fits and cpu.available() else PagedAttention
+    chosen = choose(group.spec, place_of(device, dtype, page_size))
+    kind = CompiledAttention if chosen == "cpu" else PagedAttention
     return kind(group, page_size=page_size, device=device, dtype=dtype, **rest)
 
 
 class CompiledAttention(PagedAttention):
-    """In float32, for head sizes and pages of multiples of 16."""
+    """What the declaration of `cpu` says (backends.py)."""
 
     def __init__(self, group: CacheGroup, **rest: Any) -> None:
         super().__init__(group, **rest)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.attention.backends import Place
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import AttentionSpec, CacheGroup
 
@@ -73,6 +74,7 @@ class PagedAttention:
         fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch.
         """
         self.number, self.spec = number, group.spec
+        self.place = place_of(device, dtype, page_size)
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
         self.page_size, self.fixed_spans = page_size, fixed_spans
@@ -262,6 +264,10 @@ class _LaidOut(Attention):
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
         return self.paged.attend_laid_out(self.layout, layer, q_NHD, k_NHD, v_NHD, sinks_H)
+
+
+def place_of(device: torch.device, dtype: torch.dtype, page_size: int) -> Place:
+    return Place(device=device.type, dtype=str(dtype).removeprefix("torch."), page_size=page_size)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -9,15 +9,13 @@ Hq/Hkv query/KV heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from turnout.attention.backends import choose
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.torch import PagedAttention, to_device
-
-WIDEST = 256  # head size of which a tile of a prompt fits into a multiprocessor
 
 
 class _Stored(Attention):
@@ -128,11 +126,5 @@ class StepAttention(_Stored):
 
 
 def has_kernels(paged: PagedAttention) -> bool:
-    """Whether `StepAttention` serves this cache; in float32 tiles would not fit either."""
-    cache = paged.cache
-    return (
-        cache.device.type == "cuda"
-        and find_spec("triton") is not None
-        and cache.element_size() == 2
-        and cache.shape[-1] <= WIDEST
-    )
+    """Whether `StepAttention` serves this cache; in float32 tiles would not fit."""
+    return choose(paged.spec, paged.place) == "triton"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turnout.attention.backends import choose
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import why_no_graphs
@@ -107,6 +108,14 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         lines.append(
             f"the files hold experts in {stored.stored} ({stored.method}), which no runner multiplies in: "
             f"they are decoded to {moe.format} while they load, and take its memory"
+        )
+    place = engine_plan.attention_place
+    for group in engine_plan.cache_groups:
+        spec = group.spec
+        kind = f"of window {spec.window}" if spec.window else "over whole contexts"
+        lines.append(
+            f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: "
+            f"{choose(spec, place)}"
         )
     if hardware.device == "cuda":
         reason = why_no_graphs(engine_plan)

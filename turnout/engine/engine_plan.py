@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
+from turnout.attention import backends as attention_backends
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
@@ -207,6 +208,9 @@ def decide(
     rank = Rank(
         config=config, description=description, topology=topology, hardware=hardware, compute_dtype=dtype
     )
+    found = attention_backends.refusals(rank.cache_groups, rank.attention_place)
+    if found:
+        raise PlanRefused("no attention backend takes the model's layers", found)
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
     return EnginePlan(
         **vars(rank),

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from turnout.attention.backends import Place
 from turnout.attention.kinds import CacheGroup, cache_groups
 from turnout.config import Config
 from turnout.errors import PlanRefused, Refusal
@@ -80,6 +81,16 @@ class Rank:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """With the KV heads of this rank."""
         return rank_cache_groups(self.description, self.topology)
+
+    @property
+    def attention_place(self) -> Place:
+        """What attention is to run on."""
+        return Place(
+            device=self.hardware.device,
+            dtype=self.compute_dtype,
+            page_size=self.config.page_size,
+            present=self.hardware.present,
+        )
 
     def group_bytes(self, num_pages: int, budget: Budget) -> tuple[int, ...]:
         """Of each cache group, where those of whole contexts have so many pages."""

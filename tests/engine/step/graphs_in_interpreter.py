@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tests.engine.toy import ToyModel, make_core, merge, request
+from tests.engine.test_cache_groups import SINKS
+from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.kernels import loop_bounds
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
+from turnout.models.interface import ModelShape
 
 loop_bounds.teach()
 two_batch_overlap.LEAST = 3  # so that some graphs are one batch and others two
@@ -56,9 +58,12 @@ class InTurns(ToyModel):
         return own if step.other is None else torch.cat((own, super().forward(step.other)))
 
 
-def answers(seed: int, *, graphs: bool, overlap: str = "off") -> dict[str, bool]:
+WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache groups
+
+
+def answers(seed: int, *, graphs: bool, overlap: str = "off", shape: ModelShape = SHAPE) -> dict[str, bool]:
     """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
-    draw, model = random.Random(seed), InTurns()
+    draw, model = random.Random(seed), InTurns(shape=shape)
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
     core._forward._kernels = True
     if graphs:
@@ -83,7 +88,8 @@ def answers(seed: int, *, graphs: bool, overlap: str = "off") -> dict[str, bool]
 
 RUNS = {
     "graphs": answers(seed=1, graphs=True),
-    "eager": answers(seed=2, graphs=False),
+    "eager": answers(seed=2, graphs=False, shape=WINDOWS),
+    "windows": answers(seed=4, graphs=True, shape=WINDOWS),
     "overlap": answers(seed=3, graphs=True, overlap="on"),
 }
 print(json.dumps({f"{kind} {name}": right for kind, run in RUNS.items() for name, right in run.items()}))
