@@ -87,7 +87,7 @@ def _object(draw: random.Random, depth: int) -> dict[str, Any]:
         "additionalProperties": False,
     }
     if draw.random() < 0.15:
-        low = draw.randrange(3)
+        low = draw.randrange(2)
         return {
             "type": "object",
             "patternProperties": {"^[ab]{1,3}$": _any(draw, 0)},

@@ -268,6 +268,10 @@ def test_a_resumed_answer_goes_on_where_its_grammar_was(llm: LLM, wanted: list[l
         ({"type": "number", "exclusiveMinimum": True}, "exclusiveMinimum must be the limit itself, a number"),
         ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "oneOf constraints are not supported"),
         ({"x-guidance": {"lenient": True}}, "keyword 'x-guidance' is not supported"),
+        (
+            {"type": "object", "minProperties": 2},
+            "schema: minProperties 2 cannot be kept where keys are free",
+        ),
         ({"items": [3]}, "schema.items.0: must be a JSON schema"),
         (False, "Unsatisfiable schema"),
         ({"enum": [str(i) for i in range(20_000)]}, "bytes, at most"),

@@ -208,6 +208,7 @@ def _check_schema(schema: Any) -> None:
             raise UserError(f"{where}: must be a JSON schema, which is an object, true or false")
         for keyword, value in part.items():
             _check_keyword(where, keyword, value)
+        _check_repeats(where, part)
         pending += ((inner, value, depth + 1) for inner, value in _subschemas(where, part))
 
 
@@ -219,6 +220,18 @@ def _check_keyword(where: str, keyword: str, value: Any) -> None:
     if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
         raise UserError(
             f"{where}: {keyword} must be the limit itself, a number; true and false are of draft 4"
+        )
+
+
+def _check_repeats(where: str, schema: Mapping[str, Any]) -> None:
+    """Keys without a name of their own may come twice, which the library counts as two and JSON as one."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    unnamed = schema.get("additionalProperties", True) is not False or schema.get("patternProperties")
+    if isinstance(least, int) and least > max(named, 1) and unnamed:
+        raise UserError(
+            f"{where}: minProperties {least} cannot be kept where keys are free: one may come twice; name "
+            f"{least} of them in required, or allow none but `properties`"
         )
 
 
