@@ -19,5 +19,6 @@ def tiny_config(folder: Path, **fields: Any) -> ServerConfig:
         "max_total_tokens": 8192,
         "served_model_name": "tiny",
         "reasoning_parser": "none",  # random models, which might take any text for a thought
+        "enable_expert_metrics": True,
     }
     return ServerConfig(**(defaults | fields))

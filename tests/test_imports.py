@@ -71,6 +71,7 @@ ORDER = {
         "step",
         "layer_inputs",
         "selfcheck",
+        "startup",
         "warmup",
         "core",
         "builder",
@@ -102,7 +103,17 @@ ORDER = {
         "verify",
         "tune",
     ],
-    "server": ["supervise", "metrics", "memory", "api", "run", "launch"],
+    "server": [
+        "supervise",
+        "expert_window",
+        "metric_list",
+        "metrics",
+        "memory",
+        "api",
+        "dashboard",
+        "run",
+        "launch",
+    ],
 }
 OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}
 

@@ -1,6 +1,6 @@
-"""Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md, and
-between their markers the tables of support and of architectures in README.md, the error bounds in
-docs/operations.md and the results in docs/performance.md and docs/notes.
+"""Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md,
+docs/metrics.md, and between their markers the tables of support and of architectures in README.md, the error
+bounds in docs/operations.md and the results in docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -25,6 +25,7 @@ from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.capabilities.packages import Package
 from turnout.moe.planning.hardware_evidence import RUNS, evidence
 from turnout.parallel.hardware import PRESETS
+from turnout.server.metric_list import METRICS, Group
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: {} -->", "<!-- end generated -->"
@@ -94,7 +95,11 @@ def wanted(root: Path) -> dict[Path, str]:
     """What each generated file should hold. A page without markers stays as it is."""
     names = {name: name for name in (*RUNNERS, *DISPATCHERS)} | RUNNERS.aliases | DISPATCHERS.aliases
     runs = backends_run(root / "benchmarks" / "results", names)
-    files = {root / "docs" / "backends.md": backends(runs), root / "docs" / "formats.md": formats()}
+    files = {
+        root / "docs" / "backends.md": backends(runs),
+        root / "docs" / "formats.md": formats(),
+        root / "docs" / "metrics.md": metrics(),
+    }
     table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
@@ -113,6 +118,29 @@ def wanted(root: Path) -> dict[Path, str]:
         if page.is_file():
             files[page] = _filled(page.read_text(), bodies)
     return files
+
+
+def metrics() -> str:
+    """docs/metrics.md."""
+    parts = [
+        "# Metrics",
+        NOTICE,
+        "What `GET /metrics` says, in Prometheus' text format. What to watch, and what it means: "
+        "[operations.md](operations.md#metrics).",
+    ]
+    for group in Group:
+        rows = [
+            (
+                f"`{metric.series}`",
+                metric.kind,
+                ", ".join(f"`{label}`" for label in metric.labels),
+                metric.help,
+            )
+            for metric in METRICS
+            if metric.group == group
+        ]
+        parts += [f"## {group}", table(("metric", "kind", "labels", "what it says"), rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _filled(text: str, bodies: dict[str, str]) -> str:

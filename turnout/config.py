@@ -192,6 +192,9 @@ class ServerConfig(Config):
         "layer, in seconds; full: all",
         choices=("off", "quick", "full"),
     )
+    enable_expert_metrics: bool = flag(
+        False, "tokens of every expert in /metrics: a series for each layer and expert"
+    )
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
         0.0,
@@ -271,6 +274,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_request_bytes",
         "max_request_restarts",
         "log_level",
+        "enable_expert_metrics",
         "verify",
         "startup_timeout",
         "shutdown_timeout",

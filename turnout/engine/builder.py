@@ -10,6 +10,7 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.cpu import paged_attention
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
+from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.ranks.rendezvous import share_plan
@@ -20,6 +21,7 @@ from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.startup import StartupTimes
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.forward import Forward
@@ -40,25 +42,31 @@ def build_engine(
     watch: Progress | None = None,
     progress: ProgressFn | None = None,
     verify: str = "off",
+    startup: StartupTimes | None = None,
 ) -> EngineCore:
     """The engine of this rank; collective among the ranks of a model.
 
     model: takes the place of the weights that `engine_plan` names. groups and step_sync: what `rendezvous`
     gives; by default there is one rank. watch: told how far a step is. progress: of loading. verify: "quick"
-    or "full" checks what was loaded (selfcheck.py).
+    or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin.
 
     Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
     """
     engine_plan = share_plan(engine_plan, groups)
     step_sync = step_sync or StepSync()
+    startup = startup or StartupTimes()
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     verified: dict[str, Any] = {"extent": "off"}
     if model is None:
-        model, verified = _load(engine_plan, groups, device, verify, progress)
+        model, verified = _load(engine_plan, groups, device, verify, progress, startup)
+    startup.begin("kv_cache")
     scheduler = _make_scheduler(engine_plan)
     attention = _make_attention(engine_plan, device)
+    if not why_no_graphs(engine_plan):
+        startup.begin("cuda_graphs")
     forward = Forward(engine_plan, model, attention, progress)
+    startup.begin("warm_up")
     if device.type == "cuda":
         with torch.inference_mode():
             first_prompts(engine_plan, forward, model, scheduler.kv, progress)
@@ -101,8 +109,10 @@ def _load(
     device: torch.device,
     verify: str,
     progress: ProgressFn | None,
+    startup: StartupTimes,
 ) -> tuple[Model, dict[str, Any]]:
     """The model with its weights, and what checking them showed."""
+    startup.begin("weights")
     check = None if verify == "off" else SelfCheck(engine_plan, verify, device)
     tuner = Tuner(engine_plan, device, check.make_runner if check else None)
     model = load_model(
@@ -114,7 +124,10 @@ def _load(
         progress=progress,
         make_runner=tuner.make_runner,
     )
+    startup.begin("kernels")
     tuner.tune(groups, progress)
+    if check:
+        startup.begin("check")
     return model, check.run(model) if check else {"extent": "off"}
 
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from turnout import __version__
@@ -70,7 +71,10 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
-        self._steps = self._idle_steps = 0
+        self._steps = self._idle_steps = self._computed_tokens = 0
+        self._step_sizes = [0] * (scheduler.step_tokens.bit_length() + 2)
+        self._sync_seconds = 0.0
+        self._seconds = dict.fromkeys(Phase, 0.0)
         self._synced: SyncedStep | None = None
         self._overlap = not why_no_overlap(engine_plan)
         self._launched: Launched | None = None  # and not finished yet
@@ -125,12 +129,15 @@ class EngineCore:
         outputs, self._aborted = self._aborted, []
         chunks = self._scheduler.schedule()
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
-        synced = self._sync(chunks)
+        tokens = sum(chunk.length for chunk in chunks)
+        began = time.perf_counter()
+        synced = self._sync(chunks, tokens)
         if not synced.phase:
             outputs += self._finish()[0]
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, synced.phase)
+        agreed = time.perf_counter()
         if not self._overlap:
             self._commit.begin(chunks)
         computed = self._forward(chunks, synced)
@@ -152,6 +159,10 @@ class EngineCore:
             self._forward.keep(self._launched.leave_pending())
         else:
             advanced += self._finish()[0]
+        self._computed_tokens += tokens
+        self._step_sizes[(tokens - 1).bit_length() + 1 if tokens else 0] += 1
+        self._sync_seconds += agreed - began
+        self._seconds[synced.phase] += time.perf_counter() - agreed
         symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
         return outputs + advanced
 
@@ -181,23 +192,27 @@ class EngineCore:
         if now >= self._count_experts_at:
             self._count_experts_at = now + 1.0
             expert_tokens = self._model.expert_counts()
-        rank = self._step_sync.topology.rank
-        if not self._step_sync.leads:  # its group's requests are counted once, by the rank that leads
-            return EngineStats(
-                rank=rank,
-                pid=os.getpid(),
-                steps=self._steps,
-                idle_steps=self._idle_steps,
-                kernels_compiled=self._compilations(),
-            )
-        pools, tokens = self._scheduler.kv.pools, self._commit.counters
-        return EngineStats(
-            rank=rank,
+        own = EngineStats(
+            rank=self._step_sync.topology.rank,
             pid=os.getpid(),
             steps=self._steps,
             idle_steps=self._idle_steps,
+            step_sizes=self._step_sizes,
+            computed_tokens=self._computed_tokens,
+            graph_steps=self._forward.graph_steps,
+            sync_seconds=self._sync_seconds,
+            prefill_seconds=self._seconds[Phase.PREFILL],
+            decode_seconds=self._seconds[Phase.DECODE],
+            kernels_compiled=self._compilations(),
+        )
+        if not self._step_sync.leads:  # its group's requests are counted once, by the rank that leads
+            return own
+        pools, tokens = self._scheduler.kv.pools, self._commit.counters
+        return msgspec.structs.replace(
+            own,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
+            waiting_for=self._scheduler.lack,
             pages_total=sum(pool.num_pages for pool in pools),
             pages_used=sum(pool.num_live for pool in pools),
             pages_cached=sum(pool.num_cached for pool in pools),
@@ -207,7 +222,6 @@ class EngineCore:
             preemptions=self._scheduler.preemptions,
             spec_draft_tokens=tokens.drafted,
             spec_accepted_tokens=tokens.accepted,
-            kernels_compiled=self._compilations(),
             expert_tokens=expert_tokens,
         )
 
@@ -256,12 +270,12 @@ class EngineCore:
         if refusal is not None:
             raise UserError(refusal)
 
-    def _sync(self, chunks: Sequence[Chunk]) -> SyncedStep:
+    def _sync(self, chunks: Sequence[Chunk], tokens: int) -> SyncedStep:
         phase = None
         if chunks:
             phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
-        self._synced = self._step_sync.sync(sum(chunk.length for chunk in chunks), phase)
+        self._synced = self._step_sync.sync(tokens, phase)
         return self._synced
 
     def _forget(self, id: str) -> None:

@@ -62,6 +62,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", "error".
     A request with max_tokens 0 gets one output without tokens (and its prompt log-probabilities).
     `prompt_logprobs` comes once, with the first output; its first entry is None.
+    `waited`, in seconds, comes with the first output of every engine that computes the request: from when the
+    engine got it until it was scheduled, and from then until this output.
     """
 
     id: str
@@ -69,14 +71,22 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    waited: tuple[float, float] | None = None
+    preemptions: int = 0  # with the last output: how often it lost its KV pages
     finish_reason: str | None = None
     stop_token: int | None = None  # the stop token id that ended it, if one did
     error: str | None = None
     user_error: bool = False  # `error` tells the user what to change; else it is the engine's fault
 
 
-class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
-    """Counters of one rank, sent with every batch of outputs and at least once a second."""
+class EngineStats(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
+    """Counters of one rank, sent with every batch of outputs and at least once a second.
+
+    waiting_for: what the first request in the queue lacks, one of `scheduler.Lack`; "" if nothing.
+    step_sizes:  [b] counts the steps with more than 2^(b-2) and at most 2^(b-1) tokens of this rank, [0]
+                 those without any.
+    *_seconds:   of steps: waiting for the other ranks before a forward, and in it and what follows.
+    """
 
     rank: int = 0
     pid: int = 0
@@ -85,6 +95,13 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True):
     idle_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    waiting_for: str = ""
+    step_sizes: list[int] = []
+    computed_tokens: int = 0  # by forwards, padding and rejected drafts included
+    graph_steps: int = 0  # that a CUDA graph computed
+    sync_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     pages_total: int = 0  # of all cache groups
     pages_used: int = 0  # held by live requests
     pages_cached: int = 0  # free, but still holding a reusable prefix

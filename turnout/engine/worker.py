@@ -44,6 +44,7 @@ from turnout.engine.messages import (
 from turnout.engine.progress_bars import loading_bar
 from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
+from turnout.engine.startup import StartupTimes
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Pulse
 
@@ -93,6 +94,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def main() -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
+    startup = StartupTimes()
     place_temporary_files()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     leave_with_launcher(sys.stdin.fileno(), start.folder)
@@ -105,7 +107,7 @@ def main() -> int:
 
     who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        core, step_sync = load(start, send)
+        core, step_sync = load(start, send, startup)
         run(core, step_sync, commands, send)
         return 0
     except UserError as error:
@@ -182,7 +184,7 @@ class Noted:
         self._show(what, done, total)
 
 
-def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
+def load(start: Start, send: Callable[[Event], None], startup: StartupTimes) -> tuple[Core, StepSync]:
     """Plan, say so, join the other ranks, load the weights and announce that requests may come.
 
     Raises UserError.
@@ -191,6 +193,7 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
     from turnout.engine.engine_plan import resolve
     from turnout.engine.ranks.rendezvous import rendezvous
 
+    startup.begin("plan")
     config = Config(**start.config)
     engine_plan = resolve(config, rank=start.rank)
     watch = Pulse(Board(Path(start.folder) / "board", config.tp_size), start.rank)
@@ -199,6 +202,7 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
         logging.getLogger("turnout.cache").setLevel(logging.ERROR)
     if speaks:
         print(*summary(engine_plan), sep="\n", file=sys.stderr, flush=True)
+    startup.begin("rendezvous")
     groups, step_sync = rendezvous(engine_plan, init_method=start.init_method)
     watch.collectives = lambda: groups.calls
     with loading_bar(shown=speaks and config.load_progress) as show:
@@ -210,12 +214,17 @@ def load(start: Start, send: Callable[[Event], None]) -> tuple[Core, StepSync]:
             watch=watch,
             progress=progress,
             verify=start.verify,
+            startup=startup,
         )
     watch.parts = lambda: progress.parts + core.layers_begun
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step need walk it
     vocab_size = engine_plan.description.shape.vocab_size
-    info = json.loads(json.dumps(core.info()))  # subclasses of str and int become plain
+    startup.end()
+    if speaks:
+        print(startup, file=sys.stderr, flush=True)
+    info = core.info() | {"summary": summary(engine_plan), "startup_seconds": startup.seconds}
+    info = json.loads(json.dumps(info))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
     send(Ready(rank=start.rank, info=info, max_context=engine_plan.max_context, vocab_size=vocab_size))
     return core, step_sync

@@ -173,7 +173,7 @@ class Decoder:
 
     def expert_counts(self) -> list[list[int]]:
         """See `interface.Model.expert_counts`; waits for the device."""
-        return [layer.expert_counts.tolist() for layer in self._moe_layers]
+        return torch.stack([layer.expert_counts for layer in self._moe_layers]).tolist()
 
     def reset_counts(self) -> None:
         """See `interface.Model.reset_counts`."""

@@ -1,6 +1,6 @@
-"""Prometheus metrics under the prefix `turnout:`.
+"""Prometheus metrics: those of metric_list.py.
 
-Latencies are observed here as requests go by; everything that the engine counts is read from its last
+What requests go through is observed here as they do; everything that the engine counts is read from its last
 report when a scraper asks, so that counters cannot drift apart.
 """
 
@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from turnout.engine.messages import EngineStats
+from turnout.server.expert_window import ExpertWindow
+from turnout.server.metric_list import METRICS, Kind, Metric, View
 from turnout.server.supervise.engine import EngineSupervisor
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 
 
 class Metrics:
@@ -24,125 +30,84 @@ class Metrics:
     def __init__(self, engine: EngineSupervisor, model_name: str):
         self.registry = CollectorRegistry()
         disable_created_metrics()  # a second series for each, of no use here
-        labels = ("model_name",)
-
-        def histogram(name: str, help: str) -> Histogram:
-            family = Histogram(f"turnout:{name}", help, labels, buckets=SECONDS, registry=self.registry)
-            return family.labels(model_name)
-
-        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.")
-        self.inter_token = histogram("inter_token_latency_seconds", "Between tokens of one sequence.")
-        self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.")
-        self._finished = Counter(
-            "turnout:request_success",
-            "Finished sequences.",
-            (*labels, "finished_reason"),
-            registry=self.registry,
-        )
         self._model_name = model_name
+        self._observed = {metric.name: self._declare(metric) for metric in METRICS if observed(metric)}
+        self.first_token = self.histogram("time_to_first_token_seconds")
+        self.inter_token = self.histogram("inter_token_latency_seconds")
+        self.latency = self.histogram("e2e_request_latency_seconds")
+        self.queue_time = self.histogram("request_queue_time_seconds")
+        self.prefill_time = self.histogram("request_prefill_time_seconds")
+        self.decode_time = self.histogram("request_decode_time_seconds")
+        self.time_per_token = self.histogram("request_time_per_output_token_seconds")
+        self.prompt_tokens = self.histogram("request_prompt_tokens")
+        self.generation_tokens = self.histogram("request_generation_tokens")
+        self.max_tokens = self.histogram("request_params_max_tokens")
         self.registry.register(EngineCollector(engine, model_name))
 
+    def histogram(self, name: str) -> Histogram:
+        """The one of metric_list.py with that name."""
+        found = self._observed[name].labels(self._model_name)
+        assert isinstance(found, Histogram)
+        return found
+
+    def buckets(self, name: str) -> list[tuple[float, float]]:
+        """(upper bound, observations up to it) of a histogram that requests are observed in."""
+        (family,) = self._observed[name].collect()
+        return [(float(s.labels["le"]), s.value) for s in family.samples if s.name.endswith("_bucket")]
+
     def finished(self, reason: str) -> None:
-        self._finished.labels(self._model_name, reason).inc()
+        counter = self._observed["request_success_total"]
+        assert isinstance(counter, Counter)
+        counter.labels(self._model_name, reason).inc()
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
 
+    def _declare(self, metric: Metric) -> Counter | Histogram:
+        if metric.kind == Kind.COUNTER:
+            return Counter(metric.series, metric.help, metric.labels, registry=self.registry)
+        return Histogram(
+            metric.series, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
+        )
+
 
 class EngineCollector(Collector):
-    """The engine's last report, rank by rank."""
+    """What the engine reports, read when asked."""
 
     def __init__(self, engine: EngineSupervisor, model_name: str):
-        self._engine = engine
-        self._model_name = model_name
+        self._engine, self._model_name = engine, model_name
+        self._window = ExpertWindow(lambda: engine.expert_tokens)
 
-    def collect(self) -> Iterator[Metric]:
-        ranks = [self._engine.stats[rank] for rank in sorted(self._engine.stats)]
-        restarts = CounterMetricFamily("turnout:engine_restarts", "Times that the ranks started anew.")
-        restarts.add_metric([], self._engine.restarts)
-        yield restarts
-        ledger = self._engine.ledger
-        for name, help, count in (
-            ("resumed_requests", "Sequences that went on with other ranks.", ledger.resumed),
-            (
-                "replayed_tokens",
-                "Tokens known before that these ranks computed again.",
-                ledger.replayed_tokens,
-            ),
-        ):
-            family = CounterMetricFamily(f"turnout:{name}", help)
-            family.add_metric([], count)
-            yield family
-        yield from self._totals(ranks)
-        yield from _per_rank(ranks, self._engine.expert_tokens)
-        yield from _experts(self._engine.expert_tokens)
-
-    def _totals(self, ranks: list[EngineStats]) -> Iterator[Metric]:
-        total = sum(s.pages_total for s in ranks)
-        used = sum(s.pages_used for s in ranks)
-        gauges = {
-            "num_requests_running": ("Sequences being computed.", sum(s.num_running for s in ranks)),
-            "num_requests_waiting": ("Sequences in the queue.", sum(s.num_waiting for s in ranks)),
-            "kv_cache_usage_perc": (
-                "Share of KV pages held by live sequences, 0 to 1.",
-                used / total if total else 0,
-            ),
-        }
-        counters = {
-            "prompt_tokens": ("Prompt tokens taken in.", sum(s.prompt_tokens for s in ranks)),
-            "cached_prompt_tokens": (
-                "Prompt tokens found in the prefix cache.",
-                sum(s.cached_prompt_tokens for s in ranks),
-            ),
-            "generation_tokens": ("Tokens generated.", sum(s.generation_tokens for s in ranks)),
-            "preemptions": ("Sequences put back for lack of KV pages.", sum(s.preemptions for s in ranks)),
-            "spec_draft_tokens": (
-                "Tokens proposed by speculative decoding.",
-                sum(s.spec_draft_tokens for s in ranks),
-            ),
-            "spec_accepted_tokens": (
-                "Proposed tokens that became output.",
-                sum(s.spec_accepted_tokens for s in ranks),
-            ),
-            "kernels_compiled_after_ready": (
-                "GPU kernels compiled, or loaded from disk, while requests waited.",
-                sum(s.kernels_compiled for s in ranks),
-            ),
-        }
-        for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (help, value) in family.items():
-                metric = kind(f"turnout:{name}", help, labels=["model_name"])
-                metric.add_metric([self._model_name], value)
-                yield metric
+    def collect(self) -> Iterator[Family]:
+        view = View.of(self._engine, self._window)
+        for metric in METRICS:
+            if metric.name == STEP_TOKENS:
+                yield _step_tokens(metric, view, self._model_name)
+            elif metric.read is not None:
+                family = FAMILIES[metric.kind](metric.series, metric.help, labels=metric.labels)
+                for labels, value in metric.read(view):
+                    family.add_metric([self._model_name, *labels], value)
+                yield family
 
 
-def _per_rank(ranks: list[EngineStats], expert_tokens: dict[int, list[list[int]]]) -> Iterator[Metric]:
-    steps = CounterMetricFamily("turnout:steps", "Forward passes.", labels=["rank"])
-    idle = CounterMetricFamily("turnout:idle_steps", "Forward passes without a token.", labels=["rank"])
-    sent = GaugeMetricFamily(
-        "turnout:dispatch_tokens", "Token copies sent to experts since the start.", labels=["rank"]
-    )
-    for stats in ranks:
-        rank = str(stats.rank)
-        steps.add_metric([rank], stats.steps)
-        idle.add_metric([rank], stats.idle_steps)
-        sent.add_metric([rank], sum(map(sum, expert_tokens.get(stats.rank, []))))
-    yield from (steps, idle, sent)
+STEP_TOKENS = "iteration_tokens_total"
 
 
-def _experts(expert_tokens: dict[int, list[list[int]]]) -> Iterator[Metric]:
-    """Tokens per layer and expert over all ranks, and how evenly each layer spreads them."""
-    tokens = CounterMetricFamily(
-        "turnout:expert_tokens", "Tokens that chose an expert.", labels=["layer", "expert"]
-    )
-    balance = GaugeMetricFamily(
-        "turnout:expert_balancedness", "Mean over maximum of a layer's expert tokens.", labels=["layer"]
-    )
-    for layer, of_ranks in enumerate(zip(*expert_tokens.values(), strict=True)):
-        counts = [sum(of_expert) for of_expert in zip(*of_ranks, strict=True)]
-        for expert, count in enumerate(counts):
-            tokens.add_metric([str(layer), str(expert)], count)
-        if counts and max(counts):
-            balance.add_metric([str(layer)], sum(counts) / len(counts) / max(counts))
-    yield from (tokens, balance)
+def observed(metric: Metric) -> bool:
+    """Whether a metric is observed as requests go by, not read from the engine's report."""
+    return metric.read is None and metric.name != STEP_TOKENS
+
+
+def _step_tokens(metric: Metric, view: View, model_name: str) -> HistogramMetricFamily:
+    """The ranks' own histograms, which have powers of two as bounds, added up."""
+    ranks = [stats for stats in view.ranks if stats.pages_total]  # those that lead a data-parallel group
+    sizes = [sum(column) for column in zip(*(stats.step_sizes for stats in ranks), strict=True)]
+    family = HistogramMetricFamily(metric.series, metric.help, labels=metric.labels)
+    buckets, total = [], 0
+    for exponent, count in enumerate(sizes, start=-1):
+        total += count
+        buckets.append((f"{2**exponent if exponent >= 0 else 0}.0", float(total)))
+    tokens = sum(stats.computed_tokens for stats in ranks)
+    family.add_metric([model_name], [*buckets, ("+Inf", float(total))], tokens)
+    return family

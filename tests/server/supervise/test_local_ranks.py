@@ -73,10 +73,13 @@ def info(root: str) -> dict[str, Any]:
 
 
 def metric(root: str, name: str) -> dict[str, float]:
-    """Values of a metric by its labels."""
+    """Values of a metric by its labels, leaving out the model's name, which all have."""
     lines = httpx.get(f"{root}/metrics").text.splitlines()
     values = (line.rpartition(" ") for line in lines if line.startswith(name))
-    return {labels.removeprefix(name): float(value) for labels, _, value in values}
+    plain = (
+        (labels.removeprefix(name).replace('model_name="tiny"', ""), value) for labels, _, value in values
+    )
+    return {labels.replace("{,", "{").replace("{}", ""): float(value) for labels, value in plain}
 
 
 def streams(root: str) -> list[Background]:

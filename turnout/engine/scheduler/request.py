@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -54,6 +55,10 @@ class Request:
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as asked for
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted: bool = False
+    added_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0  # first; time.monotonic() as all of these
+    timed: bool = False  # whether its output said how long it waited
+    preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
     matcher: GrammarMatcher | None = None  # of its grammar, if it has one

@@ -15,13 +15,24 @@ Torch-free: the tests drive it with thousands of random schedules.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from typing import NamedTuple
 
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
+
+
+class Lack(StrEnum):
+    """What a request waits for."""
+
+    NOTHING = ""
+    SLOTS = "running_requests"
+    PAGES = "kv_pages"
+    PREFILL = "prefill_tokens"
 
 
 class Chunk(NamedTuple):
@@ -107,12 +118,22 @@ class Scheduler:
         self._by_priority = by_priority
         self._arrivals = 0
         self.preemptions = 0
+        self._lacks_pages = False  # as of the last schedule
         self._rows = list(range(max_running - 1, -1, -1))
 
     @property
     def step_tokens(self) -> int:
         """The most tokens one step may hold: all running requests have room to decode."""
         return max(self.prefill_tokens, self.max_running * self.tokens_per_request)
+
+    @property
+    def lack(self) -> Lack:
+        """What kept the first waiting request out of the last schedule."""
+        if not self.waiting:
+            return Lack.NOTHING
+        if self._lacks_pages:
+            return Lack.PAGES
+        return Lack.SLOTS if len(self.running) >= self.max_running else Lack.PREFILL
 
     def refuse(self, num_prompt: int, max_tokens: int) -> str | None:
         """Why a request of these sizes can never run, or None if it can."""
@@ -147,9 +168,11 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, at most one per request; [] if there is nothing to do."""
+        self._lacks_pages = False
         decoding = sum(request.remaining == 1 for request in self.running)
         budget = min(self.prefill_tokens, self.step_tokens - decoding)
         chunks, budget, preempted = self._continue_running(budget)
+        self._lacks_pages |= preempted
         if not preempted:
             chunks += self._admit(budget)
         return self._with_drafts(chunks) if self.tokens_per_request > 1 else chunks
@@ -221,9 +244,11 @@ class Scheduler:
             # A page for each running request stays, so that their next tokens do not preempt this one again.
             most = min(self.chunk_tokens, budget)
             if not self.kv.admit(request, most, spare=len(self.running)):
+                self._lacks_pages = True
                 break
             if not request.admitted:
                 request.admitted = True
+                request.admitted_at = time.monotonic()
                 request.cached_tokens = request.computed
             self.waiting.popleft()
             request.row = self._rows.pop()
@@ -238,6 +263,7 @@ class Scheduler:
         self._vacate(victim)
         insort(self.waiting, victim, key=_order)
         self.preemptions += 1
+        victim.preemptions += 1
         return victim
 
     def _vacate(self, request: Request) -> None:

@@ -9,6 +9,7 @@ Legend: N tokens of a step, H hidden.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class StepCommit:
         near_ties: list[NearTie] = []
         for request in launched.scored:
             if not request.ended:
-                outputs.append(output := self._first_output(request))
+                outputs.append(output := self._output(request))
                 output.finish_reason = "length"
         if launched.drawn is not None:
             sampled = launched.drawn.read()
@@ -171,7 +172,7 @@ class StepCommit:
         Returns (its output, False if the last token is open: a near-tie).
         """
         request = chunk.request
-        output = self._first_output(request) if request.num_output == 0 else RequestOutput(id=request.id)
+        output = RequestOutput(id=request.id) if request.timed else self._output(request)
         self.counters.drafted += len(chunk.drafts)
         for i, draft in enumerate((*chunk.drafts, None)):
             if sampled.near_ties[row + i]:
@@ -205,17 +206,27 @@ class StepCommit:
             output.finish_reason = "stop"
         elif request.num_output >= request.sampling.max_tokens:
             output.finish_reason = "length"
+        if output.finish_reason:
+            output.preemptions = request.preemptions
 
     def _conclude(self, request: Request, output: RequestOutput, *, drafted: bool) -> None:
         """`request` has its tokens of this step; drafted: KV pages may be there for more than it kept."""
         if drafted and output.token_ids:
             self._scheduler.extended(request)
 
-    def _first_output(self, request: Request) -> RequestOutput:
+    def _output(self, request: Request) -> RequestOutput:
+        """The first output of this engine for `request`, which another one may have begun."""
+        request.timed = True
+        waited = request.admitted_at - request.added_at, time.monotonic() - request.admitted_at
+        if request.num_output:
+            return RequestOutput(id=request.id, waited=waited)
         self.counters.prompt += request.num_prompt
         self.counters.cached_prompt += request.cached_tokens
         return RequestOutput(
-            id=request.id, prompt_logprobs=request.prompt_logprobs, cached_tokens=request.cached_tokens
+            id=request.id,
+            prompt_logprobs=request.prompt_logprobs,
+            cached_tokens=request.cached_tokens,
+            waited=waited,
         )
 
 

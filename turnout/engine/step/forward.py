@@ -49,6 +49,7 @@ class Forward:
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
         self.graphs: DecodeGraphs | None = None
+        self.graph_steps = 0  # that a graph computed
         if not why_no_graphs(engine_plan):
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
@@ -66,6 +67,7 @@ class Forward:
         """Compute the tokens of `chunks`, in their order, decoding ones first; keys and values are stored."""
         size = graph_for(synced, self.graphs.sizes) if self.graphs else None
         if self.graphs and size:
+            self.graph_steps += 1
             return self.graphs.run(chunks, size)
         if self._deterministic:
             return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, synced))

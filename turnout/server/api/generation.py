@@ -59,7 +59,9 @@ class Choice:
     reasoning_tokens: int = 0
     has_calls: bool = False
     cached_tokens: int = 0
+    first_token_time: float = 0.0
     last_token_time: float = 0.0
+    waited: tuple[float, float] | None = None  # in the queue, and for the first token; of the first engine
     started: bool = False
     finished: bool = False
 
@@ -161,6 +163,7 @@ class Generation:
             raise ApiError(400 if output.user_error else 500, message)
         if output.finish_reason == "abort":
             raise ApiError(503, "the engine ended this request", code="aborted")
+        choice.waited = choice.waited or output.waited
         piece = choice.text.push(output)
         self._observe(choice, piece)
         parts = _parts(choice, piece)
@@ -185,6 +188,7 @@ class Generation:
             return
         now = time.perf_counter()
         if choice.num_tokens == 0:
+            choice.first_token_time = now
             self._metrics.first_token.observe(now - self._arrival)
         else:
             for _ in piece.token_ids:  # several at once share the time since the last
@@ -197,7 +201,23 @@ class Generation:
         self._unfinished -= 1
         self._metrics.finished(reason)
         if reason != "abort":
-            self._metrics.latency.observe(time.perf_counter() - self._arrival)
+            self._observe_whole(choice)
+
+    def _observe_whole(self, choice: Choice) -> None:
+        metrics, tokens = self._metrics, choice.num_tokens
+        metrics.latency.observe(time.perf_counter() - self._arrival)
+        metrics.prompt_tokens.observe(len(choice.prompt_ids))
+        metrics.generation_tokens.observe(tokens)
+        metrics.max_tokens.observe(choice.sampling.max_tokens)
+        if choice.waited is not None:
+            queue, prefill = choice.waited
+            metrics.queue_time.observe(queue)
+            metrics.prefill_time.observe(prefill)
+        if tokens:
+            decode = choice.last_token_time - choice.first_token_time
+            metrics.decode_time.observe(decode)
+            if tokens > 1:
+                metrics.time_per_token.observe(decode / (tokens - 1))
 
 
 def _parts(choice: Choice, piece: TextDelta) -> list[Part]:

@@ -78,6 +78,11 @@ class Ledger:
         self._parked: dict[str, Entry] = {}  # those of them that are not submitted
         self._on_trial: Entry | None = None
 
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for ranks."""
+        return len(self._parked)
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -1,0 +1,53 @@
+"""How long each phase of an engine's start took."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import psutil
+
+# In their order. A rank may skip some: a CPU has no graphs, one rank no rendezvous.
+PHASES = (
+    "imports",
+    "plan",
+    "rendezvous",
+    "weights",
+    "kernels",
+    "kv_cache",
+    "cuda_graphs",
+    "warm_up",
+    "check",
+)
+
+
+class StartupTimes:
+    """Phases follow one another: where one begins, the one before it ends. The first begins with the process.
+
+    seconds: by phase, those that have ended; a phase that begins twice adds up.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase = PHASES[0]
+        self._began = time.monotonic()
+        with suppress(psutil.Error):
+            self._began -= max(0.0, time.time() - psutil.Process().create_time())
+
+    def begin(self, phase: str) -> None:
+        """The present phase ends, and `phase`, one of PHASES, begins."""
+        assert phase in PHASES, phase
+        self.end()
+        self._phase = phase
+
+    def end(self) -> None:
+        """The present phase ends, and with it the start, unless another one begins."""
+        now = time.monotonic()
+        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._began
+        self._began = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in self.seconds.items()
+        )
+        return f"started in {sum(self.seconds.values()):.1f} s: {parts}"
