@@ -23,6 +23,8 @@ from turnout.server.api.app import create_app
 from turnout.server.api.guard import GuardedProtocol
 from turnout.server.api.service import Service
 from turnout.server.api.turns import BEGUN_AT_ONCE
+from turnout.server.dashboard.feed import Feed
+from turnout.server.dashboard.routes import dashboard_routes
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.node_protocol import head_address
 
@@ -95,6 +97,7 @@ class Supervisor:
         self.listener = listener
         self.engine = EngineSupervisor(config)
         self.service = Service(config, self.engine)
+        self.feed = Feed(self.service)
         self._told_to_stop = asyncio.Event()
 
     @property
@@ -121,6 +124,7 @@ class Supervisor:
             return 0
         finally:
             life.cancel()
+            self.feed.close()
             http.should_exit = True
             await asyncio.wait({serving})
             await self.service.intake.close()
@@ -166,9 +170,11 @@ class Supervisor:
 
     def _http_server(self) -> HttpServer:
         level = self.config.log_level
+        app = create_app(self.service)
+        app.include_router(dashboard_routes(self.feed, self.config.api_key))
         return HttpServer(
             uvicorn.Config(
-                create_app(self.service),
+                app,
                 http=GuardedProtocol,
                 log_config=None,
                 log_level="warning" if level == "info" else level,

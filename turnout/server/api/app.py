@@ -46,10 +46,10 @@ def create_app(service: Service) -> FastAPI:
 
     async def check_key(request: Request) -> None:
         key = service.config.api_key
-        if key is None or _carries(request.headers.get("authorization", ""), key):
+        if key is None or carries_key(request.headers.get("authorization", ""), key):
             return
         # Anthropic's clients have a header of their own.
-        if not _carries(f"bearer {request.headers.get('x-api-key', '')}", key):
+        if not carries_key(f"bearer {request.headers.get('x-api-key', '')}", key):
             raise ApiError(
                 401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
             )
@@ -63,7 +63,7 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _carries(authorization: str, key: str) -> bool:
+def carries_key(authorization: str, key: str) -> bool:
     """Whether an Authorization header names `key`, compared in a time that tells nothing about it."""
     scheme, _, given = authorization.partition(" ")
     raw = given.strip(" ").encode("latin-1")  # header values are bytes, which starlette reads as Latin-1

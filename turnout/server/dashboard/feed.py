@@ -1,0 +1,74 @@
+"""One message a second to everyone who looks at the dashboard; nothing is computed while nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from turnout.server.api.service import Service
+from turnout.server.dashboard.snapshot import Sampler
+
+SECONDS = 1.0
+BEHIND = 4  # messages that a slow viewer may be behind before it misses some
+RETRY = b"retry: 1000\n\n"  # milliseconds until a browser tries again
+
+
+class Feed:
+    """Server-sent events: `about` first, and when the ranks have started anew; `tick` every second."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
+        self._about = b""
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    async def watch(self) -> AsyncIterator[bytes]:
+        """What one viewer receives, until the feed is closed."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
+        self._viewers.add(queue)
+        if self._ticking is None and not self._closed:
+            self._ticking = asyncio.create_task(self._tick())
+        try:
+            yield RETRY + self._about
+            while not self._closed and (part := await queue.get()) is not None:
+                yield part
+        finally:
+            self._viewers.discard(queue)
+
+    def close(self) -> None:
+        """End all streams: the server is leaving."""
+        self._closed = True
+        self._publish(None)
+
+    async def _tick(self) -> None:
+        """Runs until nobody looks any more."""
+        sampler, ready = Sampler(self._service), None
+        try:
+            while self._viewers and not self._closed:
+                if not self._about or ready is not self._service.engine.ready:
+                    ready = self._service.engine.ready
+                    self._about = event("about", sampler.about())
+                    self._publish(self._about)
+                self._publish(event("tick", sampler.sample()))
+                await asyncio.sleep(SECONDS)
+        finally:
+            self._ticking, self._about = None, b""
+            self._publish(None)  # whoever is left after a bug connects again
+
+    def _publish(self, part: bytes | None) -> None:
+        for queue in self._viewers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(part)
+
+
+def event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
