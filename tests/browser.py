@@ -19,7 +19,7 @@ SECONDS = 60
 
 
 class Browser:
-    """One page. console: every message and uncaught error; requests: every address that was asked for."""
+    """One page. console: every error, logged or not caught; requests: every address that was asked for."""
 
     def __init__(self, profile: Path):
         assert CHROMIUM, "needs Chromium: apt-get install chromium"
@@ -129,9 +129,9 @@ class Browser:
     def _note(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             self.console.append(json.dumps(params["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled":
+        elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.console.append(json.dumps(params["args"]))
-        elif method == "Log.entryAdded":
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -13,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.processes import eventually
 from turnout.server.expert_window import ExpertWindow, balancedness, by_slice, hot_share
 from turnout.server.metric_list import METRICS, PREFIX, Kind
+
+GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 def families(http: httpx.Client) -> dict[str, Family]:
@@ -52,6 +57,22 @@ def test_names_say_kind_and_unit(metric):
     histogram_of_tokens = metric.name == "iteration_tokens_total"  # vLLM's name
     assert metric.name.endswith("_total") == (metric.kind == Kind.COUNTER or histogram_of_tokens)
     assert metric.help.endswith(".")
+
+
+def test_every_expression_of_the_grafana_dashboard_finds_its_metric(http: httpx.Client):
+    generate(http)
+    assert eventually(lambda: bool(families(http)["turnout:expert_balancedness"].samples), 10)
+    scraped = {sample.name for family in families(http).values() for sample in family.samples}
+    panels = [panel for panel in json.loads(GRAFANA.read_text())["panels"] if panel["type"] != "row"]
+    for panel in panels:
+        for target in panel["targets"]:
+            named = set(re.findall(r"turnout:\w+", target["expr"]))
+            assert named, target
+            assert named <= scraped, target
+            assert target["expr"].count("(") == target["expr"].count(")")
+    assert {panel["description"] for panel in panels} == {metric.help for metric in METRICS}
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels]
+    assert len(set(places)) == len(places)
 
 
 def test_histograms_hold_every_finished_sequence(http: httpx.Client):
