@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import msgspec
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tools.faults.sitecustomize import SIGNALS
 from turnout.bench.events import post
@@ -258,8 +259,8 @@ class Chaos:
         return (await self.http.get(f"{self.root}/server_info")).json()
 
     async def _metrics(self) -> dict[str, float]:
-        lines = (await self.http.get(f"{self.root}/metrics")).text.splitlines()
-        return {line.split()[0]: float(line.split()[1]) for line in lines if " " in line and line[0] != "#"}
+        text = (await self.http.get(f"{self.root}/metrics")).text
+        return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
 
     async def _held(self) -> dict[str, int]:
         """What the server holds when it has nothing to do."""

@@ -24,7 +24,8 @@ LATENCIES = [
     f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median", "p99")
 ]
 PROVENANCE = {
-    "benchmark", "device", "devices", "driver", "versions", "date", "commit", "command", "ceilings", "rows"
+    "benchmark", "device", "devices", "driver", "processor", "vector_flags", "bf16_units", "versions", "date",
+    "commit", "command", "ceilings", "rows"
 }  # fmt: skip
 
 

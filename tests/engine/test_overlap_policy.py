@@ -101,9 +101,9 @@ def test_random_requests_get_the_same_answers() -> None:
 
 
 @pytest.mark.more
-def test_ten_thousand_random_requests_get_the_same_answers() -> None:
-    for seed in range(100, 150):
-        assert_equal_answers(seed, 200)
+def test_many_more_random_requests_get_the_same_answers() -> None:
+    for seed in range(100, 106):
+        assert_equal_answers(seed, 100)
 
 
 def test_tokens_are_read_while_the_next_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:

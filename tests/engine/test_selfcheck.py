@@ -17,6 +17,7 @@ from turnout.config import Config
 from turnout.engine.builder import build_engine
 from turnout.engine.engine_plan import resolve
 from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.startup import StartupTimes
 from turnout.engine.worker import Start, load
 from turnout.errors import UserError
 from turnout.models import load_model
@@ -39,7 +40,7 @@ def started(folder: Path, config: Path | str, verify: str) -> dict:
         identity="",
         verify=verify,
     )
-    load(start, events.append)
+    load(start, events.append, StartupTimes())
     return events[-1].info["verify"]
 
 

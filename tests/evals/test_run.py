@@ -66,7 +66,7 @@ def test_every_answer_is_written(sums, tmp_path):
     assert [row["question"]["expected"] for row in rows[:3]] == ["0", "1", "2"]
     assert rows[3] == {
         "round": 0,
-        "question": {"text": "3 + 0", "expected": "3"},
+        "question": {"text": "3 + 0", "expected": "3", "any_number": False},
         "text": "#### 3",
         "correct": True,
         "tokens": 2,

@@ -57,7 +57,7 @@ def test_a_layer_on_a_cpu(format: str, storage: str):
     layer = layer_of(make_spec("swiglu", format, **sizes), weight_storage=storage)
     x_TH = torch.randn(33, layer._spec.hidden_size, generator=torch.Generator().manual_seed(1))
     assert_batch_invariant(layer, x_TH, (3, 17, 33))
-    layer._runner._alone = False
+    layer._runner._batch_invariant = False
     assert not torch.equal(layer(x_TH), torch.cat([layer(row) for row in x_TH.split(1)]))
 
 

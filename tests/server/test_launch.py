@@ -65,7 +65,7 @@ def test_a_plain_configuration_is_served_on_a_free_port(monkeypatch):
     from turnout.server import launch as module
 
     class Recorded(module.ServerProcess):
-        def __init__(self, config: ServerConfig, *, show: bool):
+        def __init__(self, config: ServerConfig, *, show: bool, own_group: bool):
             recorded.append(config)
 
         def wait_ready(self) -> str:
