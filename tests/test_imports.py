@@ -108,6 +108,8 @@ ORDER = {
         "expert_window",
         "metric_list",
         "metrics",
+        "request_log",
+        "tracing",
         "memory",
         "api",
         "dashboard",
@@ -115,7 +117,16 @@ ORDER = {
         "launch",
     ],
 }
-OPTIONAL = {"triton", "flashinfer", "deep_ep", "deep_gemm", "cutlass", "uvloop", "matplotlib"}
+OPTIONAL = {
+    "triton",
+    "flashinfer",
+    "deep_ep",
+    "deep_gemm",
+    "cutlass",
+    "uvloop",
+    "matplotlib",
+    "opentelemetry",
+}
 
 
 def module_of(file: Path) -> str:

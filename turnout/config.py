@@ -195,6 +195,14 @@ class ServerConfig(Config):
     enable_expert_metrics: bool = flag(
         False, "tokens of every expert in /metrics: a series for each layer and expert"
     )
+    log_requests: str = flag(
+        "off",
+        "a line of JSON for each request that has ended; full: with prompt and answer",
+        choices=("off", "meta", "full"),
+    )
+    otlp_traces_endpoint: str = flag(
+        "", "address of an OpenTelemetry collector (OTLP over HTTP) to send a span of each request to"
+    )
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
         0.0,
@@ -275,6 +283,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_request_restarts",
         "log_level",
         "enable_expert_metrics",
+        "log_requests",
+        "otlp_traces_endpoint",
         "verify",
         "startup_timeout",
         "shutdown_timeout",

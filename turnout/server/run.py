@@ -25,8 +25,10 @@ from turnout.server.api.service import Service
 from turnout.server.api.turns import BEGUN_AT_ONCE
 from turnout.server.dashboard.feed import Feed
 from turnout.server.dashboard.routes import dashboard_routes
+from turnout.server.request_log import NoteIncoming, log_requests
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.node_protocol import head_address
+from turnout.server.tracing import Tracer
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
@@ -98,6 +100,7 @@ class Supervisor:
         self.engine = EngineSupervisor(config)
         self.service = Service(config, self.engine)
         self.feed = Feed(self.service)
+        self._tracer = self._observe_requests()
         self._told_to_stop = asyncio.Event()
 
     @property
@@ -130,6 +133,20 @@ class Supervisor:
             await self.service.intake.close()
             self.engine.stop()
             await asyncio.wait({engine})
+            if self._tracer:
+                await asyncio.to_thread(self._tracer.close)
+
+    def _observe_requests(self) -> Tracer | None:
+        """Log and trace requests as configured. Raises UserError."""
+        config, service = self.config, self.service
+        if config.log_requests != "off":
+            texts = config.log_requests == "full"
+            service.observers.append(log_requests(service.decode if texts else None))
+        if not config.otlp_traces_endpoint:
+            return None
+        tracer = Tracer(config.otlp_traces_endpoint, service.model_name)
+        service.observers.append(tracer.observe)
+        return tracer
 
     async def _live(self) -> None:
         """Load, announce, wait for a signal, drain."""
@@ -172,6 +189,7 @@ class Supervisor:
         level = self.config.log_level
         app = create_app(self.service)
         app.include_router(dashboard_routes(self.feed, self.config.api_key))
+        app.add_middleware(NoteIncoming)
         return HttpServer(
             uvicorn.Config(
                 app,

@@ -13,6 +13,7 @@ from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
 from turnout.server.api.parsing.parts import Call, Parser, Part, Text
 from turnout.server.metrics import Metrics
+from turnout.server.request_log import Observer, RequestRecord
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.ledger import EngineFailed
 
@@ -79,12 +80,15 @@ class Generation:
         engine: EngineSupervisor,
         metrics: Metrics,
         choices: Sequence[Choice],
+        record: RequestRecord | None = None,
+        observers: Sequence[Observer] = (),
         *,
         cache_salt: str = "",
         priority: int = 0,
     ):
         """key: what the engine calls it, unique; id: what the client calls it, which need not be.
 
+        record: filled in if anybody observes it, and given to `observers` when the request has ended.
         cache_salt, priority: see AddRequest.
         """
         self.id = id
@@ -97,6 +101,7 @@ class Generation:
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished = len(choices)
         self._cache_salt, self._priority = cache_salt, priority
+        self._record, self._observers = record, observers
 
     def submit(self, choice: Choice) -> None:
         """Hand one of the choices to the engine, which must be serving."""
@@ -132,6 +137,11 @@ class Generation:
         self._engine.abort(self._name(choice) for choice in unfinished)
         for choice in unfinished:
             self._finish(choice, "abort")
+        if self._record is not None:
+            record, self._record = self._record, None
+            record.ended = time.time()
+            for observe in self._observers:
+                observe(record)
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object; a prompt counts once, however many choices continue it."""
@@ -154,6 +164,14 @@ class Generation:
         return f"{self._key}-{choice.index}"
 
     def _digest(self, choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> Delta:
+        try:
+            return self._digested(choice, output)
+        except ApiError as error:
+            if self._record is not None:
+                self._record.error = error.message
+            raise
+
+    def _digested(self, choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> Delta:
         if isinstance(output, EngineFailed):
             raise ApiError(500, f"the engine failed: {output}", code="engine_failed")
         if isinstance(output, ApiError):
@@ -164,6 +182,8 @@ class Generation:
         if output.finish_reason == "abort":
             raise ApiError(503, "the engine ended this request", code="aborted")
         choice.waited = choice.waited or output.waited
+        if self._record is not None:
+            self._record.sequences[choice.index].note(output, time.time())
         piece = choice.text.push(output)
         self._observe(choice, piece)
         parts = _parts(choice, piece)
@@ -200,6 +220,8 @@ class Generation:
         choice.finished = True
         self._unfinished -= 1
         self._metrics.finished(reason)
+        if self._record is not None:
+            self._record.sequences[choice.index].finish_reason = reason
         if reason != "abort":
             self._observe_whole(choice)
 

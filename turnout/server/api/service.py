@@ -7,7 +7,7 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from turnout.server.api.sizes import Limits
 from turnout.server.api.structured import Restrictions, compiled
 from turnout.server.api.tools import forced_calls
 from turnout.server.metrics import Metrics
+from turnout.server.request_log import INCOMING, Incoming, Observer, RequestRecord, SequenceRecord
 from turnout.server.supervise.engine import EngineSupervisor
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -50,6 +51,7 @@ class Service:
         self.engine = engine
         self.model_name = config.served_model_name or model_name(config.model)
         self.metrics = Metrics(engine, self.model_name)
+        self.observers: list[Observer] = []  # of every request that has ended
         self.draining = False
         self._created = int(time.time())
         self.tokenizer: Tokenizer | None = None
@@ -272,12 +274,15 @@ class Service:
             choices = await self._choices(body, prompts, default_tokens, parsing or Parsing())
             self.check_open()
             key = f"{kind}-{uuid.uuid4().hex}"
+            id = body.chosen_id or given_id or key
             generation = Generation(
                 key,
-                body.chosen_id or given_id or key,
+                id,
                 self.engine,
                 self.metrics,
                 choices,
+                self._record(id, choices),
+                self.observers,
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
             )
@@ -291,6 +296,25 @@ class Service:
             self.release(generation)
             raise
         return generation
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _record(self, id: str, choices: Sequence[Choice]) -> RequestRecord | None:
+        if not self.observers:
+            return None
+        incoming = INCOMING.get() or Incoming()
+        return RequestRecord(
+            id=id,
+            model=self.model_name,
+            sampling=choices[0].sampling,
+            arrival=time.time(),
+            sequences=[SequenceRecord(prompt_ids=choice.prompt_ids) for choice in choices],
+            path=incoming.path,
+            traceparent=incoming.traceparent,
+        )
 
     async def _choices(
         self,
