@@ -26,7 +26,7 @@ MEDIA_TYPES = {
     "css": "text/css",
     "txt": "text/plain",
 }
-OPEN_FILES = {"style.css"}  # which the form needs
+OPEN_FILES = {"style.css", "icon.svg"}  # which the form needs
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
