@@ -31,7 +31,11 @@ demo: $(VENV)/.base
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
-test-more: $(VENV)/.test  ## what takes minutes: installing as the images do, building the wheel
+$(VENV)/.more: $(VENV)/.test
+	$(INSTALL) -e '.[test,routers]'
+	touch $@
+
+test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps what passed
