@@ -133,6 +133,11 @@ class Config:
     disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
     cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
+    disable_prefill_graph: bool | None = flag(
+        None,
+        "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
+        "CUDA graphs; by default as long as no gain has been measured",
+    )
     overlap_schedule: str = flag(
         "auto",
         "launch a step before the host has read the tokens of the one before; auto: off",
@@ -266,6 +271,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "speculative_num_draft_tokens",
         "cuda_graph_max_bs",
         "disable_cuda_graph",
+        "disable_prefill_graph",
         "overlap_schedule",
         "disable_prefix_cache",
         "scheduling_policy",

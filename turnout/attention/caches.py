@@ -52,5 +52,7 @@ class _ByLayer(Attention):
     def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return self._attentions[self._numbers[layer]].place(layer)
 
-    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H)
+    def attend(
+        self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
+    ) -> Tensor:
+        return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H, out_NHD)

@@ -30,8 +30,11 @@ class Attention(Protocol):
         [Hkv, S, 2, D], keys before values, and each token's slot, int64 [N]. None: hand them to the call."""
         return None
 
-    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        """As a call, for keys and values that are stored already. Raises ValueError if `place` gives None."""
+    def attend(
+        self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
+    ) -> Tensor:
+        """As a call, for keys and values that are stored already. out: contiguous, to be filled and returned.
+        Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
 
 

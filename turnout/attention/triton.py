@@ -53,7 +53,9 @@ class RowAttention(_Stored):
         self._table_NP, self._ends_N = table_NP, ends_N
         self._splits = self._spans(len(slots_N))
 
-    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
+    ) -> Tensor:
         from turnout.kernels.attention.decode import attend
 
         return attend(
@@ -66,6 +68,7 @@ class RowAttention(_Stored):
             scale=self._paged.spec.scale,
             window=self._paged.spec.window,
             sinks_H=sinks_H,
+            out_BHD=out_NHD,
         )
 
 
@@ -91,13 +94,15 @@ class StepAttention(_Stored):
         self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
         self._splits = self._spans(max(1, self._num_decoding))
 
-    def attend(self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
+    ) -> Tensor:
         from turnout.kernels.attention import decode, prefill
 
         spec, cache_HS2D = self._paged.spec, self._paged.layer_cache(layer)
         page_size, scale, window = self._paged.page_size, spec.scale, spec.window
         q_NHD = q_NHD.contiguous()
-        out_NHD = torch.empty_like(q_NHD)
+        out_NHD = torch.empty_like(q_NHD) if out_NHD is None else out_NHD
         M = self._num_decoding
         decode.attend(
             q_NHD[:M],

@@ -14,7 +14,6 @@ from rich.text import Text
 from turnout.attention.backends import choose
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
-from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
 from turnout.errors import PlanRefused, Refusal
@@ -118,8 +117,10 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"{choose(spec, place)}"
         )
     if hardware.device == "cuda":
-        reason = why_no_graphs(engine_plan)
+        reason = engine_plan.why_no_decode_graphs
         lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
+        reason = engine_plan.why_no_prefill_graphs
+        lines.append(f"prompts run eagerly: {reason}" if reason else "prompts run in CUDA graphs")
     if topology.tp_size > 1:
         lines.append(
             f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "
@@ -200,6 +201,7 @@ def _memory(engine_plan: EnginePlan) -> Table:
         "runner workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
+        **({"prefill graphs": memory.prefill_graphs} if memory.prefill_graphs else {}),
         "total": memory.total,
         f"of ({engine_plan.config.mem_fraction_static:g} of {engine_plan.hardware.name})": memory.available,
     }

@@ -10,7 +10,6 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.cpu import paged_attention
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
-from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.ranks.rendezvous import share_plan
@@ -63,7 +62,7 @@ def build_engine(
     startup.begin("kv_cache")
     scheduler = _make_scheduler(engine_plan)
     attention = _make_attention(engine_plan, device)
-    if not why_no_graphs(engine_plan):
+    if not (engine_plan.why_no_decode_graphs and engine_plan.why_no_prefill_graphs):
         startup.begin("cuda_graphs")
     forward = Forward(engine_plan, model, attention, progress)
     startup.begin("warm_up")

@@ -25,7 +25,6 @@ import torch
 
 from turnout import __version__
 from turnout.attention.caches import AttentionCaches
-from turnout.engine.cuda_graph_policy import why_no_graphs
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -183,7 +182,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Let go of what would keep the ranks from parting; no step may follow."""
-        self._forward.graphs = None
+        self._forward.drop_graphs()
 
     def stats(self) -> EngineStats:
         """Counters now; `expert_tokens` once a second, for reading them waits for the device."""
@@ -228,11 +227,13 @@ class EngineCore:
     def info(self) -> dict[str, Any]:
         """The plan as run, and the versions that run it. Plain values for JSON."""
         engine_plan, graphs = self.engine_plan, self._forward.graphs
+        prefill = self._forward.prefill_graphs
         return engine_plan.describe() | {
             "version": __version__,
             "torch": torch.__version__,
             "kv_cache_bytes": self._attention.cache_bytes,
-            "decode_graphs": graphs.sizes if graphs else why_no_graphs(engine_plan),
+            "decode_graphs": graphs.sizes if graphs else engine_plan.why_no_decode_graphs,
+            "prefill_graphs": prefill.sizes if prefill else engine_plan.why_no_prefill_graphs,
             "overlap_schedule": why_no_overlap(engine_plan) or "on",
             **self._loaded,
         }

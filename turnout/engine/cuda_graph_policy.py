@@ -1,8 +1,9 @@
-"""Which decode steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
+"""Which steps are CUDA graphs, and of which size: decided alike by all ranks, with no device.
 
 A replay is collective. Whether there are graphs follows from the engine plan, which ranks compare at their
-rendezvous; which one a step replays follows from their synchronisation before it only: all of them must be
-decoding, and the graph is the smallest that holds the batch of the largest, also where a rank has no tokens.
+rendezvous; which one a step replays follows from their synchronisation before it only: a decode graph if all
+of them are decoding, else a prefill graph, and the smallest that holds the batch of the largest, also where a
+rank has no tokens.
 """
 
 from __future__ import annotations
@@ -10,27 +11,48 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from turnout.config import Config
-from turnout.engine.engine_plan import EnginePlan
+from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
+from turnout.moe.plan import MoEPlan
+from turnout.parallel.hardware import Hardware
+
+PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def why_no_graphs(engine_plan: EnginePlan) -> str:
+def why_no_decode_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> str:
     """Why decode steps cannot be graphs, or "" if they can."""
-    config, decode = engine_plan.config, engine_plan.plan.decode
-    if engine_plan.hardware.device != "cuda":
+    if hardware.device != "cuda":
         return "there are graphs on CUDA only"
     if config.disable_cuda_graph:
         return "asked for with --disable-cuda-graph"
     if config.speculative_algorithm != "none":
         return "drafts differ in number from step to step"
-    if engine_plan.hardware.present and find_spec("triton") is None:
+    if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
-    safe = {f"runner {name}": RUNNERS[name].graph_safe for name in engine_plan.plan.runners}
-    safe[f"dispatcher {decode.dispatcher}"] = DISPATCHERS[decode.dispatcher].graph_safe
+    return _what_waits(moe, moe.decode.dispatcher)
+
+
+def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> str:
+    """Why steps with prompt tokens run eagerly, or "" if they replay graphs between attention calls."""
+    if hardware.device != "cuda":
+        return "there are graphs on CUDA only"
+    if config.disable_prefill_graph:
+        return "asked for with --disable-prefill-graph"
+    if config.disable_prefill_graph is None:
+        return "by default, until a gain has been measured; --no-disable-prefill-graph captures them"
+    if config.deterministic:
+        return "--deterministic computes each token apart"
+    if moe.two_batches:
+        return "two micro-batches exchange tokens during attention, where a graph ends"
+    return _what_waits(moe, moe.prefill.dispatcher)
+
+
+def _what_waits(moe: MoEPlan, dispatcher: str) -> str:
+    """The runner, or else the dispatcher, that cannot be captured; "" if both can."""
+    safe = {f"runner {name}": RUNNERS[name].graph_safe for name in moe.runners}
+    safe[f"dispatcher {dispatcher}"] = DISPATCHERS[dispatcher].graph_safe
     waiting = [name for name, captured in safe.items() if not captured]
-    if waiting:
-        return f"{waiting[0]} waits for the host"
-    return ""
+    return f"{waiting[0]} waits for the host" if waiting else ""
 
 
 def graph_sizes(config: Config) -> list[int]:
@@ -39,3 +61,10 @@ def graph_sizes(config: Config) -> list[int]:
     most = min(config.cuda_graph_max_bs, config.max_running_requests)
     chosen = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
     return sorted({size for size in chosen if size <= most} | {most})
+
+
+def prefill_graph_sizes(budget: Budget) -> list[int]:
+    """Tokens of one rank's step that are captured: at most a third of a graph is padding, from 129 tokens on.
+    Longer steps run eagerly: launching them takes less time than computing them."""
+    most = min(PREFILL_SIZES[-1], budget.local)
+    return sorted({size for size in PREFILL_SIZES if size <= most} | {most})

@@ -19,6 +19,7 @@ from turnout.attention import backends as attention_backends
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
+from turnout.engine import cuda_graph_policy
 from turnout.engine.memory_plan import (
     MemoryTable,
     Rank,
@@ -69,6 +70,16 @@ class EnginePlan(Rank):
         """Prompt tokens of one request per step. A CPU would keep those that decode waiting for seconds."""
         default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
         return self.config.chunked_prefill_size or default
+
+    @property
+    def why_no_decode_graphs(self) -> str:
+        """Why decode steps run eagerly, or "" if they replay graphs."""
+        return cuda_graph_policy.why_no_decode_graphs(self.config, self.hardware, self.plan)
+
+    @property
+    def why_no_prefill_graphs(self) -> str:
+        """Why steps with prompt tokens run eagerly, or "" if they replay graphs."""
+        return cuda_graph_policy.why_no_prefill_graphs(self.config, self.hardware, self.plan)
 
     @property
     def group_pages(self) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from turnout.attention.backends import Place
+from turnout.attention.backends import Place, choose
 from turnout.attention.kinds import CacheGroup, cache_groups
 from turnout.config import Config
+from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
 from turnout.models.interface import ModelDescription
@@ -33,6 +34,8 @@ from turnout.parallel.topology import Topology
 from turnout.vocabulary import ComputeDtype, Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
+PIECE_BYTES = 64 * 2**10  # of a piece of a prefill graph, as the driver keeps it
+POOL_MARGIN = 1.25  # sizes share a pool, whose blocks fit the largest
 REUSED_SHARE = 16  # of the pages of whole contexts: as many of a window's are kept for prefixes, over this
 
 
@@ -46,11 +49,13 @@ class MemoryTable:
     workspace: int  # of the runner; shared by the layers
     dispatch: int  # of the dispatcher; shared by the layers
     logits: int
+    prefill_graphs: int  # with what their pieces hand to attention; 0 where there are none
     available: int
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts + self.kv + self.workspace + self.dispatch + self.logits
+        weights = self.dense + self.experts
+        return weights + self.kv + self.workspace + self.dispatch + self.logits + self.prefill_graphs
 
 
 def share_host(hardware: Hardware, topology: Topology) -> Hardware:
@@ -121,8 +126,47 @@ class Rank:
             workspace=moe.workspace_bytes,
             dispatch=moe.dispatch_bytes,
             logits=logits_bytes(rows, description.shape.vocab_size),
+            prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
         )
+
+    def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:
+        """Of the tensors of fixed addresses, of the pool, which has what a layer of the largest size holds at
+        a time, and of the graphs themselves."""
+        if why_no_prefill_graphs(self.config, self.hardware, moe):
+            return 0
+        sizes, H = prefill_graph_sizes(budget), self.description.shape.hidden_size
+        specs = [group.spec for group in self.cache_groups]
+        q, kv = (
+            max(heads * spec.head_dim for spec, heads in each)
+            for each in ([(s, s.num_heads) for s in specs], [(s, s.num_kv_heads) for s in specs])
+        )
+        stored = all(choose(spec, self.attention_place) == "triton" for spec in specs)
+        handed = 2 * q + (0 if stored else 2 * kv) + H
+        rotaries = 2 * len({spec.rope for spec in specs}) * max(spec.head_dim for spec in specs)
+        attention = 2 * (q + kv)  # products of a layer, and queries turned
+        experts = (
+            3 * H + 2 * self.description.moe.num_experts
+        )  # routed, combined; logits and what they become
+        values = (
+            handed + rotaries + POOL_MARGIN * (4 * H + max(attention, experts, 4 * self._widest_mlp(moe)))
+        )
+        integers = 8 * (3 + len(specs)) + 8 * self.description.moe.top_k + 1
+        pieces = len(sizes) * (self.description.shape.num_layers + 1)
+        tokens = sizes[-1] * (int(values * ITEMSIZE[self.compute_dtype]) + integers)
+        return tokens + pieces * PIECE_BYTES
+
+    def _widest_mlp(self, moe: MoEPlan) -> int:
+        """Columns of this rank's part of a dense layer, or of a shared expert if that is wider."""
+        dense, H, layers = (
+            self.description.dense,
+            self.description.shape.hidden_size,
+            len(self.description.moe_layers),
+        )
+        split = self.topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1
+        of_dense = dense.mlps // (3 * H * max(1, self.description.shape.num_layers - layers))
+        of_shared = dense.shared_experts // (3 * H * max(1, layers))
+        return max(-(-of_dense // self.topology.attention_tp), -(-of_shared // split))
 
 
 def memory_table(
@@ -255,6 +299,7 @@ def _too_large(
         "workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
+        "prefill graphs": memory.prefill_graphs,
         "one KV page": page_bytes,
     }
     remedies = []

@@ -147,8 +147,10 @@ def first_prompts(
         synced = SyncedStep(
             phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
         )
-        computed = forward(chunks, synced)
+        computed = forward.eagerly(chunks, synced)
         model.logits(computed.hidden_NH[-1:])
+        if forward.prefill_graphs is not None:
+            forward(chunks, synced)  # attention alone is launched otherwise
         for chunk in chunks:
             kv.release(chunk.request)
     model.reset_counts()

@@ -111,7 +111,7 @@ def arguments(config: ServerConfig) -> list[str]:
     words = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ("model", "api_key"):
+        if field.name in ("model", "api_key") or value is None:
             continue
         if isinstance(value, bool):
             words.append(flag_name(field.name) if value else "--no-" + flag_name(field.name)[2:])

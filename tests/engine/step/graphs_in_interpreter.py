@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.test_cache_groups import SINKS
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.kernels import loop_bounds
@@ -61,7 +62,9 @@ class InTurns(ToyModel):
 WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache groups
 
 
-def answers(seed: int, *, graphs: bool, overlap: str = "off", shape: ModelShape = SHAPE) -> dict[str, bool]:
+def answers(
+    seed: int, *, graphs: bool, overlap: str = "off", shape: ModelShape = SHAPE, prefill: bool = False
+) -> dict[str, bool]:
     """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
     draw, model = random.Random(seed), InTurns(shape=shape)
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
@@ -70,6 +73,8 @@ def answers(seed: int, *, graphs: bool, overlap: str = "off", shape: ModelShape 
         drawn = 4 if overlap == "on" else 0
         replayed = Replayed(model, core._attention, sizes=[1, 2, 4], num_drawn=drawn, two_batches=True)
         core._forward.graphs, core._forward._drawn_R = replayed, replayed.drawn_R
+    if prefill:
+        with_prefill_graphs(core, [2, 4, 16], stored=True)
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)
@@ -91,5 +96,6 @@ RUNS = {
     "eager": answers(seed=2, graphs=False, shape=WINDOWS),
     "windows": answers(seed=4, graphs=True, shape=WINDOWS),
     "overlap": answers(seed=3, graphs=True, overlap="on"),
+    "prefill": answers(seed=5, graphs=True, overlap="on", shape=WINDOWS, prefill=True),
 }
 print(json.dumps({f"{kind} {name}": right for kind, run in RUNS.items() for name, right in run.items()}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from turnout.config import Config, Launched
-from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
+from turnout.engine.cuda_graph_policy import graph_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.memory_plan import whole_host
 from turnout.engine.ranks.step_sync import StepSync
@@ -80,7 +80,8 @@ def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
         "runners by batch size": plan.runner_by_batch_size,
         "activations": plan.activation_format,
         "shared expert": plan.shared_expert,
-        "decode graphs": why_no_graphs(engine_plan) or graph_sizes(engine_plan.config),
+        "decode graphs": engine_plan.why_no_decode_graphs or graph_sizes(engine_plan.config),
+        "prefill graphs": engine_plan.why_no_prefill_graphs or prefill_graph_sizes(engine_plan.budget),
     }
     everyone = gather_values(groups.world, (engine_plan.num_pages, plan.tiles, planned))
     _, tiles, first = everyone[0]

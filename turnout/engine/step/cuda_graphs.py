@@ -77,12 +77,14 @@ class DecodeGraphs:
         num_drawn: int = 0,
         dp_size: int = 1,
         two_batches: bool = False,
+        pool: Any = None,
         progress: ProgressFn | None = None,
     ):
         """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
 
         two_batches: large ones as two micro-batches (two_batch_overlap.py). num_drawn: the most tokens that
-        a step takes from `drawn_R`, which the step before drew; 0 if the host knows them all.
+        a step takes from `drawn_R`, which the step before drew; 0 if the host knows them all. pool: of
+        graphs that are never replayed at the same time; None: one of its own.
         """
         self.sizes = list(sizes)
         self._model, self._attention = model, attention
@@ -96,7 +98,7 @@ class DecodeGraphs:
         self.drawn_R = self._inputs_X[:num_drawn]
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[int, Captured] = {}
-        self._pool: Any = None
+        self._pool = pool
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
                 progress("capturing graphs", done, len(self.sizes))
@@ -178,8 +180,15 @@ class DecodeGraphs:
 
 def graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
     """The captured size that every rank replays in this step; None: it runs eagerly on every rank."""
-    if synced.phase != Phase.DECODE:
-        return None
+    return _holding(synced, sizes) if synced.phase == Phase.DECODE else None
+
+
+def prefill_graph_for(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
+    """As `graph_for`, of steps with prompt tokens on some rank."""
+    return _holding(synced, sizes) if synced.phase == Phase.PREFILL else None
+
+
+def _holding(synced: SyncedStep, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= max(synced.tokens)), None)
 
 

@@ -16,13 +16,14 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
 from turnout.attention.torch import to_device
 from turnout.attention.triton import StepAttention, has_kernels
-from turnout.engine.cuda_graph_policy import graph_sizes, why_no_graphs
+from turnout.engine.cuda_graph_policy import graph_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
-from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for
+from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for, prefill_graph_for
+from turnout.engine.step.prefill_graphs import PrefillGraphs
 from turnout.engine.step.two_batch_overlap import split, split_chunks
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
@@ -31,7 +32,7 @@ Chunks = tuple[Sequence[Chunk], Sequence[Chunk]]  # those that decode, and the o
 
 
 class Forward:
-    """graphs: of decode steps; None where they run eagerly."""
+    """graphs: of decode steps; prefill_graphs: of steps with prompt tokens; None where these run eagerly."""
 
     def __init__(
         self,
@@ -49,8 +50,19 @@ class Forward:
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
         self.graphs: DecodeGraphs | None = None
-        self.graph_steps = 0  # that a graph computed
-        if not why_no_graphs(engine_plan):
+        self.prefill_graphs: PrefillGraphs | None = None
+        self.graph_steps = 0  # that graphs computed
+        if not engine_plan.why_no_prefill_graphs:
+            with torch.inference_mode():
+                self.prefill_graphs = PrefillGraphs(
+                    model,
+                    attention,
+                    sizes=prefill_graph_sizes(engine_plan.budget),
+                    stored=self._kernels,
+                    dp_size=engine_plan.topology.dp_size,
+                    progress=progress,
+                )
+        if not engine_plan.why_no_decode_graphs:
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,
@@ -59,6 +71,7 @@ class Forward:
                     num_drawn=drawn,
                     dp_size=engine_plan.topology.dp_size,
                     two_batches=self._two_batches,
+                    pool=self.prefill_graphs.pool if self.prefill_graphs else None,
                     progress=progress,
                 )
             self._drawn_R = self.graphs.drawn_R
@@ -69,17 +82,30 @@ class Forward:
         if self.graphs and size:
             self.graph_steps += 1
             return self.graphs.run(chunks, size)
+        size = prefill_graph_for(synced, self.prefill_graphs.sizes) if self.prefill_graphs else None
+        if self.prefill_graphs and size:
+            self.graph_steps += 1
+            return Computed(hidden_NH=self.prefill_graphs.run(self._whole_step(chunks, synced), size))
+        return self.eagerly(chunks, synced)
+
+    def eagerly(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+        """As a call, without graphs; all ranks alike."""
         if self._deterministic:
             return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, synced))
+        return Computed(hidden_NH=self._model.forward(self._whole_step(chunks, synced)))
+
+    def drop_graphs(self) -> None:
+        """They hold the ranks' communicators, and cannot outlive them."""
+        self.graphs = self.prefill_graphs = None
+
+    def _whole_step(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Step:
+        """In two micro-batches where the plan has them and there are tokens enough."""
         num_decoding = sum(chunk.decodes for chunk in chunks)
         whole = chunks[:num_decoding], chunks[num_decoding:]
         make = partial(self._step, synced.step_phase)
-        step = (
-            split(synced.tokens, self._dp_rank, whole, cut=_cut, make=make)
-            if self._two_batches
-            else make(whole, synced.tokens, None)
-        )
-        return Computed(hidden_NH=self._model.forward(step))
+        if self._two_batches:
+            return split(synced.tokens, self._dp_rank, whole, cut=_cut, make=make)
+        return make(whole, synced.tokens, None)
 
     def keep(self, drawn_S: Tensor | None) -> None:
         """Take pending tokens of the next step from here: int64 [S], by `Request.drawn_row`."""

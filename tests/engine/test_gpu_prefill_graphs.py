@@ -1,0 +1,131 @@
+"""Prefill graphs on a GPU: answers with and without, at edges of sizes and in mixed steps; planned bytes."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.families import FAMILIES, build
+from tests.tiny import write_model
+from tools.random_checkpoint import QWEN3_30B, write
+from turnout import LLM, SamplingParams
+from turnout.engine.llm import Completion
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "load_progress": False,
+    "max_total_tokens": 16384,
+    "mem_fraction_static": 0.3,
+    "max_running_requests": 16,
+    "disable_prefix_cache": True,
+}
+SIZES = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 64}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(1000 * seed + length)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def close(found: list[Completion], plain: list[Completion], bound: float) -> None:
+    """Log-probabilities of the prompts, every token of which both computed, and of the first token."""
+    for a, b in zip(found, plain, strict=True):
+        scores = [torch.tensor([s.logprob for s in c.prompt_logprobs if s is not None]) for c in (a, b)]
+        difference = (scores[0] - scores[1]).abs()
+        if len(difference):
+            assert difference.max() < bound, (len(scores[0]), difference.max())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, max_position_embeddings=4096)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"chunked_prefill_size": 100}])
+def test_float32_equals_the_cpu(folder: Path, flags: dict[str, Any]) -> None:
+    """Prompts of every size's edges, alone and together, so that chunks share steps with decoding ones."""
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    asked = [prompt(n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 500, 30)]
+    with LLM(str(folder), **(SETTINGS | {"device": "cpu", "disable_prefix_cache": True})) as llm:
+        expected = [c.token_ids for c in llm.generate(asked, greedy)]
+    with LLM(str(folder), dtype="float32", disable_prefill_graph=False, **(SETTINGS | flags)) as llm:
+        assert llm.info()["prefill_graphs"][-1] == 2048
+        before = llm.stats().graph_steps
+        assert [c.token_ids for c in llm.generate(asked, greedy)] == expected
+        assert [c.token_ids for own in asked for c in llm.generate([own], greedy)] == expected
+        assert llm.stats().graph_steps > before
+        assert llm.stats().kernels_compiled == 0
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_every_size_computes_what_eager_steps_do(tmp_path: Path, format: str, overlap: str) -> None:
+    """In bfloat16, with the kernels for Hopper: scores of prompts at the edges of all sizes; experts count
+    tokens only; nothing is compiled."""
+    write(tmp_path / "model", QWEN3_30B | SIZES | {"vocab_size": 4096, "eos_token_id": 4095}, format=format)
+    scored = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    found, counts = [], []
+    for disabled in (False, True):
+        flags = {"disable_prefill_graph": disabled, "overlap_schedule": overlap}
+        with LLM(str(tmp_path / "model"), **SETTINGS, **flags) as llm:
+            sizes = llm.info()["prefill_graphs"]
+            assert isinstance(sizes, list) is not disabled
+            edges = sorted(
+                {n for size in (64, 128, 256, 512, 1024, 2048) for n in (size - 1, size, size + 1)}
+            )
+            core = llm._open()
+            core._model.reset_counts()
+            completions = [c for n in edges[:-1] for c in llm.generate([prompt(n)], scored)]
+            completions += llm.generate([prompt(n, seed=1) for n in (5, 700, 64, 130, 9, 333, 90, 1)], scored)
+            found.append(completions)
+            counts.append(sum(map(sum, core._model.expert_counts())))
+            if not disabled:
+                assert llm.stats().kernels_compiled == 0
+    close(*found, bound=0.35)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "llama4", "glm4_moe"])
+def test_windows_sinks_and_norms_of_families(tmp_path: Path, family: str) -> None:
+    build(tmp_path, FAMILIES[family])
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    asked = [prompt(n) for n in (3, 64, 65, 130, 20)]
+    answers = []
+    for flags in ({"disable_prefill_graph": False}, {"disable_prefill_graph": True}):
+        with LLM(str(tmp_path), dtype="float32", **(SETTINGS | {"max_total_tokens": 2048}), **flags) as llm:
+            answers.append([c.token_ids for c in llm.generate(asked, greedy)])
+    assert answers[0] == answers[1]
+
+
+def used() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_graphs_take_the_memory_that_is_planned(tmp_path: Path) -> None:
+    write(
+        tmp_path / "model", QWEN3_30B | SIZES | {"hidden_size": 2048, "num_hidden_layers": 12}, format="nvfp4"
+    )
+    taken, planned = [], []
+    flags = SETTINGS | {"max_total_tokens": 4096}
+    for disabled in (True, True, False):  # the first loads libraries, and what they keep
+        before = used()
+        with LLM(str(tmp_path / "model"), disable_prefill_graph=disabled, **flags) as llm:
+            llm.generate([prompt(2000), prompt(100)], SamplingParams(max_tokens=2))
+            taken.append(used() - before)
+            planned.append(llm.info()["memory"]["prefill_graphs"])
+    assert planned[:2] == [0, 0]
+    print(f"prefill graphs take {taken[2] - taken[1]:,} bytes, planned {planned[2]:,}")
+    assert taken[2] - taken[1] <= 1.1 * planned[2]
