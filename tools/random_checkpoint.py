@@ -1,15 +1,17 @@
-"""A Qwen3-MoE checkpoint with random weights, for measuring, not for use.
+"""A Qwen3-MoE or GPT-OSS checkpoint with random weights, for measuring, not for use.
 
     python -m tools.random_checkpoint /tmp/qwen3-30b                  # 17.5 GB, shaped like Qwen3-30B-A3B
     python -m tools.random_checkpoint /tmp/qwen3-30b --format fp8     # 31.2 GB; bf16: 61.1 GB
     python -m tools.random_checkpoint OUT --num-layers 4
+    python -m tools.random_checkpoint OUT --config tests/models/published/gpt-oss-120b.json  # 65.2 GB, MXFP4
 
 Names, types, shapes and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them;
-experts and attention in FP8 blocks as Qwen3-30B-A3B-FP8 has them; or bf16. Only values are made up. They come
-from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB takes minutes, this as
-long as writing, which several threads do, a file each. Only bf16 tensors larger than the pool (embeddings and
-head) are drawn value by value, since a repeated pool would give many token ids the same row. The scales give
-weights a standard deviation of 0.02: hidden states stay finite and routing is spread over the experts.
+experts and attention in FP8 blocks as Qwen3-30B-A3B-FP8 has them; or bf16; GPT-OSS in MXFP4. Only values are
+made up. They come from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB
+takes minutes, this as long as writing, which several threads do, a file each. Only bf16 tensors larger than
+the pool (embeddings and head) are drawn value by value, since a repeated pool would give many token ids the
+same row. The scales give weights a standard deviation of 0.02: hidden states stay finite and routing is
+spread over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
 says is text.
@@ -34,7 +36,7 @@ from torch import Tensor
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Nvfp4
 from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
-from turnout.formats import fp8, nvfp4
+from turnout.formats import fp8, mxfp4, nvfp4
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B: config.json
 QWEN3_30B: Mapping[str, Any] = {
@@ -79,7 +81,9 @@ THREADS = 16
 CODE_RMS = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of e2m1, all codes alike
 SCALES = (0x58, 0x68)  # e4m3 codes of block scales: 16 to 64, less one step
 FP8_STD = 64.0  # of e4m3 values, whose largest is 448
+E8M0 = 127 + round(math.log2(SPREAD / CODE_RMS))  # of the blocks of MXFP4
 INPUT_AMAX = 8.0
+GPT_OSS = "GptOssForCausalLM"
 FORMATS = ("nvfp4", "fp8", "bf16")
 
 
@@ -107,6 +111,8 @@ class Pool:
             return torch.full(entry.shape, SPREAD / FP8_STD, dtype=entry.dtype)
         if entry.name.endswith("norm.weight"):
             return torch.ones(entry.shape, dtype=entry.dtype)
+        if entry.name.endswith("_scales"):
+            return torch.full(entry.shape, E8M0, dtype=entry.dtype)
         if entry.dtype == torch.uint8:
             return self._view(self._bytes, entry)
         if entry.dtype == torch.bfloat16:
@@ -159,10 +165,44 @@ def entries(config: Mapping[str, Any], encoder: Encoder | None) -> Iterator[list
     yield [_entry("lm_head", vocab, hidden)]
 
 
+def gpt_oss_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
+    """All tensors of a GPT-OSS model with experts in MXFP4, in groups that belong into one file."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    experts, inner = config["num_local_experts"], config["intermediate_size"]
+    heads, queries = config["num_attention_heads"], config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    yield [_entry("model.embed_tokens", vocab, hidden)]
+    for i in range(config["num_hidden_layers"]):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        yield [
+            _entry(f"model.layers.{i}.input_layernorm", hidden),
+            *_biased(f"{attention}.q_proj", queries, hidden),
+            *_biased(f"{attention}.k_proj", keys, hidden),
+            *_biased(f"{attention}.v_proj", keys, hidden),
+            *_biased(f"{attention}.o_proj", hidden, queries),
+            Entry(f"{attention}.sinks", torch.bfloat16, (heads,)),
+            _entry(f"model.layers.{i}.post_attention_layernorm", hidden),
+            *_biased(f"{mlp}.router", experts, hidden),
+        ]
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            blocks = (experts, rows, columns // mxfp4.GROUP)
+            yield [
+                Entry(f"{mlp}.experts.{name}_blocks", torch.uint8, (*blocks, mxfp4.GROUP // 2)),
+                Entry(f"{mlp}.experts.{name}_scales", torch.uint8, blocks),
+                Entry(f"{mlp}.experts.{name}_bias", torch.bfloat16, (experts, rows)),
+            ]
+    yield [_entry("model.norm", hidden)]
+    yield [_entry("lm_head", vocab, hidden)]
+
+
 def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: int = 0) -> int:
-    """A model folder at `out`; how many bytes its weights have. Raises UserError if it cannot be written."""
-    encoder = {"nvfp4": Nvfp4({}), "fp8": Fp8(), "bf16": None}[format]
-    groups = list(entries(config, encoder))
+    """A model folder at `out`; how many bytes its weights have. Raises UserError if it cannot be written.
+
+    GPT-OSS has its experts in MXFP4, whatever `format` says.
+    """
+    is_gpt_oss = config["architectures"] == [GPT_OSS]
+    encoder = None if is_gpt_oss else {"nvfp4": Nvfp4({}), "fp8": Fp8(), "bf16": None}[format]
+    groups = list(gpt_oss_entries(config) if is_gpt_oss else entries(config, encoder))
     size = sum(entry.nbytes for group in groups for entry in group)
     pool = Pool(seed)
     with new_folder(out, needed_bytes=size) as folder:
@@ -176,7 +216,9 @@ def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: 
             list(threads.map(fill, writer.files))
         writer.finish()
         write_tokenizer(folder, config["vocab_size"])
-        quantization = {} if encoder is None else _declare(config, encoder, groups, folder)
+        quantization = {"quantization_config": {"quant_method": "mxfp4"}} if is_gpt_oss else {}
+        if encoder is not None:
+            quantization = _declare(config, encoder, groups, folder)
         write_json(folder / "config.json", {**config, **quantization})
     return size
 
@@ -217,6 +259,10 @@ def _entry(module: str, *shape: int) -> Entry:
     return Entry(f"{module}.weight", torch.bfloat16, shape)
 
 
+def _biased(module: str, rows: int, columns: int) -> list[Entry]:
+    return [_entry(module, rows, columns), Entry(f"{module}.bias", torch.bfloat16, (rows,))]
+
+
 def _linear(module: str, shape: tuple[int, int]) -> list[Entry]:
     return [_entry(module, *shape)]
 
@@ -240,8 +286,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
-    parser.add_argument("--num-layers", type=int, default=QWEN3_30B["num_hidden_layers"])
+    parser.add_argument("--config", type=Path, help="config.json of a Qwen3-MoE or GPT-OSS model")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of a Qwen3-MoE model's experts")
+    parser.add_argument("--num-layers", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--set", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of config.json"
@@ -249,7 +296,11 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     fields = {name: json.loads(value) for name, value in options.set}
-    config = {**QWEN3_30B, "num_hidden_layers": options.num_layers, **fields}
+    config = QWEN3_30B if options.config is None else json.loads(options.config.read_text())
+    num_layers = options.num_layers or config["num_hidden_layers"]
+    config = {**config, "num_hidden_layers": num_layers, **fields}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:num_layers]
     size = write(options.out, config, format=options.format, seed=options.seed)
     seconds = time.perf_counter() - start
     print(f"{options.out}: {size / 1e9:.1f} GB of weights in {seconds:.1f} s")

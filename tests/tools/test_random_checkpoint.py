@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.models.families import FAMILIES, build
 from tests.tiny import QWEN3_MOE, write_model
-from tools.random_checkpoint import FORMATS, POOL_BYTES, QWEN3_30B, write
+from tools.random_checkpoint import FORMATS, GPT_OSS, POOL_BYTES, QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.checkpoint.quantize import quantize
 
@@ -74,9 +75,21 @@ def test_no_two_tokens_share_a_row_of_the_head(tmp_path: Path):
         assert len(torch.unique(weights[name].view(torch.int16), dim=0)) == 70_000
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def test_gpt_oss_has_the_tensors_of_a_checkpoint_in_mxfp4(tmp_path: Path):
+    built = build(tmp_path / "bf16", FAMILIES["gpt_oss"])
+    quantize(tmp_path / "bf16", tmp_path / "mxfp4", "mxfp4")
+    write(tmp_path / "random", built.config)
+    ours, real = tensors(tmp_path / "random"), tensors(tmp_path / "mxfp4")
+    assert {name: shape for name, (shape, _) in ours.items()} == {n: shape for n, (shape, _) in real.items()}
+    assert {dtype for name, (_, dtype) in ours.items() if name.endswith(("_blocks", "_scales"))} == {"U8"}
+
+
+@pytest.mark.parametrize("format", [*FORMATS, GPT_OSS])
 def test_it_runs_and_speaks(tmp_path: Path, format: str):
-    write(tmp_path / "random", CONFIG, format=format, seed=1)
+    if format == GPT_OSS:
+        write(tmp_path / "random", build(tmp_path / "shape", FAMILIES["gpt_oss"]).config, seed=1)
+    else:
+        write(tmp_path / "random", CONFIG, format=format, seed=1)
     with LLM(str(tmp_path / "random"), device="cpu", num_threads=1, load_progress=False) as llm:
         (first,) = llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
     assert len(set(first.token_ids)) > 2
