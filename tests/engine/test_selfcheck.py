@@ -15,12 +15,13 @@ from tests.tiny import write_model
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
 from turnout.engine.builder import build_engine
-from turnout.engine.engine_plan import resolve
+from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.startup import StartupTimes
 from turnout.engine.worker import Start, load
 from turnout.errors import UserError
 from turnout.models import load_model
+from turnout.models.interface import Model
 from turnout.parallel.groups import SINGLE_RANK, Groups
 
 CPU = torch.device("cpu")
@@ -86,17 +87,22 @@ def test_a_server_with_broken_weights_does_not_start(tmp_path: Path):
     assert "is ready" not in done.stdout
 
 
-def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
-    engine_plan = resolve(Config(model=str(tiny_folder), device="cpu", **SMALL))
-    check = SelfCheck(engine_plan, "quick", CPU)
-    model = load_model(
+def watched_model(engine_plan: EnginePlan, check: SelfCheck, groups: Groups) -> Model:
+    """Whose experts `check` keeps what it needs of."""
+    return load_model(
         open_checkpoint(engine_plan.folder),
         engine_plan.plan,
-        groups=SINGLE_RANK,
+        groups=groups,
         device=CPU,
         dtype=torch.float32,
         make_runner=check.make_runner,
     )
+
+
+def test_what_was_kept_for_the_check_is_let_go(tiny_folder: Path):
+    engine_plan = resolve(Config(model=str(tiny_folder), device="cpu", **SMALL))
+    check = SelfCheck(engine_plan, "quick", CPU)
+    model = watched_model(engine_plan, check, SINGLE_RANK)
     watched = list(check._watch.watched.values())
     assert all(one.experts is not None for one in watched)
     check.run(model)
@@ -113,16 +119,8 @@ def check_own_slice(rank, folder: str, broken: bool) -> dict | str:
             offer(patch, "WrongExpert", preference=99)
         flags = {"tp_size": 2, "enable_dp_attention": True, "device": "cpu"} | sizes | SMALL
         engine_plan = resolve(Config(model=folder, **flags), rank=rank.number)
-        groups: Groups = rank.groups(**sizes)
         check = SelfCheck(engine_plan, "quick", CPU)
-        model = load_model(
-            open_checkpoint(engine_plan.folder),
-            engine_plan.plan,
-            groups=groups,
-            device=CPU,
-            dtype=torch.float32,
-            make_runner=check.make_runner,
-        )
+        model = watched_model(engine_plan, check, rank.groups(**sizes))
         try:
             return check.run(model)
         except UserError as error:

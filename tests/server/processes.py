@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,12 @@ def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
     finally:
         server.process.kill()
         server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:

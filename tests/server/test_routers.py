@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,18 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.processes import eventually, started
+from tests.server.processes import eventually, free_port, started
 
 CLIENTS = 8
 REQUESTS = 24  # of each phase
 ROUTERS = {"vllm-router": ["--policy", "round_robin"], "sglang-router": ["launch", "--policy", "cache_aware"]}
 pytestmark = pytest.mark.more
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(params=list(ROUTERS))

@@ -10,7 +10,11 @@ from torch import Tensor
 
 def on_device(values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` as a tensor of `device`. On a GPU through pinned memory: other copies wait for its stream."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`; on a CPU the tensor itself."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

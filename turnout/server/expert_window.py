@@ -1,6 +1,6 @@
 """How tokens spread over experts in the last minute, from the ranks' cumulative counts.
 
-Nothing is kept while nobody asks: each question leaves a snapshot that later ones are compared with.
+Each question leaves a snapshot that later ones are compared with.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from tests.browser import CHROMIUM, Browser
 from tests.server.api.test_service import expert_tokens
-from tests.server.processes import Background, eventually, is_ready, ranks_of, started
+from tests.server.processes import Background, eventually, free_port, is_ready, ranks_of, started
 from tests.server.test_metrics import total
 from turnout.server.launch import ServerProcess
 
@@ -33,9 +32,7 @@ STATE = "document.querySelector('#state').textContent"
 @pytest.fixture(scope="module")
 def port() -> int:
     """One that a second server can take after the first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -60,15 +60,13 @@ class Drawn:
 
     def read(self) -> Sampled:
         """Waits until the tokens are there."""
-        token_ids, *flags = self._columns.tolist()
-        valid, near_ties = (
-            [bool(flag) for flag in (flags[i : i + 1] or [[0] * len(token_ids)])[0]] for i in (0, 1)
-        )
+        token_ids, valid, *reported = self._columns.tolist()
+        near_ties = reported[0] if reported else [False] * len(token_ids)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self._scores is not None:
             for i, entry in zip(self._scores.rows, self._scores.read(), strict=True):
                 logprobs[i] = entry
-        return Sampled(token_ids, valid, near_ties, logprobs)
+        return Sampled(token_ids, list(map(bool, valid)), list(map(bool, near_ties)), logprobs)
 
 
 class Sampler:
@@ -130,7 +128,8 @@ class Sampler:
                 uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
                 draw, index = _draw_ordered if ordered else _draw, self._index(rows)
                 columns_CS[0, index] = draw(logits_SV[index], params, uniforms)
-                columns_CS[2:, index] = 0  # no choice between two best ones
+                if self._report_near_ties:
+                    columns_CS[2, index] = 0  # no choice between two best ones
         if scores_SV is None:
             return Drawn(columns_CS)
         counts = [requests[i].sampling.logprobs or 0 for i in wanted]

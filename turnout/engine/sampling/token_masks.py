@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from turnout.engine.scheduler.request import Request
+from turnout.engine.transfers import send
 
 Row = tuple[Request, Sequence[int]]  # a request, and the drafts that follow its tokens: as many rows and one
 THREADS_BESIDE_GPU = 4  # of the forward on a CPU, they would take its cores
@@ -41,9 +42,7 @@ class TokenMaskFiller:
         if self._filling is None:
             return None
         allowed_SW, self._filling = torch.from_numpy(self._filling.result()), None
-        if self._device.type == "cpu":
-            return allowed_SW
-        return allowed_SW.pin_memory().to(self._device, non_blocking=True)
+        return send(allowed_SW, self._device)
 
     def _fill(self, rows: Iterable[Row]) -> NDArray[np.int32]:
         single: list[tuple[LLMatcher, int]] = []

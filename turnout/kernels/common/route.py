@@ -18,6 +18,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 
 
+@triton.jit
+def _load_logits(logits_ptr, token, e, E, part_stride, BEYOND: tl.constexpr, PARTS: tl.constexpr):
+    """float32 [EP]: the sum of the parts of a token's logits; BEYOND where there is no expert."""
+    logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=BEYOND).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
+    return logits
+
+
+@triton.jit
+def _store_choice(
+    ids, weights, real_ptr, ids_ptr, weights_ptr, counts_ptr, token, j, K: tl.constexpr, KP: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """A token's ids and weights [KP], of which K count; of padding -1 and 0."""
+    real = True
+    if PADDED:
+        real = tl.load(real_ptr + token) != 0
+        ids = tl.where(real, ids, -1)
+        weights = tl.where(real, weights, 0.0)
+    tl.store(ids_ptr + token * K + j, ids, mask=j < K)
+    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
+    tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def choose_experts(
     logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
@@ -36,9 +61,7 @@ def choose_experts(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
+    logits = _load_logits(logits_ptr, token, e, E, part_stride, float("-inf"), PARTS)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
     left = tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf")))
     best = tl.max(left, 0)
@@ -58,14 +81,7 @@ def choose_experts(
     else:
         weights = powers / tl.sum(powers, 0) + 0 * whole
     weights *= scaling
-    real = True
-    if PADDED:
-        real = tl.load(real_ptr + token) != 0
-        ids = tl.where(real, ids, -1)
-        weights = tl.where(real, weights, 0.0)
-    tl.store(ids_ptr + token * K + j, ids, mask=j < K)
-    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
-    tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
+    _store_choice(ids, weights, real_ptr, ids_ptr, weights_ptr, counts_ptr, token, j, K, KP, PADDED)
 
 
 def choose(
@@ -118,9 +134,7 @@ def choose_by_sigmoid(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
+    logits = _load_logits(logits_ptr, token, e, E, part_stride, 0.0, PARTS)
     scores = 1.0 / (1.0 + tl.exp(-logits))
     # Without a bias logits are in the same order, and large ones, whose scores are all 1, in no tie.
     left = scores + bias if BIASED or GROUPS > 1 else logits
@@ -155,14 +169,7 @@ def choose_by_sigmoid(
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20
     weights = weights * scaling + 0 * tl.sum(scores, 0)  # NaN if any logit is
-    real = True
-    if PADDED:
-        real = tl.load(real_ptr + token) != 0
-        ids = tl.where(real, ids, -1)
-        weights = tl.where(real, weights, 0.0)
-    tl.store(ids_ptr + token * K + j, ids, mask=j < K)
-    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
-    tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
+    _store_choice(ids, weights, real_ptr, ids_ptr, weights_ptr, counts_ptr, token, j, K, KP, PADDED)
 
 
 def choose_sigmoid(

@@ -6,7 +6,7 @@ the pair of inputs k and k + 1 of 16 outputs, is one vector of 64 bytes. Rows li
 tile. K is padded with zeros to a multiple of 32.
 
 Products are exact and added up in float32, on either kind of units in one order for any number of rows: what
-a row gets depends, in no bit, on the rows beside it. The two kinds differ in the last bits.
+a row gets does not depend, to the bit, on the other rows. The two kinds differ in the last bits.
 
 Measured on one core of a shared Intel Xeon (Emerald Rapids), 32 rows of 1024 x 1024, TFLOP/s: AMX 0.76,
 oneDNN's product by AMX 0.33; of 256 rows 1.07 and 1.1 at best.

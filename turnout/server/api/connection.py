@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -107,6 +108,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def encode_event(content: Any, name: str = "") -> bytes:
+    """One server-sent event: `content` as JSON, and the event's name if it has one."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class EventStream(Response):

@@ -127,6 +127,14 @@ class Generation:
                 items.append(self._queue.get_nowait())
             yield [(choice, self._digest(choice, output)) for choice, output in items if not choice.finished]
 
+    async def totals(self) -> list[Delta]:
+        """The whole answer of each choice, once all have finished. Raises ApiError."""
+        totals = [Delta() for _ in self.choices]
+        async for batch in self.deltas():
+            for choice, delta in batch:
+                totals[choice.index].add(delta)
+        return totals
+
     def fail(self, error: ApiError) -> None:
         """End the request with `error`."""
         self._queue.put_nowait((self.choices[0], error))

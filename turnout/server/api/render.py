@@ -6,10 +6,9 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-import msgspec
-
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.tokenizer import Tokenizer
+from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Choice, Delta, Generation
 from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
@@ -39,10 +38,7 @@ class Renderer(Protocol):
 
 async def collect(generation: Generation, renderer: Renderer, model: str) -> dict[str, Any]:
     """The response object once all choices have finished. Raises ApiError."""
-    totals = [Delta() for _ in generation.choices]
-    async for batch in generation.deltas():
-        for choice, delta in batch:
-            totals[choice.index].add(delta)
+    totals = await generation.totals()
     answers = [renderer.answer(c, totals[c.index]) for c in generation.choices]
     return _envelope(generation, renderer.whole, model, answers) | {"usage": generation.usage()}
 
@@ -57,7 +53,7 @@ async def stream(
     absent = {"usage": None} if usage else {}
 
     def event(choices: list[dict[str, Any]]) -> bytes:
-        return _event(_envelope(generation, renderer.part, model, choices) | absent)
+        return encode_event(_envelope(generation, renderer.part, model, choices) | absent)
 
     openings = [opening for c in generation.choices if (opening := renderer.opening(c)) is not None]
     if openings:
@@ -68,19 +64,15 @@ async def stream(
             if parts:
                 yield b"".join(parts)
     except ApiError as error:
-        yield _event(error.body())
+        yield encode_event(error.body())
         return
     if usage:
-        yield _event(_envelope(generation, renderer.part, model, []) | {"usage": generation.usage()})
+        yield encode_event(_envelope(generation, renderer.part, model, []) | {"usage": generation.usage()})
     yield b"data: [DONE]\n\n"
 
 
 def _says_something(delta: Delta) -> bool:
     return bool(delta.parts or delta.logprobs or delta.prompt_logprobs or delta.finish_reason or delta.first)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _envelope(generation: Generation, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

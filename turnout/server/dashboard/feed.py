@@ -1,13 +1,11 @@
-"""One message a second to everyone who looks at the dashboard; nothing is computed while nobody does."""
+"""One message a second to everyone who looks at the dashboard; nothing is computed without viewers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
-import msgspec
-
+from turnout.server.api.connection import encode_event
 from turnout.server.api.service import Service
 from turnout.server.dashboard.snapshot import Sampler
 
@@ -49,15 +47,15 @@ class Feed:
         self._publish(None)
 
     async def _tick(self) -> None:
-        """Runs until nobody looks any more."""
+        """Runs while there are viewers."""
         sampler, ready = Sampler(self._service), None
         try:
             while self._viewers and not self._closed:
                 if not self._about or ready is not self._service.engine.ready:
                     ready = self._service.engine.ready
-                    self._about = event("about", sampler.about())
+                    self._about = encode_event(sampler.about(), "about")
                     self._publish(self._about)
-                self._publish(event("tick", sampler.sample()))
+                self._publish(encode_event(sampler.sample(), "tick"))
                 await asyncio.sleep(SECONDS)
         finally:
             self._ticking, self._about = None, b""
@@ -68,7 +66,3 @@ class Feed:
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(part)
-
-
-def event(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

@@ -163,7 +163,7 @@ class RemoteRanks:
         self._pids: dict[int, int] = {}
         self._readings: dict[int, Reading] = {}
         self._gone = asyncio.Event()
-        self._on_exit: OnExit = _nobody
+        self._on_exit: OnExit = _ignore
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
         self._number, self._on_exit = rendezvous.number, on_exit
@@ -212,5 +212,5 @@ class RemoteRanks:
         self._gone.set()
 
 
-def _nobody(rank: int, how: str, by_signal: bool) -> None:
+def _ignore(rank: int, how: str, by_signal: bool) -> None:
     pass

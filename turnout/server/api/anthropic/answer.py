@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import msgspec
 from typing_extensions import TypedDict
 
 from turnout.server.api.blocks import Blocks, Step
+from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
 from turnout.server.api.parsing.parts import Part, Reasoning, Text, merged
@@ -46,10 +46,7 @@ class TokenCount(TypedDict):
 
 async def collect_message(generation: Generation, model: str) -> dict[str, Any]:
     """The whole answer. Raises ApiError."""
-    total = Delta()
-    async for batch in generation.deltas():
-        for _, delta in batch:
-            total.add(delta)
+    (total,) = await generation.totals()
     content = [_block(part) for part in merged(total.parts)]
     return _message(generation, model, content) | _ending(total) | {"usage": _usage(generation)}
 
@@ -66,14 +63,14 @@ async def stream_message(generation: Generation, model: str) -> AsyncIterator[by
                 if steps := blocks.push(delta.parts):
                     yield b"".join(map(_told, steps))
     except ApiError as error:
-        yield b"event: error\ndata: " + msgspec.json.encode(error.anthropic_body()) + b"\n\n"
+        yield encode_event(error.anthropic_body(), "error")
         return
     yield b"".join(map(_told, blocks.end()))
     yield _event("message_delta", delta=_ending(total), usage=_usage(generation)) + _event("message_stop")
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+    return encode_event({"type": kind, **fields}, kind)
 
 
 def _told(step: Step) -> bytes:
@@ -91,7 +88,7 @@ def _told(step: Step) -> bytes:
 
 
 def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
-    """empty: as it begins. Thoughts carry no signature: nobody checks them."""
+    """empty: as it begins. Thoughts carry no signature: this server accepts any."""
     if isinstance(part, Text):
         return {"type": "text", "text": "" if empty else part.text}
     if isinstance(part, Reasoning):

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import msgspec
 from typing_extensions import TypedDict
 
 from turnout.server.api.blocks import Blocks, Step
+from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
 from turnout.server.api.openai_responses.body import ResponsesBody
@@ -47,10 +47,7 @@ class ResponseAnswer:
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError."""
-        total = Delta()
-        async for batch in self._generation.deltas():
-            for _, delta in batch:
-                total.add(delta)
+        (total,) = await self._generation.totals()
         output = [self._item(i, part, "completed") for i, part in enumerate(merged(total.parts))]
         return self._response(_status(total), output)
 
@@ -79,8 +76,7 @@ class ResponseAnswer:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         name = f"response.{kind}"
-        content = {"type": name, "sequence_number": next(self._numbers), **fields}
-        return f"event: {name}\ndata: ".encode() + msgspec.json.encode(content) + b"\n\n"
+        return encode_event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
     def _told(self, step: Step) -> bytes:
         """The events of one step."""
