@@ -34,9 +34,9 @@ NOTICE = "<!-- Written by tools/generate_docs.py from what the code declares; ed
 
 # Whose checkpoints hold experts in a format, as turnout/checkpoint reads them.
 WRITERS = {
-    "bf16": "any unquantised checkpoint, experts one by one or stacked; decoded while they load: "
-    "INT4 of compressed-tensors (`pack-quantized`, W4A16), FP8 with a scale per row of compressed-tensors "
-    "(`float-quantized`, FP8_DYNAMIC) and ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
+    "bf16": "any unquantised checkpoint, experts one by one or stacked; decoded while they load: INT4 with "
+    "zero points, FP8 with a scale per row of compressed-tensors (`float-quantized`, FP8_DYNAMIC) and "
+    "ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
     "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), compressed-tensors "
     "(`float-quantized`, FP8_BLOCK), ModelOpt (`FP8_PB_WO`); one scale per weight: ModelOpt (`FP8`), "
     "compressed-tensors (`float-quantized`), AutoFP8",
@@ -44,6 +44,7 @@ WRITERS = {
     "(`nvfp4-pack-quantized`)",
     "mxfp4": "GPT-OSS's layout (`quant_method: mxfp4`), compressed-tensors (`mxfp4-pack-quantized`), "
     "ModelOpt (`MXFP4`, `W4A8_MXFP4_FP8`)",
+    "int4": "compressed-tensors (`pack-quantized`, W4A16, symmetric), as Kimi-K2-Thinking has it",
 }
 # What exporting tools and engines make of NVFP4 input scales that differ between experts.
 INPUT_SCALES = (
@@ -288,7 +289,8 @@ def formats() -> str:
             "`turnout quantize MODEL OUT --format NAME`. Weights are kept packed and decoded at each use, or "
             "decoded once at load, whichever the plan finds right (`--moe-weight-storage`).",
             table((*head, "to multiply in it, hardware needs"), rows),
-            "A value is its code times its scale, and for NVFP4 times a float32 scale of the whole matrix.",
+            "A value is its code times its scale, and for NVFP4 times a float32 scale of the whole matrix. "
+            "Of INT4 that product is rounded to bfloat16, which is what compressed-tensors decompresses to.",
             "## Checkpoints that are read",
             table(
                 ("format", "published by or as", "runners"),
@@ -298,12 +300,13 @@ def formats() -> str:
                 ],
             ),
             "Dense layers are decoded to the compute dtype while they load, from every one of these "
-            "formats. So are experts in INT4 and in FP8 with a scale per row, which no runner multiplies "
-            "in: they then take the memory of unquantised ones, which `turnout plan` counts and the log "
-            "says. INT4 has a scale for 32, 64 or 128 columns or for a row, with zero points or without; "
-            "columns that GPTQ reordered (`weight_g_idx`) are read too. Activations are quantised only in "
-            "formats that the table above has a scheme for, whatever else their writers meant: the result "
-            "is the more exact. A checkpoint whose layers differ in format is refused.",
+            "formats. So are experts in FP8 with a scale per row, and in INT4 with zero points, with columns "
+            "that GPTQ reordered (`weight_g_idx`), or with float16 or float32 scales, since no runner "
+            "multiplies in those: they then take the memory of unquantised ones, which `turnout plan` counts "
+            "and the log says. Other INT4 stays packed: a scale for 64 or 128 columns or for a row is "
+            "repeated for every 32. Activations are quantised only in formats that the table above has a "
+            "scheme for, whatever else their writers meant: the result is the more exact. A checkpoint whose "
+            "layers differ in format is refused.",
             "An NVFP4 checkpoint with calibrated input scales was made for W4A4: activations in NVFP4 too. "
             "Where a device has no FP4 tensor cores, only the weights stay quantised (W4A16); "
             "`--moe-activation-dtype nvfp4` emulates W4A4 there, to measure its accuracy.",

@@ -296,7 +296,7 @@ def evaluate(
 def quantize(
     model: ModelArg,
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
-    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, fp8 or bf16")] = "nvfp4",
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, fp8, int4 or bf16")] = "nvfp4",
     calibrate: Annotated[
         bool, typer.Option(help="nvfp4: run the model to find activation scales (W4A4)")
     ] = True,

@@ -59,7 +59,7 @@ class Config:
     quantization: str = flag(
         "auto",
         "what the checkpoint must be; auto: whatever it says",
-        choices=("auto", "bf16", "fp8", "modelopt_fp4", "mxfp4"),
+        choices=("auto", "bf16", "fp8", "modelopt_fp4", "mxfp4", "int4"),
     )
     moe_runner_backend: str = flag("auto", "runner of the expert GEMMs; see `turnout plan`")
     moe_a2a_backend: str = flag("auto", "dispatcher between ranks; see `turnout plan`")

@@ -47,6 +47,7 @@ class Format(Word):
     FP8 = "fp8"
     NVFP4 = "nvfp4"
     MXFP4 = "mxfp4"
+    INT4 = "int4"
 
 
 class WeightStorage(Word):

@@ -35,6 +35,8 @@ EXPECTED = {
     "int4-g32": ("bf16", False),
     "int4-g32-asymmetric": ("bf16", False),
     "int4-channel": ("bf16", False),
+    "int4-bf16": ("int4", False),
+    "int4-bf16-channel": ("int4", False),
     "int4-channel-asymmetric": ("bf16", False),
     "compressed-mxfp4": ("mxfp4", False),
     "compressed-mxfp4a16": ("mxfp4", False),
@@ -166,7 +168,7 @@ def test_float8_scales_may_be_stored_in_bfloat16(tmp_path):
     assert_experts(weights, written)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4", "mxfp4", "int4"])
 def test_decoding_few_rows_at_a_time_changes_nothing(format, monkeypatch):
     torch.manual_seed(0)
     packed = codec.encode(torch.randn(700, 160), format)

@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint import packing
 from tests.checkpoint.test_formats import PREFIX, SHAPE, SIZE, assert_experts
 from tests.checkpoint.writers import edit_config, load, save, write_checkpoint
-from turnout.checkpoint import CheckpointError, open_checkpoint
+from turnout.checkpoint import CheckpointError, ExpertShape, open_checkpoint
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.int4 import Int4
 from turnout.config import Config
@@ -102,6 +102,65 @@ def test_sizes_that_are_no_whole_groups(tmp_path):
         linear(tmp_path, tensors, Int4(64, True), 32, 96)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+def test_experts_stay_packed_and_are_counted_so(group, tmp_path, caplog):
+    """Whatever the group: 4 bits and a bfloat16 for every 32 columns, in memory and in the plan."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256}
+    written = write_checkpoint(tmp_path, "int4-bf16", **sizes)
+    scheme = packing.int4_scheme(group=group, symmetric=True)
+    tensors = load(tmp_path)
+    for name, weight in list(written.weights.items()):
+        if ".experts." in name:
+            module = name.removesuffix(".weight")
+            packed, written.weights[name] = packing.compressed(weight.bfloat16(), scheme)
+            tensors |= {module + suffix: tensor for suffix, tensor in packed.items()}
+    save(tmp_path, tensors)
+    with edit_config(tmp_path) as config:
+        weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        weights |= {"strategy": "group" if group else "channel", "group_size": group}
+    shape = ExpertShape(num_experts=8, hidden=128, intermediate=256)
+    with caplog.at_level(logging.INFO, "turnout"), open_checkpoint(tmp_path) as checkpoint:
+        layers = [checkpoint.experts(f"model.layers.{i}.mlp.experts", shape) for i in range(2)]
+        assert not [name for name in checkpoint.unread() if ".experts." in name]
+    assert layers[1].format == "int4"
+    assert_experts(layers[1], written)
+    assert not caplog.text
+    assert [layer.nbytes for layer in layers] == [8 * 3 * 128 * 256 * 9 // 16] * 2
+    assert _planned_bytes(tmp_path) == sum(layer.nbytes for layer in layers)
+
+
+def test_scales_of_another_dtype_than_said_are_rounded_with_a_warning(tmp_path, caplog):
+    written = write_checkpoint(tmp_path, "int4-bf16", **SIZE)
+    tensors = load(tmp_path)
+    save(tmp_path, {n: t.half() if n.endswith("_scale") else t for n, t in tensors.items()})
+    with caplog.at_level(logging.WARNING, "turnout"), open_checkpoint(tmp_path) as checkpoint:
+        assert_experts(checkpoint.experts(PREFIX, SHAPE), written)  # bfloat16's few bits fit into float16
+    assert "rounded from torch.float16 to bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "words"),
+    [
+        (".weight_packed", lambda t: t[:, :-1], "wrong shape: expected [96, 8], found [96, 7]"),
+        (".weight_packed", lambda t: t.float(), "wrong dtype: expected int32, found float32"),
+        (".weight_scale", lambda t: t[:, :1], "wrong shape: expected [96, 2], found [96, 1]"),
+        (".weight_scale", lambda t: t.view(torch.int16), "wrong dtype: expected"),
+        (".weight_scale", lambda t: None, "is missing"),
+        (".weight_shape", lambda t: t + 1, "names another shape than config.json: expected [96, 64]"),
+        (".weight_g_idx", lambda t: torch.arange(64).flip(0) // 32, "reorders columns: expected"),
+    ],
+)
+def test_damaged_and_packed(suffix, change, words, tmp_path):
+    write_checkpoint(tmp_path, "int4-bf16", **SIZE)
+    tensors = load(tmp_path)
+    changed = change(tensors.pop(EXPERT + suffix, None))
+    save(tmp_path, tensors if changed is None else tensors | {EXPERT + suffix: changed})
+    with open_checkpoint(tmp_path) as checkpoint:
+        found = re.escape(f"tensor {EXPERT}{suffix}: ") + ".*" + re.escape(words)
+        with pytest.raises(CheckpointError, match=found):
+            checkpoint.experts(PREFIX, SHAPE)
+
+
 @pytest.mark.parametrize("format", ["int4-g32", "fp8-dynamic", "modelopt-fp8-channel"])
 def test_experts_are_decoded_and_counted_so(format, tmp_path, caplog):
     """Kept in the checkpoint's own dtype, said once, and planned with the memory that they take."""
@@ -113,6 +172,9 @@ def test_experts_are_decoded_and_counted_so(format, tmp_path, caplog):
     assert _planned_bytes(tmp_path) == sum(layer.nbytes for layer in layers)
     with edit_config(tmp_path) as config:
         config["dtype"] = "bfloat16"
+        if format == "int4-g32":
+            group = config["quantization_config"]["config_groups"]["group_0"]
+            group["weights"]["scale_dtype"] = "torch.float32"
     with open_checkpoint(tmp_path) as checkpoint:
         half = checkpoint.experts(PREFIX, SHAPE)
     assert half.w13.data.dtype == torch.bfloat16

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
 from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,6 +52,7 @@ def quantized(source, tmp_path_factory):
         ("w4a16", None),
         ("mxfp4", None),
         ("fp8", None),
+        ("int4", None),
         ("bf16", None),
     ):
         format = "nvfp4" if name == "w4a16" else name
@@ -129,6 +131,42 @@ def test_nvfp4_is_decoded_by_compressed_tensors(source, quantized):
             decoded = NVFP4PackedCompressor.decompress(state, scheme)["weight"].float()
             weight = plain[f"{module}.weight"].float()
             assert (decoded - weight).norm() < 0.12 * weight.norm()
+
+
+def test_int4_is_what_compressed_tensors_reads_and_decompresses(source, quantized):
+    """By the scheme that config.json declares; experts read back are what the library decompresses."""
+    plain, written = load(source), load(quantized / "int4")
+    record = config_of(quantized / "int4")["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(record).config_groups.values()
+    decompressed = {}
+    for module in (f"{name}.{projection}" for name in experts() for projection in PROJECTIONS):
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        state = {part: written[f"{module}.{part}"] for part in parts}
+        assert state["weight_scale"].dtype == torch.bfloat16
+        assert state["weight_shape"].tolist() == list(plain[f"{module}.weight"].shape)
+        decompressed[module] = PackedQuantizationCompressor.decompress(state, scheme)["weight"].float()
+        weight = plain[f"{module}.weight"].float()
+        assert (decompressed[module] - weight).norm() < 0.11 * weight.norm()
+    with open_checkpoint(quantized / "int4") as checkpoint:
+        for layer in range(LAYERS):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            assert checkpoint.experts_format(prefix) == ("int4", False)
+            weights = checkpoint.experts(prefix, SHAPE)
+            for e in range(E):
+                gate, up, down = (decompressed[f"{expert(layer, e)}.{p}"] for p in PROJECTIONS)
+                assert torch.equal(weights.w13[e].decode(), torch.cat((gate, up)))
+                assert torch.equal(weights.w2[e].decode(), down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_int4_of_another_dtype_says_that_its_scales_are_bfloat16(dtype, tmp_path):
+    write_model(tmp_path / "source", dtype=dtype, num_hidden_layers=1)
+    quantize(tmp_path / "source", tmp_path / "out", "int4")
+    record = config_of(tmp_path / "out")["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(record).config_groups.values()
+    assert scheme.weights.scale_dtype == torch.bfloat16
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        assert checkpoint.experts("model.layers.0.mlp.experts", SHAPE).format == "int4"
 
 
 def test_calibrated_input_scales_are_amax_over_six_times_448(quantized):
@@ -246,7 +284,7 @@ def test_our_own_reader_gets_the_same_weights_back(source, quantized, format):
                 assert torch.equal(weights.w2[e].decode(), values["down_proj"])
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "w4a16", "mxfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("format", ["nvfp4", "w4a16", "mxfp4", "fp8", "int4", "bf16"])
 def test_everything_but_routed_experts_is_copied_bit_for_bit(source, quantized, format):
     plain, written = load(source), load(quantized / format)
     kept = [name for name in plain if ".experts." not in name or format == "bf16"]
@@ -256,12 +294,12 @@ def test_everything_but_routed_experts_is_copied_bit_for_bit(source, quantized, 
         assert torch.equal(written[name], plain[name])
     others = set(written) - set(kept)
     assert all(".mlp.experts." in name for name in others)
-    per_expert = {"nvfp4": 12, "w4a16": 9, "fp8": 6, "bf16": 0}
+    per_expert = {"nvfp4": 12, "w4a16": 9, "fp8": 6, "int4": 9, "bf16": 0}
     expected = 4 * LAYERS if format == "mxfp4" else per_expert[format] * LAYERS * E
     assert len(others) == expected
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "int4"])
 @pytest.mark.parametrize("base", [QWEN3_MOE, QWEN2_MOE], ids=["qwen3", "qwen2"])
 def test_every_linear_layer_is_either_quantised_or_listed(tmp_path, base, format):
     """Shared experts, their gate and dense layers as well."""
@@ -269,7 +307,7 @@ def test_every_linear_layer_is_either_quantised_or_listed(tmp_path, base, format
     write_model(tmp_path / "source", base, dtype=torch.bfloat16, **overrides)
     quantize(tmp_path / "source", tmp_path / "out", format)
     record = config_of(tmp_path / "out")["quantization_config"]
-    listed = record["ignore" if format == "nvfp4" else "modules_to_not_convert"]
+    listed = record["ignore" if format in ("nvfp4", "int4") else "modules_to_not_convert"]
     plain = load(tmp_path / "source")
     linear = {
         name.removesuffix(".weight")

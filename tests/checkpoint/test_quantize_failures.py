@@ -222,8 +222,10 @@ def test_a_quantised_source_is_refused_by_name(original, tmp_path, first, second
 
 
 def test_unknown_formats_are_refused(original, tmp_path):
-    with pytest.raises(UserError, match="unknown format 'int4'; quantize writes nvfp4, mxfp4, fp8, bf16"):
-        quantize(original, tmp_path / "out", "int4")
+    with pytest.raises(
+        UserError, match="unknown format 'int3'; quantize writes nvfp4, mxfp4, fp8, int4, bf16"
+    ):
+        quantize(original, tmp_path / "out", "int3")
 
 
 def refuses(source: Path, format: str, message: str) -> None:

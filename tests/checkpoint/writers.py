@@ -366,11 +366,13 @@ def _compressed_fp8(written: Written, tensors: Tensors, dense: bool) -> None:
         config["quantization_config"] = json.loads(record.model_dump_json())
 
 
-def _by_scheme(scheme: QuantizationScheme, format: str) -> Writer:
+def _by_scheme(scheme: QuantizationScheme, format: str, dtype: torch.dtype = torch.float32) -> Writer:
     """Configuration and tensors from compressed-tensors itself."""
 
     def write(written: Written, tensors: Tensors, dense: bool) -> None:
-        ignored = _pack_linears(written, tensors, dense, lambda _, weight: packing.compressed(weight, scheme))
+        ignored = _pack_linears(
+            written, tensors, dense, lambda _, weight: packing.compressed(weight.to(dtype), scheme)
+        )
         record = QuantizationConfig(
             config_groups={"group_0": scheme},
             format=format,
@@ -390,6 +392,19 @@ def _preset(name: str, format: str) -> Writer:
 
 def _int4(group: int | None, *, symmetric: bool = True) -> Writer:
     return _by_scheme(packing.int4_scheme(group=group, symmetric=symmetric), "pack-quantized")
+
+
+def _int4_of_bfloat16(group: int | None) -> Writer:
+    """Scales in bfloat16, the dtype that the checkpoint gives as its own."""
+    scheme = packing.int4_scheme(group=group, symmetric=True)
+    write_scheme = _by_scheme(scheme, "pack-quantized", torch.bfloat16)
+
+    def write(written: Written, tensors: Tensors, dense: bool) -> None:
+        write_scheme(written, tensors, dense)
+        with edit_config(written.folder) as config:
+            config["dtype"] = "bfloat16"
+
+    return write
 
 
 def _modelopt_as(algorithm: str, pack: Callable[[Tensor], packing.Packed], **fields: Any) -> Writer:
@@ -455,6 +470,8 @@ FORMATS: dict[str, Writer] = {
     "int4-g32": _int4(32),
     "int4-g32-asymmetric": _int4(32, symmetric=False),
     "int4-channel": _int4(None),
+    "int4-bf16": _int4_of_bfloat16(32),
+    "int4-bf16-channel": _int4_of_bfloat16(None),
     "int4-channel-asymmetric": _int4(None, symmetric=False),
     "compressed-mxfp4": _preset("MXFP4", "mxfp4-pack-quantized"),
     "compressed-mxfp4a16": _preset("MXFP4A16", "mxfp4-pack-quantized"),

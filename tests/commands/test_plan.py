@@ -70,6 +70,7 @@ def test_every_hardware_can_be_planned_for(model, hardware):
     ("format", "said"),
     [
         ("int4-g32", "the files hold experts in int4 (int4)"),
+        ("int4-bf16", ""),
         ("fp8-dynamic", "the files hold experts in fp8 (fp8_channel)"),
         ("bf16", ""),
     ],
@@ -79,7 +80,7 @@ def test_experts_that_are_decoded_while_they_load_are_named(format, said, tmp_pa
     code, text = run(Config(model=str(tmp_path), device="cpu"))
     assert code == 0
     assert said in text
-    assert ("which no runner multiplies in" in text) == bool(said)
+    assert ("in a form that no runner multiplies in" in text) == bool(said)
 
 
 def test_reasons_and_sizes_are_shown(model):

@@ -31,7 +31,7 @@ def test_what_must_be_refused_is_refused_before_the_model_runs(case, tiny, tmp_p
     source, out, format = str(tiny), tmp_path / "out", "nvfp4"
     match case:
         case "format":
-            format, words = "int4", ["int4", "nvfp4, mxfp4, fp8, bf16"]
+            format, words = "int3", ["int3", "nvfp4, mxfp4, fp8, int4, bf16"]
         case "exists":
             out.mkdir()
             words = [str(out), "exists already"]

@@ -12,7 +12,7 @@ from turnout.vocabulary import Format
 
 # Relative error of normally distributed weights, and what one value may be off by in units of its
 # group's largest: half the widest step of the values, plus that of the scale.
-BOUNDS = {"bf16": 0.002, "fp8": 0.03, "nvfp4": 0.11, "mxfp4": 0.13}
+BOUNDS = {"bf16": 0.002, "fp8": 0.03, "nvfp4": 0.11, "mxfp4": 0.13, "int4": 0.11}
 
 
 @pytest.fixture
@@ -77,7 +77,8 @@ def test_weights_that_are_not_finite_are_refused(format, bad, weight):
         ("mxfp4", (8, 48), r"w \[8, 48\]: mxfp4 needs columns in multiples of 32, not 48"),
         ("nvfp4", (16,), r"w: a weight is a non-empty matrix \[\.\.\., N, K\], not \[16\]"),
         ("fp8", (0, 128), r"w: a weight is a non-empty matrix"),
-        ("int4", (8, 32), r"unknown format 'int4'; known: bf16, fp8, nvfp4, mxfp4"),
+        ("int4", (8, 48), r"w \[8, 48\]: int4 needs columns in multiples of 32, not 48"),
+        ("int3", (8, 32), r"unknown format 'int3'; known: bf16, fp8, nvfp4, mxfp4, int4"),
     ],
 )
 def test_shapes_and_names_that_do_not_fit_are_refused(format, shape, message):

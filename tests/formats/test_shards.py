@@ -103,6 +103,7 @@ def test_rows_of_fp8_that_share_a_scale_over_fewer_than_128() -> None:
         ("fp8", 384, 2, "rows of 2 stacked matrices in 2 equal parts are no multiple of 128"),
         ("nvfp4", 48, 2, "columns in 2 equal parts are no multiple of 16"),
         ("mxfp4", 96, 2, "columns in 2 equal parts are no multiple of 32"),
+        ("int4", 96, 2, "columns in 2 equal parts are no multiple of 32"),
     ],
 )
 def test_parts_that_cut_through_a_group_are_refused(

@@ -32,6 +32,7 @@ DENSE_FORMATS = (
     "fp8-block",
     "int4-g32-asymmetric",
     "int4-channel",
+    "int4-bf16",
 )
 IDS = prompt(48)
 

@@ -11,7 +11,7 @@ from turnout.parallel.hardware import GB, Hardware
 from turnout.parallel.topology import Topology
 
 TOKENS, EXPERTS = frozenset({"tokens"}), frozenset({"batched_experts"})
-ALL_FORMATS = frozenset({"bf16", "fp8", "nvfp4", "mxfp4"})
+ALL_FORMATS = frozenset({"bf16", "fp8", "nvfp4", "mxfp4", "int4"})
 
 CPU = Hardware(name="cpu", device="cpu", architecture=0, memory_bytes=32 * GB)
 HOPPER = Hardware(name="h200", device="cuda", architecture=90, memory_bytes=141 * GB)

@@ -21,20 +21,20 @@ from turnout.parallel.topology import Topology
 SPEC = MoESpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 
 
-@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (384, 512), (32, 64)])
 def test_matrix_bytes_is_what_the_encoder_makes(weight_format, rows, columns):
     packed = encode(torch.ones(rows, columns), weight_format)
     assert matrix_bytes(weight_format, rows, columns) == packed.nbytes
 
 
-@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nvfp4", "mxfp4", "int4"])
 def test_a_large_matrix_costs_the_bits_the_format_table_says(weight_format):
     bits = 8 * matrix_bytes(weight_format, 4096, 4096) / 4096**2
     assert bits == pytest.approx(FORMATS[weight_format].bits_per_weight, rel=1e-5)
 
 
-@pytest.mark.parametrize("weight_format", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weight_format", ["fp8", "nvfp4", "mxfp4", "int4"])
 def test_the_groups_of_the_table_are_those_the_encoder_scales(weight_format):
     packed, spec = encode(torch.ones(256, 512), weight_format), FORMATS[weight_format]
     assert packed.scale.shape == (256 // spec.block_rows, 512 // spec.group)

@@ -26,7 +26,7 @@ from turnout.moe.plan import PlanRequest
 from turnout.moe.spec import MoESpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
+FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4", "int4")
 
 
 def layer_of(spec: MoESpec, device: torch.device = CPU, most: int = 64, **fields) -> MoELayer:
@@ -106,7 +106,7 @@ def test_the_planner_takes_only_what_promises_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("format", "activations"),
-    [*((f, "bf16") for f in ("bf16", "mxfp4", "nvfp4")), ("fp8", "fp8"), ("mxfp4", "fp8")],
+    [*((f, "bf16") for f in ("bf16", "mxfp4", "nvfp4", "int4")), ("fp8", "fp8"), ("mxfp4", "fp8")],
 )
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
 def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
@@ -126,7 +126,7 @@ def test_a_layer_on_a_gpu(format: str, activations: str, activation: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4", "int4"])
 def test_every_tiling_of_specialised_warps_gives_the_same_bits_on_a_gpu(format: str):
     """Also those that tables alone take; with whole tiles and with narrow ones."""
     spec = make_spec("swiglu", format, hidden_size=640, intermediate_size=320, top_k=4)

@@ -22,7 +22,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec, RankShape
 
 CPU = torch.device("cpu")
-FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
+FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4", "int4"]
 
 
 def planned(spec: MoESpec, layout: str, rows: int) -> int:

@@ -55,7 +55,7 @@ READERS: dict[str, Callable[[Quantization], Reader]] = {
     "fp8_block": lambda q: fp8.COMPRESSED,
     "fp8_channel": lambda q: fp8_channel,
     "fp8_tensor": lambda q: fp8_tensor,
-    "int4": lambda q: int4.Int4(q.group, q.symmetric),
+    "int4": lambda q: int4.Int4(q.group, q.symmetric, packed=not q.decodes_experts),
     "mxfp4_compressed": lambda q: mxfp4_linear.COMPRESSED,
     "mxfp4_modelopt": lambda q: mxfp4_linear.MODELOPT,
 }

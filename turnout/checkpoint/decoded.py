@@ -15,6 +15,7 @@ from torch import Tensor
 from turnout.checkpoint.experts import PerExpert, Wanted
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import decode_by_rows
+from turnout.checkpoint.quantization import stored_dtype
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
@@ -24,8 +25,9 @@ ReadLinear = Callable[[TensorFiles, str, int, int], PackedTensor]  # (files, mod
 
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """What config.json says that unquantised weights are stored in; bfloat16 where it says nothing known."""
-    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}.get(name, torch.bfloat16)
+    return {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}.get(
+        stored_dtype(config), torch.bfloat16
+    )
 
 
 def experts(wanted: Wanted, read: ReadLinear) -> ExpertWeights:

@@ -5,6 +5,8 @@
 * mxfp4, as GPT-OSS has it: per layer `gate_up_proj_blocks`, `gate_up_proj_scales`, `down_proj_blocks`,
   `down_proj_scales`, all experts stacked, gate and up rows interleaved.
 * fp8, as DeepSeek-V3 and Qwen3-FP8 have it: per expert `{gate,up,down}_proj.weight`, `.weight_scale_inv`.
+* int4, as Kimi-K2-Thinking has it (compressed-tensors, `pack-quantized`): per expert
+  `{gate,up,down}_proj.weight_packed`, `.weight_scale` and `.weight_shape`.
 
 Legend: E experts, I intermediate size, H hidden size.
 """
@@ -24,7 +26,7 @@ from turnout import __version__
 from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter
 from turnout.errors import UserError
-from turnout.formats import fp8, layouts, mxfp4, nvfp4
+from turnout.formats import fp8, int4, layouts, mxfp4, nvfp4
 from turnout.formats.codec import encode
 from turnout.vocabulary import Format
 
@@ -229,6 +231,62 @@ class Fp8:
         return [
             Entry(f"{module}.weight", fp8.DTYPE, shape),
             Entry(f"{module}.weight_scale_inv", torch.float32, blocks),
+        ]
+
+
+class Int4:
+    """compressed-tensors' W4A16 in groups of 32, symmetric. dtype: of the checkpoint's other weights."""
+
+    format = Format.INT4
+
+    def __init__(self, dtype: str):
+        self._dtype = dtype
+
+    def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
+        return [
+            [e for p in PROJECTIONS for e in self._entries(layer.module(i, p), layer.shape(p))]
+            for i in range(layer.experts.num_experts)
+        ]
+
+    def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
+        for projection, weight in weights.items():
+            module = layer.module(index, projection)
+            packed = encode(weight, Format.INT4, name=module)
+            assert packed.scale is not None
+            to.write(f"{module}.weight_packed", packed.data.view(torch.int32))
+            to.write(f"{module}.weight_scale", packed.scale)
+            to.write(f"{module}.weight_shape", torch.tensor(weight.shape))
+
+    def declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Modules are listed one by one: the library matches names whole. Scales are taken to be of the
+        checkpoint's dtype unless it says otherwise."""
+        scheme: dict[str, Any] = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": int4.GROUP,
+            "dynamic": False,
+        }
+        if self._dtype != "bfloat16":
+            scheme["scale_dtype"] = "torch.bfloat16"
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+            },
+            "ignore": list(kept),
+        }
+        return config, {}
+
+    def _entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+        rows, columns = shape
+        return [
+            Entry(f"{module}.weight_packed", torch.int32, (rows, columns // 8)),
+            Entry(f"{module}.weight_scale", torch.bfloat16, (rows, columns // int4.GROUP)),
+            Entry(f"{module}.weight_shape", torch.int64, (2,)),
         ]
 
 

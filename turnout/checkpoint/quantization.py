@@ -10,14 +10,15 @@ from typing import Any
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.patterns import ModulePatterns
 from turnout.errors import UserError
-from turnout.formats.spec import FORMATS
+from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.vocabulary import Format
 
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
-DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods that no runner multiplies in -> stored as
+DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods of which runners lack some or all -> stored as
 FP8_BLOCK = [FORMATS[Format.FP8].block_rows, FORMATS[Format.FP8].group]
 FP8_NAMES = ("e4m3", "float8_e4m3fn")
 INT4_GROUPS = (32, 64, 128)
+REORDERED = ("group", "dynamic", True)  # values of `actorder` that scatter a group's columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Quantization:
     @property
     def decodes_experts(self) -> bool:
         """Whether experts become unquantised weights while they load."""
-        return self.method in DECODED
+        return self.stored != self.format
 
     @property
     def stored(self) -> str:
@@ -105,7 +106,25 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
     method = str(record.get("quant_method", "modelopt" if "quant_algo" in record else None))
     if method not in _PARSERS:
         raise _unsupported(file, "quant_method", method, _PARSERS)
-    return _PARSERS[method](record, file)
+    found = _PARSERS[method](record, file)
+    if found.method == "int4" and not _stays_packed(found, record, stored_dtype(config)):
+        return replace(found, format=Format.BF16)
+    return found
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """What config.json says that unquantised weights are stored in, such as "bfloat16"; "None" if nothing."""
+    return str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+
+
+def _stays_packed(found: Quantization, record: Mapping[str, Any], dtype: str) -> bool:
+    """Whether INT4 experts are `Format.INT4`: no zero points, columns in order, scales in bfloat16. Those are
+    in the checkpoint's own `dtype` where the record does not say."""
+    ((_, group),) = record["config_groups"].items()
+    scheme = group["weights"]
+    dtype = str(scheme.get("scale_dtype") or dtype).removeprefix("torch.")
+    reordered = scheme.get("actorder") in REORDERED
+    return found.symmetric and not reordered and (dtype == "bfloat16" or dtype not in ITEMSIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,14 +240,16 @@ def _int4(name: str, weights: Any, activations: Any, file: Path | str) -> Quanti
     where = f"{name}.weights"
     scheme = _require_scheme(file, where, weights, wanted, symmetric=False)
     _require(file, f"{name}.input_activations", activations, None)
-    strategy, symmetric = scheme.get("strategy", "group"), scheme.get("symmetric", True) is True
+    strategy = scheme.get("strategy", "group")
+    symmetric = scheme.get("symmetric", True) is True
+    found = Quantization(method="int4", format=Format.INT4, symmetric=symmetric)
     if strategy == "channel":
-        return Quantization(method="int4", symmetric=symmetric)
+        return found
     _require(file, f"{where}.strategy", strategy, "group")
     group = scheme.get("group_size")
     if group not in INT4_GROUPS:
         raise _unsupported(file, f"{where}.group_size", group, INT4_GROUPS)
-    return Quantization(method="int4", group=int(group), symmetric=symmetric)
+    return replace(found, group=int(group))
 
 
 def _mxfp4(record: dict[str, Any], file: Path | str) -> Quantization:

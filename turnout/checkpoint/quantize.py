@@ -1,4 +1,4 @@
-"""From a bf16 (float16, float32) checkpoint to NVFP4, MXFP4 or FP8: routed experts only, one at a time.
+"""From a bf16 (float16, float32) checkpoint to NVFP4, MXFP4, FP8 or INT4: routed experts only, one at a time.
 
 Attention, routers, norms, embeddings, shared experts and the head are copied as they are and listed as
 not quantised: together they are a few percent of the weights and most of the loss. `bf16` quantises
@@ -22,11 +22,21 @@ import torch
 from torch import Tensor
 
 from turnout.checkpoint.config import CONFIG, MODELOPT_CONFIG, read_config
-from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, InputAmax, Mxfp4, Nvfp4
+from turnout.checkpoint.encoders import (
+    PROJECTIONS,
+    Encoder,
+    ExpertLayer,
+    Fp8,
+    InputAmax,
+    Int4,
+    Mxfp4,
+    Nvfp4,
+)
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.experts import ExpertShape, Wanted, arrangement
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.parts import PLAIN
+from turnout.checkpoint.quantization import stored_dtype
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
 from turnout.formats.codec import check
@@ -36,7 +46,7 @@ __all__ = ["OUTPUT_FORMATS", "Calibration", "InputAmax", "quantize"]
 
 Calibration = Mapping[str, tuple[float, float]]
 
-OUTPUT_FORMATS = (Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16)
+OUTPUT_FORMATS = (Format.NVFP4, Format.MXFP4, Format.FP8, Format.INT4, Format.BF16)
 SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 1 << 26  # of a large tensor, such as the embeddings, at a time
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -159,7 +169,8 @@ def _job(
         _refuse_bias(files, layer, format)
     _check_calibration(calibration, layers)
     encoders: dict[Format, Encoder] = {
-        encoder.format: encoder for encoder in (Nvfp4(calibration), Mxfp4(), Fp8())
+        encoder.format: encoder
+        for encoder in (Nvfp4(calibration), Mxfp4(), Fp8(), Int4(stored_dtype(config)))
     }
     copied = tuple(name for name in files if not _EXPERT.fullmatch(name) and not _STACKED.fullmatch(name))
     return _Job(

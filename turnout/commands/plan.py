@@ -105,8 +105,8 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
     stored = parse_quantization(read_config(engine_plan.folder))
     if stored.decodes_experts:
         lines.append(
-            f"the files hold experts in {stored.stored} ({stored.method}), which no runner multiplies in: "
-            f"they are decoded to {moe.format} while they load, and take its memory"
+            f"the files hold experts in {stored.stored} ({stored.method}) in a form that no runner "
+            f"multiplies in: they are decoded to {moe.format} while they load, and take its memory"
         )
     place = engine_plan.attention_place
     for group in engine_plan.cache_groups:

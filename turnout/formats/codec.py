@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.errors import UserError
-from turnout.formats import fp8, mxfp4, nvfp4
+from turnout.formats import fp8, int4, mxfp4, nvfp4
 from turnout.formats.packed import PackedTensor
 from turnout.formats.spec import FORMATS
 from turnout.vocabulary import Format
@@ -65,6 +65,9 @@ def encode(
     if format == Format.MXFP4:
         data, scale = mxfp4.encode(weight)
         return PackedTensor(format=Format.MXFP4, data=data, scale=scale)
+    if format == Format.INT4:
+        data, scale = int4.encode(weight)
+        return PackedTensor(format=Format.INT4, data=data, scale=scale)
     if global_scale is None:
         global_scale = nvfp4.global_scale(weight, lead=weight.ndim - 2)
     data, scale = nvfp4.encode(weight, global_scale)

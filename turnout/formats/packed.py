@@ -8,9 +8,11 @@ What each `Format` is stored as:
 | fp8   | e4m3  [..., N, K]        | float32 [..., ceil(N/128), ceil(K/128)]| -                |
 | nvfp4 | uint8 [..., N, K/2]      | e4m3  [..., N, K/16]                   | float32 [...]    |
 | mxfp4 | uint8 [..., N, K/2]      | uint8 (e8m0) [..., N, K/32]            | -                |
+| int4  | uint8 [..., N, K/2]      | bfloat16 [..., N, K/32]                | -                |
 
 `bf16` means "not quantised": its data may also be float16 or float32. Scales are plain row-major
-(never swizzled) and always multiply: `w = decode(data) * scale * global_scale`.
+(never swizzled) and always multiply: `w = decode(data) * scale * global_scale`, of int4
+rounded to bfloat16.
 
 fp8 gate and up [I, K] stacked to [2I, K] with I no multiple of 128 keep their own blocks: `block_rows` is
 then the largest height that both are cut into, and scale is float32 [..., N/block_rows, ceil(K/128)].
@@ -100,7 +102,7 @@ class PackedTensor:
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Plain weights `[..., N, K]` in `dtype`, computed in float32 and rounded once."""
-        from turnout.formats import fp8, mxfp4, nvfp4
+        from turnout.formats import fp8, int4, mxfp4, nvfp4
 
         if self.format == Format.BF16:
             return self.data.to(dtype)
@@ -112,6 +114,8 @@ class PackedTensor:
             return fp8.decode_blocks(self.data, self.scale).to(dtype)
         if self.format == Format.MXFP4:
             return mxfp4.decode(self.data, self.scale).to(dtype)
+        if self.format == Format.INT4:
+            return int4.decode(self.data, self.scale).to(dtype)
         assert self.global_scale is not None, "nvfp4 weights carry a global scale"
         return nvfp4.decode(self.data, self.scale, self.global_scale).to(dtype)
 

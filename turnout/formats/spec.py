@@ -1,8 +1,8 @@
 """The one table of number formats: bits, groups, scales, bytes. Imports no torch, so plans can use it.
 
-Codecs (fp8.py, nvfp4.py, mxfp4.py), plans, readers of checkpoints and the documentation take group sizes
-and byte counts from here. Sources: OCP Microscaling Formats v1.0 (mxfp4); NVIDIA's NVFP4 as ModelOpt writes
-it; DeepSeek-V3, section 3.3 (fp8 in blocks).
+Codecs (fp8.py, nvfp4.py, mxfp4.py, int4.py), plans, readers of checkpoints and the documentation take group
+sizes and byte counts from here. Sources: OCP Microscaling Formats v1.0 (mxfp4); NVIDIA's NVFP4 as ModelOpt
+writes it; DeepSeek-V3, section 3.3 (fp8 in blocks); compressed-tensors' `pack-quantized` (int4).
 """
 
 from __future__ import annotations
@@ -94,6 +94,16 @@ FORMATS: Mapping[Format, FormatSpec] = MappingProxyType(
                 values="e2m1",
                 scale="e8m0 (a power of two)",
                 needs="nothing for W4A16; FP4 tensor cores (compute capability 10.0 or later) for W4A4",
+            ),
+            FormatSpec(
+                format=Format.INT4,
+                bits=4,
+                group=32,
+                k_multiple=32,
+                scale_bytes=2,
+                values="integers -8 to 7",
+                scale="bfloat16",
+                needs="nothing for W4A16",
             ),
         )
     }

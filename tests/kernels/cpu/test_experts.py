@@ -21,20 +21,21 @@ CASES = [
     ("float16", Activation(kind="relu2"), True),
     ("nvfp4", Activation(), False),
     ("mxfp4", SWIGLU, True),
+    ("int4", Activation(), True),
     ("fp8", SWIGLU, True),
 ]
 
 
 def weights(kind: str, activation: Activation, biased: bool) -> ExpertWeights:
     rows = 2 * I if activation.gated else I
-    inner = 64 if kind == "mxfp4" else I
+    inner = 64 if kind in ("mxfp4", "int4") else I
     rows = rows // I * inner
 
     def matrix(n: int, k: int) -> PackedTensor:
         plain = torch.randn(E, n, k) / k**0.5
         return (
             encode(plain, kind)
-            if kind in ("fp8", "nvfp4", "mxfp4")
+            if kind in ("fp8", "nvfp4", "mxfp4", "int4")
             else PackedTensor(format="bf16", data=plain.to(getattr(torch, kind)))
         )
 

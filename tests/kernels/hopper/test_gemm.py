@@ -27,6 +27,9 @@ def name(config: TileConfig) -> str:
 # both for the narrowest.
 PACKED = [config for _, config in packed.RULES][:-1]
 CASES = [(("mxfp4", "nvfp4")[i % 2], config) for i, config in enumerate(PACKED)] + [("nvfp4", PACKED[0])]
+CASES += [
+    pytest.param("int4", config, marks=pytest.mark.more) for config in (PACKED[0], PACKED[1], PACKED[3])
+]
 RESIDENT = {8: 5, 16: 6, 32: 4, 64: 3}  # programs of a multiprocessor
 
 

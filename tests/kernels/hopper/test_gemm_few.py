@@ -17,6 +17,7 @@ from turnout.moe.backends.hopper.kernels import FewTokens
 CASES = [
     ("mxfp4", FewTokens(64, 8, 256, 4, 4, 1, 1), False),
     ("nvfp4", FewTokens(64, 8, 256, 4, 8, 1, 2), True),
+    ("int4", FewTokens(64, 8, 256, 4, 8, 1, 2), True),
     ("nvfp4", FewTokens(32, 8, 256, 7, 8, 1, 4), True),
 ]
 

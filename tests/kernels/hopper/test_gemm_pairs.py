@@ -17,7 +17,11 @@ from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import chunks
 
 K = 768
-FIRST = [("mxfp4", Pairs(16, 1, 256, 2, 4, 1, 4), 64), ("bf16", Pairs(32, 1, 128, 3, 4, 1, 2), 32)]
+FIRST = [
+    ("mxfp4", Pairs(16, 1, 256, 2, 4, 1, 4), 64),
+    ("int4", Pairs(16, 1, 256, 2, 4, 1, 4), 64),
+    ("bf16", Pairs(32, 1, 128, 3, 4, 1, 2), 32),
+]
 SECOND = [("nvfp4", Pairs(16, 1, 256, 1, 8, 8, 1), 8), ("bf16", Pairs(16, 1, 128, 2, 4, 2, 2), 8)]
 
 
@@ -54,7 +58,7 @@ def check_loop(text: str, format: str, config: Pairs) -> None:
     assert count(r"ld\.global\S*\.v4\.b32", ahead) >= strips * most
 
 
-@pytest.mark.parametrize(("format", "config", "pairs"), FIRST, ids=["mxfp4", "bf16"])
+@pytest.mark.parametrize(("format", "config", "pairs"), FIRST, ids=["mxfp4", "int4", "bf16"])
 def test_the_first_gemm_finds_its_pair_without_other_warps(format: str, config: Pairs, pairs: int):
     text = text_of(gemm_of_pairs, format, config, PAIRS=pairs, ACTIVATION="swiglu", LATE=False)
     check_loop(text, format, config)

@@ -25,6 +25,7 @@ TILE = gl.NVMMASharedLayout(128, 16, 2)
         ("mxfp4", True, CHOICES["packed"][1], 1, True),
         ("nvfp4", False, CHOICES["packed"][0], 2, False),
         ("bf16", True, CHOICES["bf16"][0], 1, False),
+        pytest.param("int4", True, CHOICES["packed"][1], 1, True, marks=pytest.mark.more),
     ],
 )
 def test_compiles_as_designed(

@@ -20,10 +20,13 @@ from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL
 from turnout.kernels.cpu.vectors import (
     LANES,
     load,
+    load_bf16,
     load_e2m1,
     load_e4m3,
     load_e8m0,
     load_f16,
+    load_int4,
+    rounded_to_bf16,
     splat,
     store,
 )
@@ -31,9 +34,15 @@ from turnout.kernels.cpu.vectors import (
 F16, NVFP4, MXFP4 = 2, 3, 4  # kinds of panels that are unpacked
 BF16_PAIRS = 5  # of panels that only bf16.py multiplies
 PAIRS = "bf16_pairs"  # their name
-FP8 = 6  # also unpacked
+FP8, INT4 = 6, 7  # also unpacked
 FP8_SCALE = np.float32(2.0**8)  # of an e4m3 (vectors.py)
 KINDS = {torch.float32: F32_PANEL, torch.bfloat16: BF16_PANEL, torch.float16: F16}
+# Of 4 bits: kind, columns that share a scale, type of scales.
+PACKED = {
+    "nvfp4": (NVFP4, 16, torch.uint8),
+    "mxfp4": (MXFP4, 32, torch.uint8),
+    "int4": (INT4, 32, torch.bfloat16),
+}
 NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
 MXFP4_SCALE = np.float32(2.0**14)
 
@@ -58,6 +67,11 @@ def unpack(kind, panel, scales, factor, K, to):
             scale = load_e4m3(scales + group * 16)
             for k in range(group * 16, group * 16 + 16):
                 store(to + k * 64, load_e2m1(panel + k * 8) * scale * whole)
+    elif kind == INT4:
+        for group in range(K // 32):
+            scale = load_bf16(scales + group * 32)
+            for k in range(group * 32, group * 32 + 32):
+                store(to + k * 64, rounded_to_bf16(load_int4(panel + k * 8) * scale))
     else:
         for group in range(K // 32):
             scale = load_e8m0(scales + group * 16)
@@ -87,14 +101,15 @@ class Panels:
     """E matrices [N, K]; N is a multiple of 16.
 
     data: [E, B, K, 16] of float32, bfloat16 or float16, or of bfloat16 [E, B, K / 2, 16, 2], K padded with
-    zeros to a multiple of 32 (PAIRS: bf16.py), or of e4m3 uint8 [E, B, K, 16], or of e2m1 uint8 [E, B, K, 8]:
-    column c in the low and c + 8 in the high nibble. scales: float32 [E, B, K / 128, 16] (FP8) or uint8
-    [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] (MXFP4, e8m0). factors: float32 [E], such as
-    NVFP4's global scales.
+    zeros to a multiple of 32 (PAIRS: bf16.py), or of e4m3 uint8 [E, B, K, 16], or of 4 bits uint8
+    [E, B, K, 8]: column c in the low and c + 8 in the high nibble. scales: float32 [E, B, K / 128, 16] (FP8)
+    or uint8 [E, B, K / 16, 16] (NVFP4, e4m3) or [E, B, K / 32, 16] of uint8 (MXFP4, e8m0) or bfloat16 (INT4).
+    factors: float32 [E], such as NVFP4's global scales.
     """
 
     def __init__(self, shape: Sequence[int], kind: torch.dtype | str) -> None:
-        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "fp8", "nvfp4", "mxfp4" or PAIRS."""
+        """Uninitialised storage of `shape`, E, N, K. kind: a dtype, "fp8", "nvfp4", "mxfp4", "int4" or
+        PAIRS."""
         self.experts, self.outputs, self.inputs = experts, outputs, inputs = shape
         blocks = experts, outputs // LANES
         self.scales, self.factors = torch.empty(0), torch.ones(experts)
@@ -109,9 +124,9 @@ class Panels:
             self.data = torch.empty(*blocks, inputs, LANES, dtype=torch.uint8)
             self.scales = torch.empty(*blocks, -(-inputs // 128), LANES)
         else:
-            self.kind, group = (NVFP4, 16) if kind == "nvfp4" else (MXFP4, 32)
+            self.kind, group, dtype = PACKED[kind]
             self.data = torch.empty(*blocks, inputs, LANES // 2, dtype=torch.uint8)
-            self.scales = torch.empty(*blocks, inputs // group, LANES, dtype=torch.uint8)
+            self.scales = torch.empty(*blocks, inputs // group, LANES, dtype=dtype)
 
     @property
     def packed(self) -> bool:
@@ -120,7 +135,7 @@ class Panels:
     @property
     def unpacked(self) -> bool:
         """Whether products need them unpacked."""
-        return self.kind in (F16, NVFP4, MXFP4, FP8)
+        return self.kind in (F16, NVFP4, MXFP4, FP8, INT4)
 
     def write(self, expert: int, weight_NK: Tensor, factor: Tensor | float = 1.0) -> None:
         """Store one matrix, of any float dtype, that is meant to be multiplied by `factor`."""
@@ -134,12 +149,12 @@ class Panels:
     def write_packed(
         self, expert: int, codes: Tensor, scale: Tensor, factor: Tensor | float | None = None
     ) -> None:
-        """Store one matrix of e2m1. codes: uint8 [N, K / 2], even columns of K in the low nibble; scale: e4m3
-        [N, K / 16] or uint8 [N, K / 32]; factor: NVFP4's global scale."""
+        """Store one matrix of 4 bits. codes: uint8 [N, K / 2], even columns of K in the low nibble; scale:
+        e4m3 [N, K / 16], or uint8 or bfloat16 [N, K / 32]; factor: NVFP4's global scale."""
         nibbles_NK = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
         nibbles_BKC = _across(nibbles_NK)
         self.data[expert] = nibbles_BKC[..., : LANES // 2] | nibbles_BKC[..., LANES // 2 :] << 4
-        self.scales[expert] = _across(scale.view(torch.uint8))
+        self.scales[expert] = _across(scale.view(self.scales.dtype))
         if factor is not None:
             self.factors[expert] = factor
 

@@ -115,6 +115,15 @@ def halves(b: Builder, bits: ir.Value) -> ir.Value:
     return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), F32_V)
 
 
+def nibbles(b: Builder, address: ir.Value) -> ir.Value:
+    """16 codes of four bits as int16, from 8 bytes, the first 8 of them in the low nibbles."""
+    eight = ir.VectorType(I8, 8)
+    codes = load_as(b, address, eight)
+    low, high = b.and_(codes, ir.Constant(eight, [15] * 8)), b.lshr(codes, ir.Constant(eight, [4] * 8))
+    both = b.shuffle_vector(low, high, ir.Constant(I32_V, list(range(LANES))))
+    return b.zext(both, I16_V)
+
+
 def same(kind: ir.Type, value: int) -> ir.Constant:
     """A vector of integers that are all alike."""
     return ir.Constant(kind, [value] * LANES)
@@ -143,21 +152,27 @@ def load_f16(_: Any, address: Any) -> Any:
 
 @intrinsic
 def load_e2m1(_: Any, address: Any) -> Any:
-    """16 e2m1 times 2^-14 from 8 bytes, the first 8 of them in the low nibbles.
+    """16 e2m1 times 2^-14, as `nibbles`.
 
     Their exponent and mantissa are the lowest of exponent and the highest of mantissa of a float16, where
     subnormals are alike.
     """
 
     def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
-        eight = ir.VectorType(I8, 8)
-        codes = load_as(b, args[0], eight)
-        low, high = b.and_(codes, ir.Constant(eight, [15] * 8)), b.lshr(codes, ir.Constant(eight, [4] * 8))
-        both = b.shuffle_vector(low, high, ir.Constant(I32_V, list(range(LANES))))
-        wide = b.zext(both, I16_V)
+        wide = nibbles(b, args[0])
         size = b.shl(b.and_(wide, same(I16_V, 7)), same(I16_V, 9))
         sign = b.shl(b.and_(wide, same(I16_V, 8)), same(I16_V, 12))
         return halves(b, b.or_(size, sign))
+
+    return vector(types.int64), build
+
+
+@intrinsic
+def load_int4(_: Any, address: Any) -> Any:
+    """16 integers from -8 to 7, whose codes are 8 more, as `nibbles`."""
+
+    def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
+        return b.sitofp(b.sub(nibbles(b, args[0]), same(I16_V, 8)), F32_V)
 
     return vector(types.int64), build
 
@@ -207,6 +222,19 @@ def splat(_: Any, scalar: Any) -> Any:
 def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once."""
     return vector(vector, vector, vector), lambda context, b, sig, args: call(b, "fma", *args)
+
+
+@intrinsic
+def rounded_to_bf16(_: Any, x: Any) -> Any:
+    """The nearest bfloat16 of each lane, ties to even; NaN comes out as any number."""
+
+    def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
+        bits = b.bitcast(args[0], I32_V)
+        odd = b.and_(b.lshr(bits, same(I32_V, 16)), same(I32_V, 1))
+        up = b.add(bits, b.add(odd, same(I32_V, 0x7FFF)))
+        return b.bitcast(b.and_(up, same(I32_V, 0xFFFF0000)), F32_V)
+
+    return vector(vector), build
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Grouped GEMM of the experts on Hopper for few tokens per expert (Gluon): weights in MXFP4 or NVFP4.
+"""Grouped GEMM of the experts on Hopper for few tokens per expert (Gluon): weights of 4 bits.
 
 What a decode step waits for is weights. So this kernel is made of warps that need nothing of each other: each
 loads the fragments of 16 weight rows (fragments.py) into its own registers, a chunk of columns ahead of the
@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.decode import bits, decode_codes, decode_scales
+from turnout.kernels.hopper.decode import bits, decode_codes, decode_scales, scale_words
 from turnout.kernels.hopper.tile import activate, locate
 
 
@@ -41,23 +41,23 @@ def strips_layout(
 
 
 @gluon.jit
-def decode(codes, scales, NVFP4: gl.constexpr, OPERAND: gl.constexpr, ACROSS: gl.constexpr):
+def decode(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr, ACROSS: gl.constexpr):
     """codes int32 [S, STRIPS, CHUNK, 128], scales int32 [S, STRIPS, CHUNK, 8 or 16] -> [S, rows, columns]."""
     S: gl.constexpr = codes.shape[0]
     STRIPS: gl.constexpr = codes.shape[1]
     CHUNK: gl.constexpr = codes.shape[2]
-    PER: gl.constexpr = 2 if NVFP4 else 1
+    PER: gl.constexpr = 2 if FORMAT == "nvfp4" else 1
     SHAPE: gl.constexpr = [S, STRIPS, CHUNK, 8, 4, 2, 2]  # lane / 4, lane % 4, column / 32, column / 16
     AXES: gl.constexpr = gl.BlockedLayout(
         [1, 1, CHUNK, 1, 1, 2, 2], [1, 1, 1, 8, 4, 1, 1], [S, ACROSS, 1, 1, 1, 1, 1], [6, 5, 4, 3, 2, 1, 0]
     )
     word = gl.convert_layout(codes.reshape(SHAPE), AXES, assert_trivial=True)
-    upper0, upper1, lower0, lower1 = decode_scales(scales, NVFP4)
-    upper = gl.join(upper0, upper1).reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
-    lower = gl.join(lower0, lower1).reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
+    upper, lower = decode_scales(scales, FORMAT)
+    upper = upper.reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
+    lower = lower.reshape([S, STRIPS, CHUNK, 8, 1, 2, PER])
     upper = gl.convert_layout(upper, AXES).broadcast_to(SHAPE)
     lower = gl.convert_layout(lower, AXES).broadcast_to(SHAPE)
-    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower)
+    a0, a1, b0, b1, c0, c1, d0, d1 = decode_codes(word, upper, lower, FORMAT)
     left = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # ..., odd, lower
     right = gl.join(gl.join(c0, c1), gl.join(d0, d1))
     # slice 0, strip 1, chunk 2, lane / 4 3, lane % 4 4, step 5 6, odd 7, lower 8, right 9
@@ -130,12 +130,11 @@ def expert_gemm_few(
     of 64 columns that a warp takes at once. WHOLE: STAGES hold all chunks of a slice, and all of x is copied
     first.
     """
-    NVFP4: gl.constexpr = FORMAT == "nvfp4"
     S: gl.constexpr = SLICES
     C: gl.constexpr = K_BLOCKS
     WM: gl.constexpr = num_warps // S
     STRIPS: gl.constexpr = BLOCK_N // 16
-    WORDS: gl.constexpr = 64 if NVFP4 else 32
+    WORDS: gl.constexpr = scale_words(FORMAT)
     CODES: gl.constexpr = strips_layout(S, STRIPS, C, 128, WM)
     SCALES: gl.constexpr = strips_layout(S, STRIPS, C, WORDS // 4, WM)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, WM, 1], [1, 16, 8])
@@ -210,7 +209,7 @@ def expert_gemm_few(
         scales_tile += C * WORDS
         next_codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
         next_scales = gl.load(scales_tile + scales_at)
-        w = decode(codes, scales, NVFP4, OPERAND, WM)
+        w = decode(codes, scales, FORMAT, OPERAND, WM)
         tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
         codes, scales = next_codes, next_scales
         acc = mma_v2(w, tokens, acc)
@@ -224,7 +223,7 @@ def expert_gemm_few(
         async_copy.wait_group(0)
         gl.thread_barrier()
     slot = chunks - 1 if WHOLE else (chunks - 1) % STAGES
-    w = decode(codes, scales, NVFP4, OPERAND, WM)
+    w = decode(codes, scales, FORMAT, OPERAND, WM)
     tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
     acc = mma_v2(w, tokens, acc)
 

@@ -1,4 +1,4 @@
-"""Grouped GEMM of the experts on Hopper (Gluon): bf16 activations, weights in MXFP4 or NVFP4.
+"""Grouped GEMM of the experts on Hopper (Gluon): bf16 activations, weights of 4 bits.
 
 The tiles are those of gemm.py: BLOCK_N weight rows of one expert by the tokens that chose it. 4-bit
 weights, which `wgmma` may take from registers, are decoded once for all tokens of a tile.
@@ -36,7 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.decode import codes_layout, decode_halves, decode_quarters, scales_layout
+from turnout.kernels.hopper.decode import (
+    codes_layout,
+    decode_halves,
+    decode_quarters,
+    scale_words,
+    scales_layout,
+)
 from turnout.kernels.hopper.tile import activate, locate, token_rows
 
 
@@ -87,22 +93,21 @@ def copy_tokens(x, x_at, exists, left, STEP: gl.constexpr, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def multiply(xs, ws, scales, acc, STAGE: gl.constexpr):
+def multiply(xs, ws, scales, acc, STAGE: gl.constexpr, FORMAT: gl.constexpr):
     """acc += w @ x.T of one stage: a part of the columns is decoded while the one before is multiplied."""
     WIDTH: gl.constexpr = acc.shape[1]
     PARTS: gl.constexpr = 4 if WIDTH == 16 else 2
     PART: gl.constexpr = 64 // PARTS
     BLOCKS: gl.constexpr = ws[STAGE].shape[0]
-    WORDS: gl.constexpr = scales[STAGE].shape[1]
     CODES: gl.constexpr = codes_layout(BLOCKS, 1)
-    SCALES: gl.constexpr = scales_layout(BLOCKS, 1, WORDS)
+    SCALES: gl.constexpr = scales_layout(BLOCKS, 1, scale_words(FORMAT))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     codes = ws[STAGE].load(CODES)
     scale = scales[STAGE].load(SCALES)
     if PARTS == 4:
-        parts = decode_quarters(codes, scale, WORDS == 64, OPERAND)
+        parts = decode_quarters(codes, scale, FORMAT, OPERAND)
     else:
-        parts = decode_halves(codes, scale, WORDS == 64, OPERAND)
+        parts = decode_halves(codes, scale, FORMAT, OPERAND)
     x_T = xs[STAGE].slice(0, WIDTH).permute((1, 0))
     for i in gl.static_range(PARTS):
         token = warpgroup_mma(parts[i], x_T.slice(i * PART, PART), acc, is_async=True)
@@ -113,7 +118,7 @@ def multiply(xs, ws, scales, acc, STAGE: gl.constexpr):
 @gluon.jit
 def request_and_multiply(
     xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
-    STEP: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
+    STEP: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Step STEP beyond the pointers, with the requests of the one AHEAD of it."""
     STAGES: gl.constexpr = len(xs)
@@ -123,7 +128,7 @@ def request_and_multiply(
     copy_weights(ws[THEN], scales[THEN], codes_at, scales_at, codes_exist, scales_exist, STEP + AHEAD)
     copy_tokens(xs[THEN].slice(0, acc.shape[1]), x_at, rows_exist, left, STEP + AHEAD, WHOLE)
     async_copy.commit_group()
-    return multiply(xs, ws, scales, acc, STEP)
+    return multiply(xs, ws, scales, acc, STEP, FORMAT)
 
 
 @gluon.jit
@@ -157,7 +162,7 @@ def compute_tile(
 ):  # fmt: skip
     """One tile of at most WIDTH tokens, from the first request to the last store."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
-    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    WORDS: gl.constexpr = scale_words(FORMAT)
     CODES: gl.constexpr = codes_layout(BLOCKS, 1)
     COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -199,7 +204,7 @@ def compute_tile(
         for u in gl.static_range(STAGES):
             acc = request_and_multiply(
                 xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
-                u, AHEAD, WHOLE,
+                u, AHEAD, WHOLE, FORMAT,
             )  # fmt: skip
         codes_at += STAGES * 512
         scales_at += STAGES * WORDS
@@ -208,7 +213,7 @@ def compute_tile(
     for u in gl.static_range(REST):
         acc = request_and_multiply(
             xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
-            u, AHEAD, WHOLE,
+            u, AHEAD, WHOLE, FORMAT,
         )  # fmt: skip
 
     # What the end needs arrives during the last steps.
@@ -227,7 +232,7 @@ def compute_tile(
     for u in gl.static_range(AHEAD):
         async_copy.wait_group(AHEAD - 1 - u)
         fence_async_shared()
-        acc = multiply(xs, ws, scales, acc, (REST + u) % STAGES)
+        acc = multiply(xs, ws, scales, acc, (REST + u) % STAGES, FORMAT)
     acc = warpgroup_mma_wait(0, deps=[acc])
     end_tile(
         acc, alpha, bias, weight, out_ptr, r.to(gl.int64) * out_stride, stored, n, out_columns,
@@ -250,7 +255,7 @@ def expert_gemm_packed(
     not take turns are multiplied as 32 where they have no more.
     """
     BLOCKS: gl.constexpr = BLOCK_N // 64
-    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    WORDS: gl.constexpr = scale_words(FORMAT)
     if PDL and GATHER:
         gdc_wait()
     n_tiles = gl.cdiv(n_blocks, BLOCKS)

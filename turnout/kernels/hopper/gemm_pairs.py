@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.decode import bits
+from turnout.kernels.hopper.decode import bits, scale_words
 from turnout.kernels.hopper.find import held_pairs, of_number, pairs_layout
 from turnout.kernels.hopper.gemm_few import axes4, decode, strips_layout
 from turnout.kernels.hopper.tile import activate
@@ -183,7 +183,7 @@ def multiply(
     TOKEN_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     COPY: gl.constexpr = copy_layout(S, ALL, ACROSS)
     COPY_S: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, COPY))
-    WORDS: gl.constexpr = 0 if PLAIN else 64 if FORMAT == "nvfp4" else 32
+    WORDS: gl.constexpr = 0 if PLAIN else scale_words(FORMAT)
 
     tile = again(n)
     x = x_memory.index(again(0 * n))
@@ -229,7 +229,7 @@ def multiply(
         if PLAIN:
             w = plain_operand(codes, OPERAND)
         else:
-            w = decode(codes, scales, FORMAT == "nvfp4", OPERAND, ACROSS)
+            w = decode(codes, scales, FORMAT, OPERAND, ACROSS)
         token = token_operand(x.slice(chunk * COLUMNS, COLUMNS, 2), TOKEN_OPERAND, PLAIN, ACROSS)
         acc = mma_v2(w, token, acc)
     return acc

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.decode import decode_half, halves_held
+from turnout.kernels.hopper.decode import decode_half, halves_held, scale_words
 from turnout.kernels.hopper.schedule import advance, draw, drawn_memory, publish, published, tile_at
 from turnout.kernels.hopper.tile import finish_part, gathered_tokens, result_rows, tile_memory
 
@@ -56,7 +56,7 @@ def load_tiles(
     empty; no expert: none is left. Four warps.
     """
     PACKED: gl.constexpr = FORMAT != "bf16"
-    WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    WORDS: gl.constexpr = scale_words(FORMAT)
     BLOCKS: gl.constexpr = ROWS // 64
     COPY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     COPY_CODES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
@@ -173,15 +173,15 @@ def multiply_step(
             else:
                 last = x.index(slot).slice(WIDTH, MORE).permute((1, 0))
         if PACKED:
-            block0 = halves_held(w, scales, slot, HALF * HELD)
-            block1 = halves_held(w, scales, slot, HALF * HELD + HELD - 1)
+            block0 = halves_held(w, scales, slot, HALF * HELD, FORMAT)
+            block1 = halves_held(w, scales, slot, HALF * HELD + HELD - 1, FORMAT)
             for half in gl.static_range(2):
                 b = tokens.slice(32 * half, 32, 0)
                 b_last = last.slice(32 * half, 32, 0)
-                a = decode_half(block0[half], OPERAND)
+                a = decode_half(block0[half], FORMAT, OPERAND)
                 acc0, more0 = add_products(a, b, b_last, acc0, more0, 1, MORE)
                 if HELD == 2:
-                    a = decode_half(block1[half], OPERAND)
+                    a = decode_half(block1[half], FORMAT, OPERAND)
                     acc1, more1 = add_products(a, b, b_last, acc1, more1, SECOND, MORE)
         else:
             a = w.index(slot).slice(HALF * HELD * 64, 64)

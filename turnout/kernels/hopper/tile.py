@@ -8,6 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from turnout.kernels.hopper.decode import scale_words
+
 
 @gluon.jit
 def locate(program, tiles_ptr, n_tiles, first_expert, num_experts, DIRECT: gl.constexpr, GROUP: gl.constexpr):
@@ -72,7 +74,7 @@ def tile_memory(FORMAT: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, T
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, 64], TILE)
     if FORMAT != "bf16":
-        WORDS: gl.constexpr = 64 if FORMAT == "nvfp4" else 32
+        WORDS: gl.constexpr = scale_words(FORMAT)
         w = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS // 64, 512], LINEAR)
         scales = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS // 64, WORDS], LINEAR)
     else:

@@ -20,7 +20,7 @@ def weights(format: str, rows: int, columns: int, experts: int = 3) -> PackedTen
 
 
 @pytest.mark.parametrize(("rows", "columns", "paired"), SHAPES)
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4"])
 def test_inverse_gives_back_the_weights(format: str, rows: int, columns: int, paired: bool):
     packed = weights(format, rows, columns)
     back = from_fragments(to_fragments(packed, paired=paired, device="cpu"), paired=paired)
@@ -54,13 +54,15 @@ def test_mxfp4_scales_far_apart():
     assert back[0, 0, 64] == 0
 
 
-def test_threads_hold_what_wgmma_asks_for():
+@pytest.mark.parametrize("format", ["mxfp4", "int4"])
+def test_threads_hold_what_wgmma_asks_for(format: str):
     """The PTX manual's figure for the first operand in registers, m64k16: thread by thread."""
     code = torch.randint(0, 16, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    one = torch.full((1, 64, 2), 127, dtype=torch.uint8) if format == "mxfp4" else torch.ones(1, 64, 2)
     packed = PackedTensor(
-        format="mxfp4",
+        format=format,
         data=(code[:, ::2] | code[:, 1::2] << 4)[None],
-        scale=torch.full((1, 64, 2), 127, dtype=torch.uint8),
+        scale=one if format == "mxfp4" else one.bfloat16(),
     )
     words = to_fragments(packed, paired=False, device="cpu").codes.view(128, 4)
     for thread in (0, 1, 5, 31, 32, 77, 127):
@@ -69,8 +71,20 @@ def test_threads_hold_what_wgmma_asks_for():
             column = 16 * step + 2 * (thread % 4)
             word = int(words[thread, step]) & 0xFFFFFFFF
             registers = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
-            for (r, c), bits in zip(registers, unfold(word), strict=True):
-                assert [bits & 0xFFFF, bits >> 16] == [expand(int(code[r, c])), expand(int(code[r, c + 1]))]
+            made, wanted = (unfold, expand) if format == "mxfp4" else (unfold_int4, expand_int4)
+            for (r, c), bits in zip(registers, made(word), strict=True):
+                assert [bits & 0xFFFF, bits >> 16] == [wanted(int(code[r, c])), wanted(int(code[r, c + 1]))]
+
+
+def test_int4_scales_are_those_of_a_threads_rows():
+    """Row r in the low half of a word, row r + 8 in the high half; a word for each 32 columns."""
+    scale = torch.randn(64, 2, generator=torch.Generator().manual_seed(3)).bfloat16()
+    data = torch.zeros(1, 64, 32, dtype=torch.uint8)
+    packed = PackedTensor(format="int4", data=data, scale=scale[None])
+    words = to_fragments(packed, paired=False, device="cpu").scales.view(4, 8, 2)
+    for warp, row, group in ((0, 0, 0), (1, 3, 1), (3, 7, 0)):
+        halves = words[warp, row, group].view(1).view(torch.bfloat16)
+        assert torch.equal(halves, scale[[16 * warp + row, 16 * warp + row + 8], group])
 
 
 def unfold(word: int) -> list[int]:
@@ -79,6 +93,15 @@ def unfold(word: int) -> list[int]:
     rotated = word << 10 | word >> 22
     last = (word << 4 & 0x81808180) | (word >> 4 & 0x00400040)
     return [word & mask, word << 6 & mask, rotated & mask, last]
+
+
+def unfold_int4(word: int) -> list[int]:
+    return [(word >> 4 * i & 0x000F000F) | 0x43004300 for i in range(4)]
+
+
+def expand_int4(code: int) -> int:
+    """128 + code as bf16 bits."""
+    return int(torch.tensor(128.0 + code).bfloat16().view(torch.int16))
 
 
 def expand(code: int) -> int:

@@ -36,7 +36,7 @@ from turnout.moe.backends.hopper.tile_config import LayerTiles, TileConfig, chun
 
 SORTED = LayerTiles(ONLY, ONLY)
 DSV3 = {"hidden": 7168, "inner": 2048, "w13_rows": 4096, "num_experts": 256, "local_experts": 32}
-FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4", "w4a8"]
+FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4", "int4", "w4a8"]
 
 
 def shape(format: str = "mxfp4", **fields) -> LayerShape:

@@ -13,7 +13,7 @@ from turnout.moe.backends.hopper.fragments import Fragments
 from turnout.moe.backends.hopper.weights import Matrix
 
 CPU = torch.device("cpu")
-FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4"]
+FORMATS = ["bf16", "fp8", "mxfp4", "nvfp4", "int4"]
 
 
 def matrices(format: str, seed: int = 0, device: torch.device = CPU, **sizes) -> list[Matrix]:
@@ -24,7 +24,7 @@ def matrices(format: str, seed: int = 0, device: torch.device = CPU, **sizes) ->
 
 def plain(matrix: Matrix) -> torch.Tensor:
     """float32 [E, N, K], rows in the order they came in; FP8 without its scales."""
-    if matrix.format in ("mxfp4", "nvfp4"):
+    if matrix.format in ("mxfp4", "nvfp4", "int4"):
         fragments = Fragments(
             format=matrix.format, codes=matrix.codes, scales=matrix.scales, alpha=matrix.alpha,
             rows=matrix.rows, columns=matrix.inner,

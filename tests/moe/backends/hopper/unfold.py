@@ -13,6 +13,17 @@ from turnout.vocabulary import Format
 
 def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
     """The weights as float32 [E, N, K]: the inverse of `to_fragments`, decoding as the kernels do."""
+    weight_ENK = (_int4 if fragments.format == Format.INT4 else _e2m1)(fragments)
+    weight_ENK = weight_ENK * fragments.alpha[:, None, None]
+    if paired:
+        weight_ENK = unpair_rows(weight_ENK)
+        half = fragments.rows // 2
+        gate_ENK, up_ENK = weight_ENK.chunk(2, dim=1)
+        weight_ENK = torch.cat((gate_ENK[:, :half], up_ENK[:, :half]), dim=1)
+    return weight_ENK[:, : fragments.rows, : fragments.columns]
+
+
+def _e2m1(fragments: Fragments) -> Tensor:
     E, n, k, _ = fragments.codes.shape
     codes_ENK = _unfold_codes(fragments.codes.view(torch.uint8)).view(E, n * BLOCK, k * BLOCK)
     scale_ENG = _unfold_scales(fragments.scales.view(torch.uint8), fragments.format)
@@ -21,13 +32,22 @@ def from_fragments(fragments: Fragments, *, paired: bool) -> Tensor:
         values.to(torch.int16).view(torch.bfloat16).float() * 2.0**63
     )  # 2^126 in two steps: it overflows with a scale
     scale_ENK = scale_ENG.repeat_interleave(GROUP[fragments.format], dim=2)
-    weight_ENK = value_ENK * (scale_ENK * 2.0**-63) * fragments.alpha[:, None, None]
-    if paired:
-        weight_ENK = unpair_rows(weight_ENK)
-        half = fragments.rows // 2
-        gate_ENK, up_ENK = weight_ENK.chunk(2, dim=1)
-        weight_ENK = torch.cat((gate_ENK[:, :half], up_ENK[:, :half]), dim=1)
-    return weight_ENK[:, : fragments.rows, : fragments.columns]
+    return value_ENK * (scale_ENK * 2.0**-63)
+
+
+def _int4(fragments: Fragments) -> Tensor:
+    """Values and scales by the thread that holds them: a code in the mantissa of 128, less 136."""
+    E, n, k, _ = fragments.codes.shape
+    word = fragments.codes.view(E, n, k, 4, 8, 4, 4)  # warp, lane / 4, lane % 4, step
+    registers = [word >> 4 * i & 0x000F000F | 0x43004300 for i in range(4)]
+    pairs = torch.stack(registers, dim=-1).unsqueeze(-1).view(torch.bfloat16) - 136  # ..., register, odd
+    value = pairs.unflatten(-2, (2, 2))  # right, lower
+    scale = fragments.scales.view(E, n, k, 4, 8, 2).unsqueeze(-1).view(torch.bfloat16)  # ..., word, lower
+    scale = scale.repeat_interleave(2, dim=-2)  # step
+    # E, n, k, warp, lane / 4, lane % 4, step, right, lower, odd
+    axes = value * scale[:, :, :, :, :, None, :, None, :, None]
+    axes = axes.permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
+    return axes.reshape(E, n * BLOCK, k * BLOCK).float()
 
 
 def from_fragments_fp8(fragments: FragmentsFP8, *, paired: bool) -> Tensor:

@@ -35,7 +35,7 @@ STEP_US = 0.12  # of a turn of the loop: a barrier, a product, its wait
 START_US = 1.5
 REGISTERS = 65536
 KEPT_WIDTHS, KEPT_CONFIGS, KEPT_ALIKE, WITHIN = 2, 5, 2, 1.7  # alike: of the same block_n and num_warps
-WEIGHT_BYTES = {"bf16": 2, "mxfp4": 0.53, "nvfp4": 0.5625}
+WEIGHT_BYTES = {"bf16": 2, "mxfp4": 0.53, "nvfp4": 0.5625, "int4": 0.5625}
 
 
 def worth_timing(

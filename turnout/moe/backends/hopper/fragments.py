@@ -17,24 +17,31 @@ No four rotations would do, each with one mask: shifts of a code's pattern do no
 left are multiplications, for which there are units that the rest leaves idle. The low half is column
 2 (l % 4), the high half the next one; A and B are rows r and r + 8, C and D the same 8 columns further on.
 
-Block scales become one byte each, which with one shift and one addition is a bf16 with the factor 2^126:
+INT4's codes need no pattern: A to D are the bits 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of each half.
+
+Block scales of e2m1 become one byte each, which with one shift and one addition is a bf16 with the factor
+2^126:
 
     mxfp4: the exponent field itself, relative to the expert's largest scale, which goes into `alpha`
     nvfp4: 5 bits of exponent and 3 of mantissa (e4m3 has 18 binades once its subnormals are normalised)
 
-A zero byte is a zero scale; its codes are set to zero, since nvfp4's zero byte is not a zero in bf16.
+A zero byte is a zero scale; its codes are set to zero, since nvfp4's zero byte is not a zero in bf16. INT4's
+scales are bf16 as they came: that of row r in the low half of a word, that of r + 8 in the high half.
 
-Legend: E experts, N rows, K columns, both padded to multiples of 64 with zero codes; G columns per scale.
+Legend: E experts, N rows, K columns, both padded to multiples of 64 with zero codes and scales; G columns
+per scale.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from turnout.formats import e2m1
 from turnout.formats.packed import PackedTensor
 from turnout.formats.spec import FORMATS
 from turnout.vocabulary import Format
@@ -42,15 +49,17 @@ from turnout.vocabulary import Format
 BLOCK = 64
 SLACK = 16  # blocks
 FOLD_CODES = 1 << 22  # that are folded at once: this takes tens of bytes a weight
-GROUP: dict[str, int] = {format: FORMATS[format].group for format in (Format.MXFP4, Format.NVFP4)}
+GROUP: dict[str, int] = {
+    format: FORMATS[format].group for format in (Format.MXFP4, Format.NVFP4, Format.INT4)
+}
 _TOP_FIELD = 253  # of the largest mxfp4 scale of an expert: 2^126
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fragments:
-    """Weights [E, N, K] of format "mxfp4" or "nvfp4".
+    """Weights [E, N, K] of format "mxfp4", "nvfp4" or "int4".
 
-    codes: int32 [E, N/64, K/64, 512]; scales: int32 [E, N/64, K/64, 32 (mxfp4) or 64 (nvfp4)];
+    codes: int32 [E, N/64, K/64, 512]; scales: int32 [E, N/64, K/64, 32 (mxfp4) or 64];
     alpha: float32 [E], which multiplies every product; rows, columns: N and K before padding.
     """
 
@@ -78,7 +87,9 @@ def to_fragments(weights: PackedTensor, *, paired: bool, device: torch.device | 
     fragments = Fragments(
         format=str(weights.format),
         codes=_with_slack((E, n, k, 512), device),
-        scales=_with_slack((E, n, k, 1024 // GROUP[weights.format]), device),
+        scales=_with_slack(
+            (E, n, k, 1024 * FORMATS[weights.format].scale_bytes // GROUP[weights.format]), device
+        ),
         alpha=torch.empty(E, device=device),
         rows=N,
         columns=K,
@@ -111,7 +122,10 @@ def pair_rows(weight: Tensor) -> Tensor:
 def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
     packed_NB, scale_NG = weights.data, weights.scale
     assert scale_NG is not None, f"{weights.format} weights carry scales"
-    code_NK = torch.stack((packed_NB & 15, packed_NB >> 4), dim=-1).flatten(1)
+    code_NK = e2m1.unpack(packed_NB)
+    if weights.format == Format.INT4:
+        scales = _fold_wide_scales(padded(scale_NG.view(torch.int16), BLOCK // GROUP[weights.format], paired))
+        return _folded(padded(code_NK, BLOCK, paired), _fold_int4), scales, torch.ones(())
     if weights.format == Format.NVFP4:
         assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
         byte_NG = _normalised(scale_NG.view(torch.uint8))
@@ -125,9 +139,8 @@ def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor
     code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
     code_NK = padded(code_NK, BLOCK, paired)
     byte_NG = padded(byte_NG, BLOCK // group, paired)
-    rows = max(BLOCK, FOLD_CODES // code_NK.shape[1] // BLOCK * BLOCK)
     return (
-        torch.cat([_fold_codes(part) for part in code_NK.split(rows)]).view(torch.int32),
+        _folded(code_NK, _fold_e2m1),
         _fold_scales(byte_NG, BLOCK // group).view(torch.int32),
         alpha.reshape(()),
     )
@@ -149,18 +162,34 @@ def padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
 # Axes of a 64 x 64 block. Rows: warp 4, lower 2, lane / 4 8. Columns: step 4, right 2, lane % 4 4, odd 2.
 
 
-def _fold_codes(code_NK: Tensor) -> Tensor:
-    """uint8 codes [N, K] -> bytes [N/64, K/64, 2048]."""
-    n, k = code_NK.shape[0] // BLOCK, code_NK.shape[1] // BLOCK
-    axes = code_NK.to(torch.int32).view(n, 4, 2, 8, k, 4, 2, 4, 2)
-    # -> n, k, warp, lane / 4, lane % 4, step, odd | right, lower
-    axes = axes.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
+def _folded(code_NK: Tensor, halves: Callable[[Tensor], Tensor]) -> Tensor:
+    """uint8 codes [N, K] -> int32 [N/64, K/64, 512] of the 16 bits that `halves` makes of four codes.
+
+    Few rows at a time.
+    """
+    rows = max(BLOCK, FOLD_CODES // code_NK.shape[1] // BLOCK * BLOCK)
+    folded = []
+    for part in code_NK.split(rows):
+        n, k = part.shape[0] // BLOCK, part.shape[1] // BLOCK
+        axes = part.to(torch.int32).view(n, 4, 2, 8, k, 4, 2, 4, 2)
+        # -> n, k, warp, lane / 4, lane % 4, step, odd | right, lower
+        half = halves(axes.permute(0, 4, 1, 3, 7, 5, 8, 6, 2))
+        folded.append(torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048))
+    return torch.cat(folded).view(torch.int32)
+
+
+def _fold_e2m1(axes: Tensor) -> Tensor:
+    """int32 codes [..., odd, right, lower] -> int32 [..., odd], 16 bits each."""
     sign, eem = axes >> 3, axes & 7
     (a, b), (c, d) = ((sign[..., right, 0], sign[..., right, 1]) for right in (0, 1))
     half = a << 15 | b << 9 | c << 5 | d << 11
     (a, b), (c, d) = ((eem[..., right, 0], eem[..., right, 1]) for right in (0, 1))
-    half |= a << 6 | b | c.flip(-1) << 12 | (d >> 1) << 3 | (d & 1) << 10
-    return torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048)
+    return half | a << 6 | b | c.flip(-1) << 12 | (d >> 1) << 3 | (d & 1) << 10
+
+
+def _fold_int4(axes: Tensor) -> Tensor:
+    """The same of INT4."""
+    return axes[..., 0, 0] | axes[..., 0, 1] << 4 | axes[..., 1, 0] << 8 | axes[..., 1, 1] << 12
 
 
 def _fold_scales(byte_NG: Tensor, per: int) -> Tensor:
@@ -168,6 +197,13 @@ def _fold_scales(byte_NG: Tensor, per: int) -> Tensor:
     n, k = byte_NG.shape[0] // BLOCK, byte_NG.shape[1] // per
     axes = byte_NG.view(n, 4, 2, 8, k, per // 2, 2)  # n, warp, lower, lane / 4, k, word, scale
     return axes.permute(0, 4, 1, 3, 5, 2, 6).reshape(n, k, BLOCK * per)
+
+
+def _fold_wide_scales(scale_NG: Tensor) -> Tensor:
+    """INT4's, int16 [N, K/32] -> int32 [N/64, K/64, 64]."""
+    n, k = scale_NG.shape[0] // BLOCK, scale_NG.shape[1] // 2
+    axes = scale_NG.view(n, 4, 2, 8, k, 2)  # n, warp, lower, lane / 4, k, word
+    return axes.permute(0, 4, 1, 3, 5, 2).reshape(n, k, 2 * BLOCK).view(torch.int32)
 
 
 def _normalised(byte: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnout.formats.spec import FORMATS
 from turnout.moe.spec import RankShape
+from turnout.vocabulary import Format
 
 W4A8 = "w4a8"  # MXFP4 weights by FP8 activations
 # By `LayerShape.weights`: raise it when tables must be measured again with the kernels that take those.
@@ -25,7 +27,8 @@ class LayerShape(RankShape):
     @property
     def weights(self) -> str:
         """The form in which kernels take the weights: "packed" (4 bits), "bf16", "fp8" or W4A8."""
-        return "packed" if self.format in ("mxfp4", "nvfp4") else self.format
+        bits = FORMATS[Format(self.format)].bits if self.format != W4A8 else 0
+        return "packed" if bits == 4 else self.format
 
     def rows(self, *, first: bool) -> int:
         """Weight rows N of GEMM1 (`first`) or GEMM2."""

@@ -42,7 +42,7 @@ class Matrix:
             self.alpha = self._fragments_fp8.alpha
             self.blocks = self.codes.shape[2], self.codes.shape[1]
             self.padded_rows = 64 * self.blocks[0]
-        elif weights.format in (Format.MXFP4, Format.NVFP4):
+        elif FORMATS[weights.format].bits == 4:
             self._fragments = to_fragments(weights, paired=paired, device=device)
             self.codes, self.scales = self._fragments.codes, self._fragments.scales
             self.alpha = self._fragments.alpha
@@ -69,7 +69,7 @@ class Matrix:
         """Take other values of the same shapes and format into the same storage."""
         if self._w4a8:
             fill_fp8(self._fragments_fp8, weights, paired=self.paired)
-        elif self.format in (Format.MXFP4, Format.NVFP4):
+        elif FORMATS[weights.format].bits == 4:
             fill(self._fragments, weights, paired=self.paired)
         else:
             self._load_rows(weights)
