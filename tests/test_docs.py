@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model", "--model_args"}  # of other programs
+OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model_args"}  # of other programs
+OTHERS |= {"--nodes", "--gpus-per-node", "--from-literal"}  # of sbatch and kubectl
 
 
 @cache

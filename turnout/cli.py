@@ -129,6 +129,22 @@ def serve(model: ModelArg, *, config: ServerConfig) -> None:
     raise typer.Exit(run(config))
 
 
+@app.command()
+def rank(
+    head: Annotated[str, typer.Option(help="HOST:PORT, the --dist-init-addr of the head")],
+    secret_file: Annotated[str, typer.Option(help="file with the secret of head and ranks")],
+    count: Annotated[int, typer.Option(min=1, help="ranks to run here")] = 1,
+    model: Annotated[str, typer.Option(help="where the model lies here; default: where the head says")] = "",
+    num_threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as the head says")] = 0,
+    startup_timeout: Annotated[float, typer.Option(min=1, help="seconds to wait for a head")] = 600.0,
+) -> None:
+    """Run a rank that dials in to a server. The server tells it what to be."""
+    from turnout.commands.serve import rank as run
+
+    code = run(head, secret_file, count=count, model=model, num_threads=num_threads, patience=startup_timeout)
+    raise typer.Exit(code)
+
+
 @app.command(cls=InPanels)
 @with_config(Config)
 def plan(

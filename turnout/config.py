@@ -108,7 +108,7 @@ class Config:
     enable_dp_attention: bool = flag(False, "attention data-parallel, experts across all ranks")
     nnodes: int = flag(1, "hosts", minimum=1)
     node_rank: int = flag(0, "which host this is", minimum=0)
-    dist_init_addr: str = flag("", "HOST:PORT of rank 0 for several hosts")
+    dist_init_addr: str = flag("", "HOST:PORT where ranks dial in to the first host")
 
     context_length: int = flag(0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0)
     max_running_requests: int = flag(64, "requests decoded together", "--max-num-seqs", minimum=1)
@@ -208,6 +208,13 @@ class ServerConfig(Config):
     otlp_traces_endpoint: str = flag(
         "", "address of an OpenTelemetry collector (OTLP over HTTP) to send a span of each request to"
     )
+    distributed_executor_backend: str = flag(
+        "mp",
+        "who starts the ranks; mp: this host its own, those of further hosts dial in; external: all dial in "
+        "(`turnout rank`), from as many hosts as they come",
+        choices=("mp", "external"),
+    )
+    secret_file: str = flag("", "file with the secret of ranks that dial in, the same on all hosts")
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     watchdog_timeout: float = flag(
         0.0,
@@ -260,6 +267,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "nnodes",
         "node_rank",
         "dist_init_addr",
+        "distributed_executor_backend",
+        "secret_file",
     ),
     "Memory and scheduling": (
         "max_running_requests",

@@ -1,4 +1,4 @@
-"""`turnout serve`: run the server, or the ranks of one more host, and say how it ended in the exit code.
+"""`turnout serve` and `turnout rank`: run the server, or ranks of one, and say in the exit code how it ended.
 
 0  drained after SIGTERM or SIGINT       1  the engine failed for good
 2  a user error (raised as UserError)    128 + n  a second signal n ended it at once
@@ -10,27 +10,31 @@ import asyncio
 import logging
 import sys
 
+from msgspec import structs
+
 from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.server.memory import allow_many_connections, map_large_blocks
-from turnout.server.run import Supervisor, bind, check_hosts
+from turnout.server.run import Supervisor, bind, check_hosts, dialled_in
 from turnout.server.supervise.ledger import EngineFailed
-from turnout.server.supervise.node_agent import serve_ranks
+from turnout.server.supervise.rank_agent import RankAgent, hello, run_agents
+from turnout.server.supervise.secret import read_secret
 
 
 def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can fix."""
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    _log(config.log_level)
     require_folder(locate(config.model))
     check_hosts(config)
     if config.node_rank > 0:
-        return serve_ranks(config)
+        return _serve_as_node(config)
+    secret = read_secret(config.secret_file) if dialled_in(config) else b""
     map_large_blocks()
     allow_many_connections()
     listener = bind(config.host, config.port)
     try:
-        return asyncio.run(Supervisor(config, listener).run())
+        return asyncio.run(Supervisor(config, listener, secret).run())
     except EngineFailed as failure:
         if failure.user_error:
             raise UserError(str(failure)) from None
@@ -38,3 +42,34 @@ def serve(config: ServerConfig) -> int:
         return 1
     finally:
         listener.close()
+
+
+def rank(head: str, secret_file: str, *, count: int, model: str, num_threads: int, patience: float) -> int:
+    """Run `count` ranks for the head at HOST:PORT; the exit code. Raises UserError.
+
+    model: where it lies here, if not where the head says. num_threads: of each rank, 0 as the head says.
+    """
+    _log("info")
+    secret = read_secret(secret_file)
+    own = ({"model": model} if model else {}) | ({"num_threads": num_threads} if num_threads else {})
+    agents = [
+        RankAgent(head, secret, hello(index, count), own=own, patience=patience) for index in range(count)
+    ]
+    return run_agents(agents)
+
+
+def _serve_as_node(config: ServerConfig) -> int:
+    """The ranks of host --node-rank, under the command line of all hosts."""
+    secret, count = read_secret(config.secret_file), config.tp_size // config.nnodes
+    own = {"model": config.model, "num_threads": config.num_threads}
+    agents = []
+    for index in range(count):
+        said = structs.replace(hello(), order=config.node_rank * count + index)
+        agents.append(
+            RankAgent(config.dist_init_addr, secret, said, own=own, patience=config.startup_timeout)
+        )
+    return run_agents(agents)
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s")

@@ -79,6 +79,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     init_method: of the ranks' rendezvous, see `parallel.groups.connect`
     commands:    address of the server's ROUTER, to which this rank is the DEALER named `identity`
     events:      address of the server's PULL
+    curve:       public key of both, public and secret key of this rank, in Z85; none where all is local
     """
 
     folder: str
@@ -89,6 +90,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     events: str
     identity: str
     verify: str = "off"
+    curve: tuple[str, str, str] | None = None
 
 
 def main() -> int:
@@ -99,8 +101,8 @@ def main() -> int:
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     leave_with_launcher(sys.stdin.fileno(), start.folder)
     context = zmq.Context()
-    commands = _connect(context, zmq.DEALER, start.commands, start.identity)
-    events = _connect(context, zmq.PUSH, start.events)
+    commands = _connect(context, zmq.DEALER, start.commands, start.curve, start.identity)
+    events = _connect(context, zmq.PUSH, start.events, start.curve)
 
     def send(event: Event) -> None:
         events.send(encoder.encode(event))
@@ -253,9 +255,14 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def _connect(context: zmq.Context, kind: int, address: str, identity: str = "") -> zmq.Socket:
+def _connect(
+    context: zmq.Context, kind: int, address: str, curve: tuple[str, str, str] | None, identity: str = ""
+) -> zmq.Socket:
     socket = context.socket(kind)
     socket.set_hwm(0)
+    if curve:
+        server, public, secret = (key.encode() for key in curve)
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server, public, secret
     if identity:
         socket.identity = identity.encode()
     socket.connect(address)

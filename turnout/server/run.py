@@ -27,7 +27,7 @@ from turnout.server.dashboard.feed import Feed
 from turnout.server.dashboard.routes import dashboard_routes
 from turnout.server.request_log import NoteIncoming, log_requests
 from turnout.server.supervise.engine import EngineSupervisor
-from turnout.server.supervise.node_protocol import head_address
+from turnout.server.supervise.rank_protocol import head_address
 from turnout.server.tracing import Tracer
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
@@ -59,10 +59,15 @@ def check_hosts(config: ServerConfig) -> None:
         raise UserError(
             f"--node-rank {config.node_rank}: with --nnodes {config.nnodes} it is 0 to {config.nnodes - 1}"
         )
-    if config.nnodes > 1:
+    if dialled_in(config):
         if refusals := Topology.of(config).refusals():
             raise PlanRefused("the ranks cannot be arranged as asked", refusals)
         head_address(config)
+
+
+def dialled_in(config: ServerConfig) -> bool:
+    """Whether there are ranks that this process does not start."""
+    return config.nnodes > 1 or config.distributed_executor_backend != "mp"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,10 +99,11 @@ def bind(host: str, port: int) -> socket.socket:
 class Supervisor:
     """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket):
+    def __init__(self, config: ServerConfig, listener: socket.socket, secret: bytes = b""):
+        """secret: of ranks that are to dial in, if any are."""
         self.config = config
         self.listener = listener
-        self.engine = EngineSupervisor(config)
+        self.engine = EngineSupervisor(config, secret)
         self.service = Service(config, self.engine)
         self.feed = Feed(self.service)
         self._tracer = self._observe_requests()

@@ -25,10 +25,10 @@ from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
 from turnout.server.supervise.engine_group import EngineGroup
-from turnout.server.supervise.hosts import AgentConnection, Hosts, RemoteRanks
 from turnout.server.supervise.ledger import EngineFailed, Entry, Ledger, Sink
-from turnout.server.supervise.local_ranks import Host, LocalRanks, Rendezvous
-from turnout.server.supervise.node_protocol import head_address
+from turnout.server.supervise.local_ranks import LocalRanks, Rendezvous
+from turnout.server.supervise.rank_protocol import head_address
+from turnout.server.supervise.remote_ranks import RemoteRank, RemoteRanks
 from turnout.server.supervise.watchdog import STILL_SECONDS
 
 MAX_FAILED_STARTS = 5  # in a row
@@ -39,8 +39,10 @@ log = logging.getLogger("turnout.server")
 class EngineSupervisor:
     """Requests go in through `submit` while `accepting`."""
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, secret: bytes = b""):
+        """secret: of ranks that are to dial in, if any are."""
         self.config = config
+        self._secret = secret
         self.ready: Ready | None = None  # what the ranks said when they were first ready
         self.failure: EngineFailed | None = None  # that ended it for good
         self._last_failure: EngineFailed | None = None
@@ -49,7 +51,7 @@ class EngineSupervisor:
         self.ledger = Ledger(config.max_request_restarts, config.random_seed)
         self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
-        self._others = Hosts(config)
+        self._others = RemoteRanks(config, secret)
         self._leaving = False
         self._told_to_stop = asyncio.Event()
 
@@ -91,7 +93,7 @@ class EngineSupervisor:
 
     async def run(self) -> None:
         """Start the ranks, again if they fail, until `stop`. Raises EngineFailed when that is of no use,
-        UserError if other hosts cannot come. Requests that are left get the reason."""
+        UserError if other ranks do not come. Requests that are left get the reason."""
         reason: str | None = None
         try:
             await self._others.open()
@@ -106,9 +108,9 @@ class EngineSupervisor:
 
     async def _live(self) -> None:
         failed_starts = life = 0
-        while (agents := await self._agents()) is not None:
+        while (placed := await self._placed()) is not None:
             life += 1
-            group = self._group = self._make_group(life, agents)
+            group = self._group = self._make_group(life, *placed)
             try:
                 await group.run(self._on_ready)
                 if self._told_to_stop.is_set():
@@ -126,14 +128,14 @@ class EngineSupervisor:
                 self._group = None
             self.restarts += 1
 
-    async def _agents(self) -> list[AgentConnection] | None:
-        """Those of all other hosts, once they have come; None if told to stop."""
-        here = asyncio.create_task(self._others.all_here())
+    async def _placed(self) -> tuple[ServerConfig, list[RemoteRank]] | None:
+        """The ranks that dialled in, once enough have, see RemoteRanks; None if told to stop."""
+        placed = asyncio.create_task(self._others.placed())
         stop = asyncio.create_task(self._told_to_stop.wait())
-        await asyncio.wait({here, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({placed, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        here.cancel()  # harmless if it is done
-        return None if self._told_to_stop.is_set() else here.result()
+        placed.cancel()  # harmless if it is done
+        return None if self._told_to_stop.is_set() else placed.result()
 
     def submit(self, request: AddRequest, sink: Sink) -> None:
         """Generate; `sink` is called for every output, or once with the failure that ends the request."""
@@ -209,17 +211,16 @@ class EngineSupervisor:
             return "stalled"
         return "running" if group.busy else "idle"
 
-    def _make_group(self, life: int, agents: Sequence[AgentConnection]) -> EngineGroup:
-        local = self._local = LocalRanks(self.config, range(self.config.tp_size // self.config.nnodes))
-        hosts: list[Host] = [local, *(RemoteRanks(self.config, agent) for agent in agents)]
+    def _make_group(self, life: int, config: ServerConfig, remote: Sequence[RemoteRank]) -> EngineGroup:
+        local = self._local = LocalRanks(config, range(config.tp_size - len(remote)), secret=self._secret)
         try:
-            return EngineGroup(self.config, hosts, self._rendezvous(life, local.folder))
+            return EngineGroup(config, [local, *remote], self._rendezvous(life, local.folder), self._secret)
         except UserError:
             local.remove_folder()
             raise
 
     def _rendezvous(self, life: int, folder: Path) -> Rendezvous:
-        if self.config.nnodes == 1:
+        if not self._secret:
             return Rendezvous(
                 number=life,
                 commands=f"ipc://{folder}/commands",

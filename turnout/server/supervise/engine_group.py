@@ -39,6 +39,7 @@ from turnout.parallel.topology import Topology
 from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
 from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.local_ranks import Host, Rendezvous
+from turnout.server.supervise.secret import admit_ranks_only, curve_keys
 from turnout.server.supervise.watchdog import Stall, Watchdog
 
 LAST_WORDS_SECONDS = 0.5  # how long an ended process's messages may still be on their way
@@ -56,7 +57,10 @@ Receiver = Callable[[RequestOutput], None]
 class EngineGroup:
     """Requests go in through `submit`; each one's outputs come back through its receiver, in order."""
 
-    def __init__(self, config: ServerConfig, hosts: Sequence[Host], rendezvous: Rendezvous):
+    def __init__(
+        self, config: ServerConfig, hosts: Sequence[Host], rendezvous: Rendezvous, secret: bytes = b""
+    ):
+        """secret: what ranks must hold to connect, see secret.py; none where only this user's can."""
         self.rendezvous = rendezvous
         self.topology = Topology.of(config)
         self.ready: Ready | None = None  # rank 0's, once all are
@@ -79,6 +83,8 @@ class EngineGroup:
         self._news = asyncio.Event()  # something of the three above, or the end of a rank
         self._stopping = False
         self._context = zmq.Context()
+        self._secret = secret
+        self._authenticator = admit_ranks_only(self._context, secret) if secret else None
         # Queues are bounded by the number of requests admitted, not by message counts.
         self._commands = self._socket(zmq.ROUTER, rendezvous.commands)
         self._commands.router_mandatory = True
@@ -138,7 +144,7 @@ class EngineGroup:
             self.kill()
             await asyncio.gather(*(host.gone() for host in self._hosts))
             loop.remove_reader(descriptor)
-            self._context.destroy(linger=0)
+            self._close_sockets()
 
     def submit(self, request: AddRequest, receiver: Receiver) -> None:
         """Generate; `receiver` is called for every output. The group must be serving."""
@@ -190,12 +196,20 @@ class EngineGroup:
     def _socket(self, kind: int, address: str) -> zmq.Socket:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
+        if self._secret:
+            socket.curve_server = True
+            socket.curve_secretkey = curve_keys(self._secret, "head")[1].encode()
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._close_sockets()
             raise UserError(f"cannot listen on {address}: {error.strerror}; see --dist-init-addr") from None
         return socket
+
+    def _close_sockets(self) -> None:
+        if self._authenticator:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
 
     def _tell(self, ranks: Iterable[int], command: Command) -> None:
         payload = encoder.encode(command)

@@ -21,6 +21,7 @@ from typing import Protocol
 from turnout.config import Config, ServerConfig
 from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, network_environment
 from turnout.parallel.health import Board, Reading
+from turnout.server.supervise.secret import curve_keys
 
 GONE_SECONDS = 30.0  # for killed processes to vanish: a GPU's driver takes its time
 
@@ -78,8 +79,17 @@ class Host(Protocol):
 class LocalRanks:
     """A `Host`: this one."""
 
-    def __init__(self, config: ServerConfig, ranks: range):
+    def __init__(
+        self,
+        config: ServerConfig,
+        ranks: range,
+        *,
+        secret: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+    ):
+        """secret: for sockets that reach other hosts, see secret.py. environment: beyond ours."""
         self.ranks = ranks
+        self._secret, self._environment = secret, dict(environment or {})
         self.where = socket.gethostname()
         self._launcher = LocalLauncher("the sockets between the processes of the server")
         self._config = config
@@ -105,7 +115,7 @@ class LocalRanks:
             with suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(exited, rank, code)
 
-        environment = network_environment(rendezvous.towards)
+        environment = network_environment(rendezvous.towards) | self._environment
         for rank in self.ranks:
             process = self._launcher.start(
                 rank,
@@ -155,4 +165,6 @@ class LocalRanks:
             "events": rendezvous.events,
             "identity": rendezvous.identity(rank),
         }
+        if self._secret:
+            orders["curve"] = [curve_keys(self._secret, "head")[0], *curve_keys(self._secret, "rank")]
         return json.dumps(orders).encode() + b"\n"

@@ -1,0 +1,82 @@
+"""Who gets which place and which GPU, and what a rank says of itself; addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from turnout.config import ServerConfig
+from turnout.errors import UserError
+from turnout.server.supervise import rank_protocol
+from turnout.server.supervise.rank_agent import hello
+from turnout.server.supervise.rank_protocol import Hello
+from turnout.server.supervise.remote_ranks import RemoteRank, on_hosts, share_gpus
+
+HEAD = ServerConfig(model="/models/demo", tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000")
+
+
+def come(*places: tuple[str, int | None]) -> list[RemoteRank]:
+    """Ranks on these machines with these orders, in the order in which they came."""
+    return [
+        RemoteRank(Hello(f"{machine}{at}", machine, order, ()), "10.0.0.1", lambda message: None)
+        for at, (machine, order) in enumerate(places)
+    ]
+
+
+def names(ranks: list[RemoteRank], hosts: int, per_host: int) -> list[str] | None:
+    chosen = on_hosts(ranks, hosts, per_host, hosts)
+    return chosen and [rank.hello.host for rank in chosen[1]]
+
+
+def test_places_are_given_host_by_host():
+    ranks = come(("a", None), ("b", None), ("a", None), ("b", None), ("a", None))
+    assert names(ranks, 2, 2) == ["a0", "a2", "b1", "b3"]  # the fifth is a spare
+    assert names(ranks, 1, 3) == ["a0", "a2", "a4"]
+    assert names(ranks, 1, 4) is None
+    assert names(ranks, 2, 3) is None
+
+
+def test_a_launchers_numbers_give_the_order():
+    assert names(come(("b", 3), ("a", 1), ("b", 2), ("a", 0)), 2, 2) == ["a3", "a1", "b2", "b0"]
+    assert names(come(("x", None), ("b", 1), ("a", 0)), 3, 1) == ["a2", "b1", "x0"]
+
+
+def test_every_rank_of_a_host_gets_a_gpu_that_it_may_use():
+    assert share_gpus([("0", "1"), ("0", "1")]) == ["0", "1"]
+    assert share_gpus([("0", "1"), ("0",)]) == ["1", "0"]
+    assert share_gpus([("GPU-7f",), ("GPU-3a",)]) == ["GPU-7f", "GPU-3a"]
+    assert share_gpus([("0",), ("0",)]) == []
+    assert share_gpus([(), ()]) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "order", "gpus"),
+    [
+        ({}, 1, None, ("0", "1", "5")),
+        ({"RANK": "5", "LOCAL_RANK": "1"}, 1, 5, ("1",)),  # torchrun
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "2"}, 1, 3, ("5",)),
+        ({"LWS_WORKER_INDEX": "2"}, 4, 9, ("0", "1", "5")),  # the second of the third pod
+        ({"RANK": "many"}, 1, None, ("0", "1", "5")),
+    ],
+)
+def test_what_launchers_say_of_a_rank(monkeypatch, environment, count, order, gpus):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "LWS_WORKER_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (environment | {"CUDA_VISIBLE_DEVICES": "0, 1,5"}).items():
+        monkeypatch.setenv(name, value)
+    said = hello(1 if count > 1 else 0, count)
+    assert (said.order, said.gpus) == (order, gpus)
+    assert said.machine == hello().machine
+
+
+@pytest.mark.parametrize("address", ["", "5000", "host:", ":5000", "host:port", "127.0.0.1:65533"])
+def test_addresses_that_cannot_be(address: str):
+    with pytest.raises(UserError, match="--dist-init-addr"):
+        rank_protocol.head_address(dataclasses.replace(HEAD, dist_init_addr=address))
+
+
+def test_where_the_head_is():
+    assert rank_protocol.head_address(HEAD) == ("127.0.0.1", 5000)
+    with pytest.raises(UserError, match="--dist-init-addr nowhere"):
+        rank_protocol.head_address(dataclasses.replace(HEAD, dist_init_addr="nowhere.invalid:5000"))
