@@ -119,14 +119,15 @@ def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Pat
     assert routed == tokens * 2 * 2  # layers, experts of a token
 
 
+@pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"disable_prefill_graph": False}])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
-def test_nothing_is_compiled_while_serving(tmp_path: Path, format: str) -> None:
+def test_nothing_is_compiled_while_serving(tmp_path: Path, format: str, flags: dict) -> None:
     """Prompts of random lengths, alone and together, after ever other numbers of decoding requests."""
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 64}
     config = QWEN3_30B | sizes | {"vocab_size": 4096, "eos_token_id": 4095}
     write(tmp_path / "model", config, format=format)
     draw = random.Random(0)
-    settings = {"max_prefill_tokens": 2048, "max_running_requests": 32, "max_total_tokens": 2**16}
+    settings = {"max_prefill_tokens": 2048, "max_running_requests": 32, "max_total_tokens": 2**16} | flags
     with LLM(str(tmp_path / "model"), load_progress=False, mem_fraction_static=0.3, **settings) as llm:
         for _ in range(60):
             lengths = [round(2000 ** draw.random()) for _ in range(round(40 ** draw.random()))]

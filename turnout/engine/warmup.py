@@ -138,10 +138,13 @@ def first_prompts(
     rows = min(config.max_running_requests, pages)
     room = min(engine_plan.max_context, pages // rows * engine_plan.page_size)
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
-    for done, size in enumerate(sizes):
+    steps = [[min(room, size - at) for at in range(0, size, room)] for size in sizes]
+    # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
+    steps += [[1] * (1 << i) for i in range(1, min(rows, config.max_prefill_tokens).bit_length())]
+    for done, lengths in enumerate(steps):
         if progress is not None:
-            progress("compiling", done, len(sizes))
-        chunks = [_prompt(row, min(room, size - at)) for row, at in enumerate(range(0, size, room))]
+            progress("compiling", done, len(steps))
+        size, chunks = sum(lengths), [_prompt(row, length) for row, length in enumerate(lengths)]
         for chunk in chunks:
             kv.admit(chunk.request, chunk.length, spare=0)
         synced = SyncedStep(
