@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tools.demo import fakequant, measure
+from tools.demo.chat import END, PAD
 from tools.demo.data import IGNORE, LONGEST, Batch, batches
+from tools.demo.dialogues import heldout
 from tools.demo.export import load_parameters, save_parameters, write_folder, write_json
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
 from tools.demo.optimizer import make_optimizers
-from tools.demo.tokens import END, PAD, load_tokenizer, token_id, train_tokenizer
+from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
 from turnout.checkpoint.quantize import InputAmax, quantize
 
 BALANCE_WEIGHT = 0.01
 WARMUP_STEPS = 200
 CLIP = 1.0
+SAVE_EVERY_SECONDS = 90
 # How often a layer runs in each format while training with quantisation.
 SHARES = {fakequant.BF16: 0.15, fakequant.NVFP4: 0.55, fakequant.MXFP4: 0.3}
 
@@ -42,7 +45,7 @@ LossStep = Callable[[Batch, Quantization | None], tuple[Tensor, Tensor, Tensor]]
 
 
 class Trainer:
-    """One run: model, optimisers and the clock."""
+    """One run: model, optimisers and the clock. A schedule may be spread over several runs (`--to`)."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -52,31 +55,69 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         shape = Shape(layers=args.layers, experts=args.experts)
         self.model = DemoModel(shape, torch.bfloat16 if cuda else torch.float32)
+        self.amax = torch.zeros(shape.layers, 2, device=self.device)
+        self.log: list[dict[str, float]] = []
+        self.steps = self.first_step = 0
+        self.progress = self.seconds = 0.0
         if args.resume:
-            load_parameters(self.model, args.resume)
+            self._resume(args.resume)
         self.model.to(self.device)
         self.optimizers = make_optimizers(self.model, args.weight_decay)
-        self.amax = torch.zeros(shape.layers, 2, device=self.device)
         self.loss: LossStep = torch.compile(self._loss, dynamic=False) if cuda else self._loss
-        self.log: list[dict[str, float]] = []
-        self.steps = 0
+
+    def _resume(self, folder: Path) -> None:
+        """Parameters, amax and the place in the schedule; the optimisers start anew and warm up again."""
+        load_parameters(self.model, folder)
+        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        self.amax = torch.tensor(record["amax"], device=self.device)
+        self.log, self.progress = record["log"], record["progress"]
+        self.steps = self.first_step = record["steps"]
+        self.seconds = record["seconds"]
 
     def run(self) -> None:
         args = self.args
-        data = batches(args.tokenizer, args.tokens, args.seed, args.workers)
+        data = batches(args.tokenizer, args.tokens, f"{args.seed}/{self.steps}", args.workers)
         self._warm_up(next(data))
         budget = 60 * args.minutes
-        start = time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < budget:
-            progress = elapsed / budget
-            quantized = progress >= 1 - args.quantized_share
+        begun, seconds = self.progress, self.seconds
+        start = saved = time.perf_counter()
+        while self.progress < args.to:
+            quantized = self.progress >= 1 - args.quantized_share
             batch = next(data).to(self.device)
-            self._set_rate(progress)
+            self._set_rate(self.progress)
             loss, balance, norm = self._step(batch, quantized)
             self.steps += 1
+            now = time.perf_counter()
+            self.seconds = seconds + now - start
+            self.progress = min(1.0, begun + (now - start) / budget)
             if self.steps % args.log_every == 0:
-                self._record(elapsed, progress, quantized, loss, balance, norm)
-        self.seconds = time.perf_counter() - start
+                self._record(quantized, loss, balance, norm)
+            if now - saved > SAVE_EVERY_SECONDS:
+                self.save()
+                saved = now
+        self.save()
+
+    def save(self) -> dict:
+        """Write what a later run resumes from, in bf16, which is also what is shipped. Returns the record."""
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        save_parameters(self.model, self.args.out, torch.bfloat16)
+        given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items() if k != "run"}
+        record = {
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "shape": asdict(self.model.shape),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "steps": self.steps,
+            "tokens": self.steps * self.args.tokens,
+            "seconds": round(self.seconds, 1),
+            "progress": self.progress,
+            "arguments": given,
+            "amax": self.amax.tolist(),
+            "heldout": {},
+            "log": self.log,
+        }
+        (self.args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return record
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile both phases before the clock starts; the gradients are thrown away."""
@@ -118,23 +159,21 @@ class Trainer:
     def _set_rate(self, progress: float) -> None:
         """Warm up, hold, then fall linearly to zero from `--decay-from` of the time on."""
         start = self.args.decay_from
-        rate = self.args.rate * min(1.0, (self.steps + 1) / WARMUP_STEPS)
+        rate = self.args.rate * min(1.0, (self.steps - self.first_step + 1) / WARMUP_STEPS)
         rate *= min(1.0, (1 - progress) / (1 - start))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-    def _record(
-        self, elapsed: float, progress: float, quantized: bool, loss: Tensor, balance: Tensor, norm: Tensor
-    ) -> None:
+    def _record(self, quantized: bool, loss: Tensor, balance: Tensor, norm: Tensor) -> None:
         row = {
             "step": self.steps,
-            "seconds": round(elapsed, 1),
+            "seconds": round(self.seconds, 1),
             "loss": round(loss.item(), 5),
             "balance": round(balance.item(), 4),
             "gradient_norm": round(norm.item(), 4),
             "quantized": float(quantized),
-            "tokens_per_second": round(self.steps * self.args.tokens / max(elapsed, 1e-9)),
+            "tokens_per_second": round(self.steps * self.args.tokens / max(self.seconds, 1e-9)),
         }
         self.log.append(row)
         print(json.dumps(row), flush=True)
@@ -143,31 +182,22 @@ class Trainer:
 def train(args: argparse.Namespace) -> None:
     trainer = Trainer(args)
     trainer.run()
-    args.out.mkdir(parents=True, exist_ok=True)
+    record = trainer.save()
     model = trainer.model.eval()
-    save_parameters(model, args.out)
-    amax = trainer.amax
-    summary = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "shape": asdict(model.shape),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": trainer.steps,
-        "tokens": trainer.steps * args.tokens,
-        "seconds": round(trainer.seconds, 1),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"},
-        "amax": amax.tolist(),
-        "heldout": {},
-        "log": trainer.log,
-    }
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())  # as it will be shipped
-    for name in measure.FORMATS:
-        result = measure.accuracy(model, args.tokenizer, amax, name, args.eval_questions, args.eval_seed)
-        summary["heldout"][name] = result
-        print(name, f"{result['accuracy']:.4f}", json.dumps(result["wrong"]), flush=True)
-        (args.out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")
+    items = heldout(args.eval_questions, args.eval_seed)
+    for name in measure.FORMATS if trainer.progress >= 1 else ("bf16",):
+        groups = measure.accuracy(model, args.tokenizer, trainer.amax, name, items)
+        print(name, {group: result["accuracy"] for group, result in groups.items()}, flush=True)
+        record["heldout"][name] = {
+            "accuracy": groups["wording"]["accuracy"],
+            "questions": args.eval_questions,
+            "seed": args.eval_seed,
+            "groups": groups,
+        }
+        (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -185,7 +215,8 @@ def export(args: argparse.Namespace) -> None:
 def summarize(run: dict, commit: str, date: str) -> dict:
     """What of a run's record is shipped: all but sample answers and most of the log."""
     heldout = {
-        name: {key: result[key] for key in ("accuracy", "questions", "seed", "wrong")}
+        name: {key: result[key] for key in ("accuracy", "questions", "seed")}
+        | {"groups": {group: counts["accuracy"] for group, counts in result["groups"].items()}}
         for name, result in run["heldout"].items()
     }
     log = run["log"][:: max(1, len(run["log"]) // 20)]
@@ -219,8 +250,9 @@ def main() -> None:
     verb = verbs.add_parser("train")
     verb.add_argument("--out", type=Path, required=True)
     verb.add_argument("--tokenizer", type=Path, default=Path("tools/demo/bf16"))
-    verb.add_argument("--resume", type=Path, help="folder with parameters to start from")
-    verb.add_argument("--minutes", type=float, default=5.0)
+    verb.add_argument("--resume", type=Path, help="folder of an earlier run to go on from")
+    verb.add_argument("--minutes", type=float, default=13.0, help="of the whole schedule")
+    verb.add_argument("--to", type=float, default=1.0, help="part of the schedule at which to stop")
     verb.add_argument("--quantized-share", type=float, default=0.4, help="last part of the time, quantised")
     verb.add_argument(
         "--decay-from", type=float, default=0.3, help="part of the time when the rate starts to fall"
@@ -230,9 +262,9 @@ def main() -> None:
     verb.add_argument("--tokens", type=int, default=65536, help="per step")
     verb.add_argument("--layers", type=int, default=Shape.layers)
     verb.add_argument("--experts", type=int, default=Shape.experts)
-    verb.add_argument("--workers", type=int, default=12)
+    verb.add_argument("--workers", type=int, default=15)
     verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--eval-questions", type=int, default=4000)
+    verb.add_argument("--eval-questions", type=int, default=800, help="of each group")
     verb.add_argument("--eval-seed", type=int, default=12345)
     verb.add_argument("--log-every", type=int, default=200)
     verb.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

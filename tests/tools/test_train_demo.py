@@ -61,10 +61,15 @@ def test_cached_steps_equal_one_pass(model):
 
 
 def test_only_tokens_of_answers_are_targets():
-    batch = lay_out([([1, 2, 3, 4, 5], 3), ([6, 7, 8, 9], 2), ([10, 11, 12, 13], 1)], tokens=12)
+    documents = [
+        [([1, 2, 3], False), ([4, 5], True)],
+        [([6], False), ([7], True), ([8], False), ([9], True)],
+        [([10], False), ([11, 12, 13], True)],
+    ]
+    batch = lay_out(documents, tokens=12)
     assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     n = IGNORE
-    assert batch.target.tolist() == [n, n, 4, 5, n, n, 8, 9, n, 11, 12, 13]
+    assert batch.target.tolist() == [n, n, 4, 5, n, 7, n, 9, n, 11, 12, 13]
     assert batch.position.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
     assert batch.start.tolist() == [0] * 5 + [5] * 4 + [9] * 3
     assert batch.starts.tolist()[:4] == [0, 5, 9, 12]

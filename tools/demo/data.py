@@ -1,9 +1,8 @@
-"""Endless training batches: problems drawn, tokenised and laid end to end by worker processes."""
+"""Endless training batches: conversations drawn, tokenised and laid end to end by worker processes."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -13,20 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from . import wordmath
-from .tokens import END, load_tokenizer, prompt
+from .chat import segments
+from .dialogues import Conversation, stream
+from .tokens import load_tokenizer
 
 IGNORE = -100
-LONGEST = 512  # tokens of one problem; the longest of 20 000 has 331
+LONGEST = 1024  # tokens of one conversation; longer ones are left out
 SHORTEST = 24  # sizes `starts`, so that batches have one shape and are compiled once
-# Some problems come with a system message, so that one does not disturb the model when served.
-SYSTEM_MESSAGES = (
-    "You are a helpful assistant.",
-    "You are a math tutor. Think step by step.",
-    "Solve the problem. End with #### and the answer.",
-    "Answer the question.",
-)
-SYSTEM_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,48 +39,63 @@ class Batch:
         return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
 
 
-class Problems(IterableDataset):
-    def __init__(self, tokenizer: Path, tokens: int, seed: int):
+# The tokens of one piece, and whether they are learned.
+Piece = tuple[list[int], bool]
+
+
+class Conversations(IterableDataset):
+    def __init__(self, tokenizer: Path, tokens: int, seed: str):
         self.tokenizer, self.tokens, self.seed = tokenizer, tokens, seed
 
     def __iter__(self) -> Iterator[Batch]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        torch.set_num_threads(1)
         info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        documents = self._documents(self.seed * workers + worker)
-        held: list[tuple[list[int], int]] = []
+        worker = info.id if info else 0
+        held: list[list[Piece]] = []
         size = 0
-        for ids, question in documents:
-            held.append((ids, question))
-            size += len(ids)
+        for document in self._documents(f"{self.seed}/{worker}"):
+            length = sum(len(ids) for ids, _ in document)
+            if length > LONGEST:
+                continue
+            held.append(document)
+            size += length
             if size >= self.tokens:
                 yield lay_out(held, self.tokens)
                 held, size = [], 0
 
-    def _documents(self, seed: int) -> Iterator[tuple[list[int], int]]:
-        """(tokens of prompt and answer, length of the prompt)."""
+    def _documents(self, seed: str) -> Iterator[list[Piece]]:
         encode = load_tokenizer(self.tokenizer).encode_batch_fast
-        problems = wordmath.stream("train", seed)
-        rng = random.Random(seed)
-        while chunk := list(islice(problems, 256)):
-            prompts = encode([prompt(p.question, _system(rng)) for p in chunk])
-            answers = encode([p.answer + END for p in chunk])
-            for q, a in zip(prompts, answers, strict=True):
-                yield q.ids + a.ids, len(q.ids)
+        conversations = stream(seed)
+        while True:
+            parts = [_pieces(c) for c in islice(conversations, 256)]
+            encoded = iter(encode([text for pieces in parts for text, _ in pieces]))
+            for pieces in parts:
+                yield [(next(encoded).ids, learned) for _, learned in pieces]
 
 
-def _system(rng: random.Random) -> str:
-    return rng.choice(SYSTEM_MESSAGES) if rng.random() < SYSTEM_SHARE else ""
+def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
+    """Neighbours that are not learned joined, the answers to skip among them, and the last line end left out."""
+    out: list[tuple[str, bool]] = []
+    skipped = 0
+    for text, learned in segments(conversation.messages, conversation.tools):
+        if learned and skipped < conversation.skip:
+            skipped, learned = skipped + 1, False
+        if out and not learned and not out[-1][1]:
+            text = out.pop()[0] + text
+        out.append((text, learned))
+    return out[:-1]
 
 
-def lay_out(documents: list[tuple[list[int], int]], tokens: int) -> Batch:
+def lay_out(documents: list[list[Piece]], tokens: int) -> Batch:
     """One batch of exactly `tokens` tokens; the last document is cut."""
     ids: list[int] = []
     answer: list[bool] = []
     starts = [0]
-    for document, question in documents:
-        ids += document
-        answer += [False] * question + [True] * (len(document) - question)
+    for document in documents:
+        for piece, learned in document:
+            ids += piece
+            answer += [learned] * len(piece)
         starts.append(len(ids))
     starts[-1] = tokens
     edge = torch.tensor(starts, dtype=torch.int32)
@@ -105,9 +112,9 @@ def lay_out(documents: list[tuple[list[int], int]], tokens: int) -> Batch:
     return Batch(id_T[:-1], target, position.long(), start.long(), starts_padded)
 
 
-def batches(tokenizer: Path, tokens: int, seed: int, workers: int) -> Iterator[Batch]:
+def batches(tokenizer: Path, tokens: int, seed: str, workers: int) -> Iterator[Batch]:
     loader = DataLoader(
-        Problems(tokenizer, tokens, seed),
+        Conversations(tokenizer, tokens, seed),
         batch_size=None,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),

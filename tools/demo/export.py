@@ -14,10 +14,10 @@ from .model import DemoModel, Shape
 SHARDS = 3
 
 
-def save_parameters(model: DemoModel, folder: Path) -> None:
-    """float32 parameters in SHARDS files of about equal size: `parameters-{i}.safetensors`."""
+def save_parameters(model: DemoModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """The parameters in SHARDS files of about equal size: `parameters-{i}.safetensors`."""
     pieces = {
-        f"{name}/{i}": part.contiguous().cpu()
+        f"{name}/{i}": part.to(dtype).contiguous().cpu()
         for name, p in model.state_dict().items()
         for i, part in enumerate(p.chunk(SHARDS) if p.ndim > 2 else [p])
     }

@@ -24,9 +24,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    vocab: int = 1024
+    vocab: int = 1536
     hidden: int = 256
-    layers: int = 5
+    layers: int = 8
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 32

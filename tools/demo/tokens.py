@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE with 1024 entries in which every digit is a token of its own.
+"""The tokenizer: byte-level BPE with 1536 entries in which every digit is a token of its own.
 
 Byte-level, so that any text can be written; digits apart, so that a number is always spelled the
 same way and arithmetic works digit by digit.
@@ -7,32 +7,22 @@ same way and arithmetic works digit by digit.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from . import wordmath
+from .chat import CHAT_TEMPLATE, END, MARKS, PAD, SPECIAL, START, segments
+from .dialogues import stream
 
-VOCAB = 1024
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = (PAD, START, END)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+VOCAB = 1536
 
 
-def prompt(question: str, system: str = "") -> str:
-    """What CHAT_TEMPLATE makes of an optional system message and one question."""
-    head = f"{START}system\n{system}{END}\n" if system else ""
-    return f"{head}{START}user\n{question}{END}\n{START}assistant\n"
-
-
-def train_tokenizer(folder: Path, problems: int = 20_000) -> None:
-    """Learn the merges from training problems and write the tokenizer's files to `folder`."""
+def train_tokenizer(folder: Path, conversations: int = 40_000) -> None:
+    """Learn the merges from training conversations and write the tokenizer's files to `folder`."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,13 +32,14 @@ def train_tokenizer(folder: Path, problems: int = 20_000) -> None:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=VOCAB - len(MARKS),
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    corpus = (f"user\nassistant\nsystem\n{p.question}\n{p.answer}" for p in _problems(problems))
-    core.train_from_iterator(corpus, trainer)
+    core.train_from_iterator(_corpus(conversations), trainer)
+    core.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    assert core.get_vocab_size() == VOCAB
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -81,5 +72,8 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def _problems(count: int) -> list[wordmath.Problem]:
-    return wordmath.generate("train", count, seed=-1)
+def _corpus(conversations: int) -> Iterator[str]:
+    marks = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKS))))
+    for conversation in islice(stream("tokenizer"), conversations):
+        for text, _ in segments(conversation.messages, conversation.tools):
+            yield marks.sub("\n", text)
