@@ -50,7 +50,7 @@ class Bench:
         _wait()
         self.loaded: dict[str, Any] = {
             "model": model,
-            "layers": self._llm.info()["description"]["shape"]["num_layers"],
+            "layers": len(self._llm.info()["description"]["shape"]["attention"]),
             "load_s": time.perf_counter() - start,
             "planned_bytes": self._llm.info()["memory"]["total"],
         }
