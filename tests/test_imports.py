@@ -48,7 +48,17 @@ MAY_IMPORT = {
 EXCEPTIONS: set[tuple[str, str]] = set()
 # The order inside a package, lowest first: a file or folder imports only what stands before it.
 ORDER = {
-    "attention": ["kinds", "backends", "interface", "torch", "cpu", "triton", "caches"],
+    "attention": [
+        "kinds",
+        "backends",
+        "delta_rule",
+        "interface",
+        "states",
+        "torch",
+        "cpu",
+        "triton",
+        "caches",
+    ],
     "engine": [
         "threads",
         "progress_bars",
@@ -59,6 +69,7 @@ ORDER = {
         "messages",
         "speculative",
         "cuda_graph_policy",
+        "state_limits",
         "memory_plan",
         "parallel_config",
         "engine_plan",

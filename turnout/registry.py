@@ -79,6 +79,9 @@ ARCHITECTURES: Registry[Any] = Registry(
         "MixtralForCausalLM": "turnout.models.mixtral:read_spec",
         "Qwen2MoeForCausalLM": "turnout.models.qwen2_moe:read_spec",
         "Qwen3MoeForCausalLM": "turnout.models.qwen3_moe:read_spec",
+        "Qwen3NextForCausalLM": "turnout.models.qwen3_next:read_spec",
         "Qwen3VLMoeForConditionalGeneration": "turnout.models.qwen3_vl_moe:read_spec",
+        "Qwen3_5MoeForCausalLM": "turnout.models.qwen3_5_moe:read_text_spec",
+        "Qwen3_5MoeForConditionalGeneration": "turnout.models.qwen3_5_moe:read_spec",
     },
 )

@@ -111,8 +111,16 @@ class QKNorm(Word):
     UNIT = "unit"  # each head by itself, without a weight
 
 
+class DeltaRows(Word):
+    """How checkpoints store the projections of Gated DeltaNet (models/delta_net.py)."""
+
+    BY_KIND = "by_kind"  # one matrix each: all queries, keys and values; z; b; a
+    BY_KEY_HEAD = "by_key_head"  # for each key head its query, key, values and z; in another its b and a
+
+
 class AttentionKind(Word):
     """Which earlier tokens a layer attends to (attention/kinds.py)."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
+    RECURRENT = "recurrent"

@@ -92,11 +92,27 @@ class Family:
     extra: dict[str, Any] = field(default_factory=dict)
     formats: tuple[str, ...] = ()  # of published checkpoints, by the names of tests/checkpoint/writers.py
     text: bool = True  # a text model; otherwise the text part of a vision model
+    norms_around_one: bool = False  # norms multiply by 1 + weight
+    reuses: bool = True  # prefixes
 
     @property
     def model_type(self) -> str:
         return self.config["model_type"]
 
+
+# Of Qwen3-Next and Qwen3.5: three recurrent layers, then one of attention.
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
 
 FAMILIES = {
     "mixtral": Family(
@@ -268,6 +284,53 @@ FAMILIES = {
         release=lambda t: transposed(t),
         text=False,
     ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        norms_around_one=True,
+        reuses=False,
+        config={"model_type": "qwen3_next", "intermediate_size": 96} | HYBRID,
+        formats=("bf16", "fp8"),
+        release=one_by_one,
+        extra={"full_attention_interval": 4, "use_sliding_window": False},
+    ),
+    "qwen3_5_moe": Family(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        norms_around_one=True,
+        reuses=False,
+        config={
+            "model_type": "qwen3_5_moe",
+            "text_config": HYBRID
+            | {
+                "linear_num_value_heads": 6,
+                "rope_parameters": {
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+            },
+        },
+        formats=("bf16", "fp8", "modelopt", "compressed-tensors"),
+        release=dict,  # experts stacked, not transposed
+        text=False,
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        norms_around_one=True,
+        reuses=False,
+        config={"model_type": "qwen3_5_moe_text"} | HYBRID,
+        formats=("bf16",),
+        release=one_by_one,
+        extra={"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+    ),
     "llama4": Family(
         architecture="Llama4ForConditionalGeneration",
         config={
@@ -354,7 +417,7 @@ def random_model(family: Family, *, seed: int = 0, **overrides: Any) -> PreTrain
     model = make.from_config(config, attn_implementation="eager").eval().float()
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
-            tensor.copy_(noise(name, tensor))
+            tensor.copy_(noise(name, tensor, around_one=family.norms_around_one))
     return model
 
 
@@ -368,14 +431,17 @@ def with_common(config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     return COMMON | config | overrides
 
 
-def noise(name: str, tensor: Tensor) -> Tensor:
+def noise(name: str, tensor: Tensor, *, around_one: bool = False) -> Tensor:
+    """around_one: norms add 1 to their weights."""
     drawn = torch.randn(tensor.shape)
     if "norm" in name:
-        return 1 + 0.1 * drawn
+        return 0.1 * drawn if around_one and "linear_attn" not in name else 1 + 0.1 * drawn
     if "correction_bias" in name:
         return 0.3 * drawn
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "A_log")):
         return drawn
+    if "conv1d" in name:
+        return 0.5 * drawn
     if name.endswith(("gate.weight", "router.weight")):
         return 0.5 * drawn
     return (0.3 if name.endswith("bias") else 0.08) * drawn

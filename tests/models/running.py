@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
@@ -52,12 +55,13 @@ def load(
     return load_model(checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress)
 
 
-class PlainAttention:
+class PlainAttention(Attention):
     """Every sequence's keys and values in a list; softmax(scale q k) v of what a layer sees, written out."""
 
     def __init__(self, model: Model, device: str = "cpu"):
         self.model, self.device = model, device
         self.cache: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
+        self.states: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.lengths: dict[str, int] = {}
 
     @torch.inference_mode()
@@ -119,3 +123,33 @@ class PlainAttention:
             scores_HTL = torch.cat((scores_HTL, sinks_H[:, None, None].expand(-1, T, 1)), dim=-1)
         weights_HTL = scores_HTL.softmax(-1)[..., :L].to(v_LHD)
         return torch.einsum("htl,lhd->thd", weights_HTL, v_LHD)
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        """Gated DeltaNet by its definition: token by token, head by head."""
+        counts = [count for _, count in self._chunks]
+        parts = [mixed_NX.new_empty(0, cell.spec.num_heads * cell.spec.value_dim)]
+        for (name, _), mixed_TX in zip(self._chunks, mixed_NX.split(counts), strict=True):
+            for mixed_X in mixed_TX:
+                parts.append(self._recur_once((layer, name), mixed_X, cell)[None])
+        return torch.cat(parts)
+
+    def _recur_once(self, key: tuple[int, str], mixed_X: Tensor, cell: DeltaCell) -> Tensor:
+        spec = cell.spec
+        Hk, Hv, Dk, Dv = spec.num_kv_heads, spec.num_heads, spec.head_dim, spec.value_dim
+        qkv, z, b, a = mixed_X.split([2 * Hk * Dk + Hv * Dv, Hv * Dv, Hv, Hv])
+        window, state = self.states.get(
+            key, (qkv.new_zeros(len(qkv), cell.conv_CW.shape[1]), torch.zeros(Hv, Dk, Dv, device=qkv.device))
+        )
+        window = torch.cat((window[:, 1:], qkv[:, None]), dim=1)
+        q, k, v = F.silu((window * cell.conv_CW).sum(1).float()).split([Hk * Dk, Hk * Dk, Hv * Dv])
+        state, out = state.clone(), []
+        for h in range(Hv):
+            of_key = slice(h // (Hv // Hk) * Dk, (h // (Hv // Hk) + 1) * Dk)
+            q_D, k_D = (x[of_key] / (x[of_key].square().sum() + 1e-6).sqrt() for x in (q, k))
+            decayed = state[h] * (cell.decay_H[h] * F.softplus(a[h].float() + cell.bias_H[h])).exp()
+            d = b[h].float().sigmoid() * (v[h * Dv : (h + 1) * Dv] - k_D @ decayed)
+            state[h] = decayed + torch.outer(k_D, d)
+            o = q_D @ state[h] / Dk**0.5
+            out.append(o / (o.square().mean() + cell.eps).sqrt() * cell.norm_D)
+        self.states[key] = window, state
+        return (torch.cat(out) * F.silu(z.float())).to(mixed_X)

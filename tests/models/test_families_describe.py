@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "qwen3-vl-30b-a3b": (30.5, 1),
     "qwen3-vl-235b-a22b": (235, 8),
     "qwen3-vl-235b-a22b-fp8": (235, 4),
+    "qwen3-next-80b-a3b": (79.7, 2),
+    "qwen3.5-35b-a3b": (34.7, 1),
+    "qwen3.5-122b-a10b": (122, 4),
+    "qwen3.5-397b-a17b": (397, 8),
+    "qwen3.5-397b-a17b-nvfp4": (397, 4),
+    "qwen3.6-35b-a3b-fp8": (34.7, 1),
     "llama-4-scout": (108, 4),
     "llama-4-maverick": (400, 8),
 }
@@ -51,7 +58,13 @@ def plan(name: str, hardware: str, **flags: Any) -> tuple[int, str]:
     return explain(config, hardware=hardware, as_json=False, console=console), out.getvalue()
 
 
-QUICK = ("mixtral-8x22b", "glm-4.6", "minimax-m2", "qwen3-vl-30b-a3b")  # planned in make test
+QUICK = (
+    "mixtral-8x22b",
+    "glm-4.6",
+    "minimax-m2",
+    "qwen3-vl-30b-a3b",
+    "qwen3.5-35b-a3b",
+)  # planned in make test
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,11 @@ def test_structure_equals_transformers(name: str) -> None:
     moe = description.moe
     routers = [t for n, t in text.items() if n.endswith(("gate.weight", "e_score_correction_bias"))]
     sigmoid = moe.routing.kind == RoutingKind.SIGMOID_TOPK and not moe.routing.on_input
-    assert description.dense.in_float32 == (sum(t.numel() for t in routers) if sigmoid else 0)
+    wide = routers if sigmoid else []
+    if FAMILIES[name].norms_around_one:
+        wide = [t for n, t in text.items() if "norm" in n and not n.endswith("linear_attn.norm.weight")]
+        wide += [t for n, t in text.items() if n.endswith(("A_log", "dt_bias"))]
+    assert description.dense.in_float32 == sum(t.numel() for t in wide)
     routed = len(description.moe_layers) * moe.num_experts * 3 * moe.hidden_size * moe.intermediate_size
     assert routed == sum(t.numel() for t in experts.values())
 
@@ -187,6 +204,26 @@ REFUSED = {
         ("mlp_only_layers", list(range(48)), "none of the 48 layers is an MoE layer"),
         ("rope_scaling", {"rope_type": "odd"}, "rope_type 'odd' is not implemented"),
     ],
+    "qwen3.5-35b-a3b": [
+        ("attn_output_gate", False, "text_config: attn_output_gate = False: is not implemented"),
+        ("attention_bias", True, "attention_bias = True: is not implemented"),
+        ("layer_types", ["linear_attention"] * 40, "a model without a layer of full_attention"),
+        ("layer_types", ["mamba"] * 40, "layer_types = .*'mamba' is not implemented; only linear_attention"),
+        ("layer_types", ["full_attention"], "must be a list of 40 kinds, one for each layer"),
+        ("linear_num_value_heads", 24, "linear_num_value_heads = 24: must be a multiple of key heads (16)"),
+        ("linear_num_key_heads", None, "linear_num_key_heads is missing"),
+        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim = 1: must be an integer of at least 2"),
+        ("mamba_ssm_dtype", "bfloat16", "mamba_ssm_dtype = 'bfloat16': is not implemented"),
+        ("norm_topk_prob", False, "norm_topk_prob = False: is not implemented"),
+        ("mlp_only_layers", list(range(40)), "none of the 40 layers is an MoE layer"),
+    ],
+    "qwen3-next-80b-a3b": [
+        ("use_sliding_window", True, "use_sliding_window = True: is not implemented"),
+        ("full_attention_interval", 0, "full_attention_interval = 0"),
+        ("partial_rotary_factor", 0.001, "partial_rotary_factor = 0.001 rotates 0 of the 256 dimensions"),
+        ("linear_num_value_heads", 8, "must be a multiple of key heads (16)"),
+        ("shared_expert_intermediate_size", None, "shared_expert_intermediate_size is missing"),
+    ],
     "llama-4-scout": [
         ("num_experts_per_tok", 2, "num_experts_per_tok = 2: is not implemented; only 1 is"),
         ("layer_types", ["sliding_attention"] * 48, "layer_types = .*'sliding_attention' is not implemented"),
@@ -229,7 +266,7 @@ def test_every_field_is_read_or_harmless(name: str) -> None:
     describe(config)
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl-30b-a3b", "llama-4-scout"])
+@pytest.mark.parametrize("name", ["qwen3-vl-30b-a3b", "qwen3.5-35b-a3b", "llama-4-scout"])
 def test_a_nested_configuration_needs_its_text_part(name: str) -> None:
     assert "text_config is missing" in refusal({**published(name), "text_config": None})
     assert "text_config = 'x': must be an object" in refusal({**published(name), "text_config": "x"})
@@ -243,3 +280,42 @@ def test_contexts_of_llama_4_end_with_the_attention_chunk() -> None:
     assert describe(config).shape.max_position_embeddings == 8192
     text["attention_chunk_size"] = 128
     assert describe(config).shape.max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "ranks", "megabytes"),
+    [
+        ("qwen3.5-35b-a3b", "h200", 1, 64.4),
+        ("qwen3.5-397b-a17b-nvfp4", "b200", 4, 48.0),
+        ("qwen3.5-397b-a17b-nvfp4", "h200", 8, 24.0),
+    ],
+)
+def test_plans_say_what_states_take(name: str, hardware: str, ranks: int, megabytes: float) -> None:
+    code, text = plan(name, hardware, tp_size=ranks, ep_size=ranks)
+    assert code == 0, text
+    rows = dict(re.findall(r"[│|] ([^│]+?) +│ +([\d,]+) │", text))
+    each = int(rows["states per request"].replace(",", ""))
+    assert each / 1e6 == pytest.approx(megabytes, rel=0.01)
+    assert int(rows["states (64 running requests and 1 spare)"].replace(",", "")) == 65 * each
+    assert "no prefix is reused: recurrent layers would need the state" in text
+    # As many as it says fit, and not one more.
+    most = int(rows["running requests (not tokens) whose states would fit"].replace(",", ""))
+    assert plan(name, hardware, tp_size=ranks, ep_size=ranks, max_running_requests=2 * most)[0] == 2
+
+
+def test_what_states_do_not_permit_is_refused_by_name() -> None:
+    name = "qwen3.5-35b-a3b"
+    code, text = plan(
+        name, "h200", speculative_algorithm="ngram", deterministic=True, disable_prefill_graph=False
+    )
+    assert code == 2
+    assert "--speculative-algorithm ngram" in text
+    assert "use --speculative-algorithm none" in text
+    assert "--deterministic on CUDA" in text
+    assert "leave --no-disable-prefill-graph out" in text
+    code, text = plan(name, "h200", max_running_requests=4000)
+    assert code == 2
+    assert re.search(r"states of 4000 requests 258 GB.*use --max-running-requests \d+ or less", text, re.S)
+    code, text = plan(name, "h200", tp_size=32, nnodes=4)
+    assert code == 2
+    assert "16 key heads and 32 value heads of Gated DeltaNet, over 32 attention-TP ranks" in text

@@ -33,7 +33,7 @@ QUICK = ("minimax_m2", "glm4_moe", "llama4")
 def test_as_published(name: str, format: str, tmp_path: Path) -> None:
     """Attention, dense and shared MLPs quantised too; experts one by one, by the family's names."""
     family = FAMILIES[name]
-    if (name, format) == ("qwen3_vl_moe", "fp8"):
+    if name in ("qwen3_vl_moe", "qwen3_5_moe") and format != "bf16":
         family = replace(family, release=one_by_one)
     built = build(tmp_path / "quantised", family)
     tensors = dict(built.tensors)
@@ -53,8 +53,10 @@ def dequantised(built: Built, weights: Tensors, folder: Path) -> torch.nn.Module
         write(folder, built.config, weights)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prefix, (gate, up, down) in stack_experts(weights).items():  # as transformers reads them
-        weights[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), dim=1).transpose(1, 2)
-        weights[f"{prefix}.down_proj"] = down.transpose(1, 2)
+        turned = built.family.model_type == "qwen3_vl_moe"
+        both = torch.cat((gate, up), dim=1)
+        weights[f"{prefix}.gate_up_proj"] = both.transpose(1, 2) if turned else both
+        weights[f"{prefix}.down_proj"] = down.transpose(1, 2) if turned else down
     write(folder, built.config, weights)
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 

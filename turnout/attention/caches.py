@@ -1,5 +1,7 @@
 """The caches of all layers of a model, one for each cache group, and attention that finds a layer's.
 
+Recurrent layers have states in place of a cache (states.py).
+
 Legend: N tokens of a step, Hq/Hkv query/KV heads, D head size.
 """
 
@@ -10,16 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
+from turnout.attention.states import RequestStates
 from turnout.attention.torch import PagedAttention
 
 
 class AttentionCaches:
-    """groups: the paged attention of each cache group, by its number; all on one device, in one type."""
+    """groups: the paged attention of each cache group, by its number; states: of each group of recurrent
+    layers. All are on one device, in one type."""
 
-    def __init__(self, groups: Sequence[PagedAttention]):
-        self.groups = tuple(groups)
-        self._numbers = {layer: group.number for group in groups for layer in group.index}
+    def __init__(self, groups: Sequence[PagedAttention], states: Sequence[RequestStates] = ()):
+        self.groups, self.states = tuple(groups), tuple(states)
+        layers = *(group.index for group in self.groups), *(states.index for states in self.states)
+        self._numbers = {layer: number for number, index in enumerate(layers) for layer in index}
 
     @property
     def device(self) -> torch.device:
@@ -29,13 +35,21 @@ class AttentionCaches:
     def cache_bytes(self) -> int:
         return sum(group.cache_bytes for group in self.groups)
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(states.state_bytes for states in self.states)
+
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """As `PagedAttention.laid_out`, for all layers."""
-        return self.together([group.laid_out(decoding, chunks) for group in self.groups])
+        return self.together(
+            [group.laid_out(decoding, chunks) for group in self.groups],
+            [states.laid_out(decoding, chunks) for states in self.states],
+        )
 
-    def together(self, attentions: Sequence[Attention]) -> Attention:
-        """One attention made of those of the groups, by number."""
-        return attentions[0] if len(attentions) == 1 else _ByLayer(self._numbers, attentions)
+    def together(self, attentions: Sequence[Attention], recurrent: Sequence[Attention] = ()) -> Attention:
+        """One attention made of those of the groups, by number, and of the groups of recurrent layers."""
+        every = *attentions, *recurrent
+        return every[0] if len(every) == 1 else _ByLayer(self._numbers, every)
 
 
 class _ByLayer(Attention):
@@ -56,3 +70,6 @@ class _ByLayer(Attention):
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
         return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H, out_NHD)
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        return self._attentions[self._numbers[layer]].recur(layer, mixed_NX, cell)

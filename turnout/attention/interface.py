@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from turnout.attention.delta_rule import DeltaCell
+
 
 class Attention(Protocol):
     """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
@@ -36,6 +38,14 @@ class Attention(Protocol):
         """As a call, for keys and values that are stored already. out: contiguous, to be filled and returned.
         Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        """Take the states of this step's requests in a recurrent `layer` over their tokens (delta_rule.py).
+
+        mixed [N, X]: what the layer computed of each token. Returns [N, Hv Dv], value heads normed and gated.
+        Raises ValueError where no state is kept.
+        """
+        raise ValueError(f"layer {layer} is recurrent, and no states are kept for it")
 
 
 class GroupPages(Protocol):

@@ -4,9 +4,12 @@
 |----------------|---------------------------------------|---------------------|------------------------|
 | full           | positions 0 to t                      | keys and values     | nothing before its end |
 | sliding_window | positions max(0, t - window + 1) to t | keys and values     | pages below the window |
+| recurrent      | a state made of positions 0 to t      | nothing             | nothing before its end |
 
 With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
 not multiplied by the scale.
+
+Recurrent layers (Gated DeltaNet) keep a state of fixed size for each request, and nothing for each token.
 """
 
 from __future__ import annotations
@@ -63,13 +66,14 @@ class AttentionSpec:
     def split(self, ranks: int) -> AttentionSpec:
         """The heads of each of so many ranks. Raises ValueError where they cannot be divided evenly."""
         if not self.splits(ranks):
-            raise ValueError(
-                f"{self.num_heads} heads, {self.num_kv_heads} of KV, cannot be split evenly over "
-                f"{ranks} ranks"
-            )
+            raise ValueError(f"{self.heads()}, cannot be split evenly over {ranks} ranks")
         return replace(
             self, num_heads=self.num_heads // ranks, num_kv_heads=max(1, self.num_kv_heads // ranks)
         )
+
+    def heads(self) -> str:
+        """How many there are, in words."""
+        return f"{self.num_heads} heads, {self.num_kv_heads} of KV"
 
     def first_seen(self, position: int) -> int:
         """The first position that a token at `position` sees."""
@@ -78,6 +82,56 @@ class AttentionSpec:
     def token_bytes(self, itemsize: int) -> int:
         """Keys and values of one token in one layer."""
         return self.num_kv_heads * (self.head_dim + self.value_dim) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec(AttentionSpec):
+    """A layer of Gated DeltaNet (delta_rule.py), with the heads of the whole model or of one rank.
+
+    num_heads: of values; num_kv_heads: of queries and keys, each shared by num_heads / num_kv_heads value
+    heads that follow one another. conv_width: tokens that the convolution before it sees, the token included.
+    """
+
+    kind: AttentionKind = AttentionKind.RECURRENT
+    conv_width: int
+
+    def splits(self, ranks: int) -> bool:
+        """Whether key heads, with their value heads, can be divided evenly over ranks."""
+        return self.num_kv_heads % ranks == 0
+
+    def heads(self) -> str:
+        return f"{self.num_kv_heads} key heads and {self.num_heads} value heads of Gated DeltaNet"
+
+    def token_bytes(self, itemsize: int) -> int:
+        return 0
+
+    @property
+    def channels(self) -> int:
+        """What the convolution goes over: queries, keys and values of all heads."""
+        return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """What the layer computes of each token before its state: queries, keys, values, the gate of the
+        output, and beta and the decay's logit of each value head."""
+        return self.channels + self.num_heads * (self.value_dim + 2)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one request in one layer: the convolution's window in the compute type, a float32 state."""
+        window = self.channels * (self.conv_width - 1) * itemsize
+        return window + self.num_heads * self.head_dim * self.value_dim * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateGroup:
+    """Recurrent layers of one shape, whose states a request has in one slot. layers: as in `CacheGroup`."""
+
+    layers: tuple[int, ...]
+    spec: DeltaNetSpec
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one request in all layers of the group."""
+        return len(self.layers) * self.spec.state_bytes(itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +150,20 @@ class CacheGroup:
 
 
 def cache_groups(layers: Sequence[AttentionSpec]) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers: first those that keep whole contexts, then by their first layer."""
+    """The groups of a model's layers that keep something of each token: first those that keep whole contexts,
+    then by their first layer."""
     members: dict[AttentionSpec, list[int]] = {}
     for i, spec in enumerate(layers):
-        members.setdefault(replace(spec, rope=""), []).append(i)
+        if spec.kind != AttentionKind.RECURRENT:
+            members.setdefault(replace(spec, rope=""), []).append(i)
     groups = [CacheGroup(layers=tuple(found), spec=layers[found[0]]) for found in members.values()]
     return tuple(sorted(groups, key=lambda group: group.spec.window > 0))
+
+
+def state_groups(layers: Sequence[AttentionSpec]) -> tuple[StateGroup, ...]:
+    """The groups of a model's layers that keep a state of each request, by their first layer."""
+    members: dict[DeltaNetSpec, list[int]] = {}
+    for i, spec in enumerate(layers):
+        if isinstance(spec, DeltaNetSpec):
+            members.setdefault(spec, []).append(i)
+    return tuple(StateGroup(layers=tuple(found), spec=spec) for spec, found in members.items())

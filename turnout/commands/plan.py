@@ -16,6 +16,7 @@ from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
+from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
@@ -116,6 +117,13 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: "
             f"{choose(spec, place)}"
         )
+    for states in engine_plan.state_groups:
+        lines.append(
+            f"Gated DeltaNet in {len(states.layers)} layers: torch, a state per request, nothing per token"
+        )
+    if engine_plan.state_groups:
+        reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
+        lines.append(f"no prefix is reused: {reason}")
     if hardware.device == "cuda":
         reason = engine_plan.why_no_decode_graphs
         lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
@@ -198,6 +206,7 @@ def _memory(engine_plan: EnginePlan) -> Table:
         "dense weights": memory.dense,
         f"experts ({engine_plan.plan.weight_storage})": memory.experts,
         **_kv_rows(engine_plan),
+        **_state_rows(engine_plan),
         "runner workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
@@ -226,6 +235,17 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
     return rows
 
 
+def _state_rows(engine_plan: EnginePlan) -> dict[str, int]:
+    """Of recurrent layers: a slot for each running request, and one for padding."""
+    if not engine_plan.state_groups:
+        return {}
+    running = engine_plan.config.max_running_requests
+    return {
+        f"states ({running} running requests and 1 spare)": engine_plan.memory.states,
+        "states per request": engine_plan.request_bytes,
+    }
+
+
 def _bounds(engine_plan: EnginePlan) -> Table:
     table = _table("Token bounds per rank", ("bound", "tokens"))
     budget = engine_plan.budget
@@ -241,6 +261,9 @@ def _bounds(engine_plan: EnginePlan) -> Table:
     }
     for bound, tokens in rows.items():
         table.add_row(bound, f"{tokens:,}")
+    if engine_plan.state_groups:
+        most = engine_plan.most_requests(engine_plan.memory, budget)
+        table.add_row("running requests (not tokens) whose states would fit", f"{most:,}")
     return table
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.cpu import paged_attention
+from turnout.attention.states import RequestStates
 from turnout.checkpoint import open_checkpoint
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan
@@ -21,6 +23,7 @@ from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.startup import StartupTimes
+from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.forward import Forward
@@ -30,6 +33,8 @@ from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -132,8 +137,11 @@ def _load(
 
 def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
     config = engine_plan.config
+    no_reuse = why_no_prefix_cache(config, engine_plan.description)
+    if no_reuse:
+        logger.info("no prefix is reused: %s", no_reuse)
     pools = [
-        KVBlockPool(num_pages, reuse=not config.disable_prefix_cache, window=group.spec.window)
+        KVBlockPool(num_pages, reuse=not no_reuse, window=group.spec.window)
         for group, num_pages in zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
     ]
     return Scheduler(
@@ -148,7 +156,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
 
 
 def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionCaches:
-    config = engine_plan.config
+    config, dtype = engine_plan.config, getattr(torch, engine_plan.compute_dtype)
     return AttentionCaches(
         [
             paged_attention(
@@ -159,13 +167,17 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
                 max_running=config.max_running_requests,
                 max_context=engine_plan.max_context,
                 device=device,
-                dtype=getattr(torch, engine_plan.compute_dtype),
+                dtype=dtype,
                 fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
             )
             for number, (group, num_pages) in enumerate(
                 zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
             )
-        ]
+        ],
+        [
+            RequestStates(group, max_running=config.max_running_requests, device=device, dtype=dtype)
+            for group in engine_plan.state_groups
+        ],
     )
 
 

@@ -232,6 +232,7 @@ class EngineCore:
             "version": __version__,
             "torch": torch.__version__,
             "kv_cache_bytes": self._attention.cache_bytes,
+            "state_bytes": self._attention.state_bytes,
             "decode_graphs": graphs.sizes if graphs else engine_plan.why_no_decode_graphs,
             "prefill_graphs": prefill.sizes if prefill else engine_plan.why_no_prefill_graphs,
             "overlap_schedule": why_no_overlap(engine_plan) or "on",

@@ -33,6 +33,7 @@ from turnout.engine.parallel_config import (
     make_topology,
     two_batch_refusals,
 )
+from turnout.engine.state_limits import state_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE
 from turnout.models import describe
@@ -129,6 +130,15 @@ class EnginePlan(Rank):
                         strict=True,
                     )
                 ],
+                "states": [
+                    {
+                        "kind": group.spec.kind,
+                        "layers": len(group.layers),
+                        "request_bytes": group.state_bytes(ITEMSIZE[self.compute_dtype]),
+                        "num_slots": self.config.max_running_requests,
+                    }
+                    for group in self.state_groups
+                ],
             },
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
         }
@@ -193,6 +203,7 @@ def decide(
         *_contradictions(config, description, hardware),
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
+        *state_refusals(config, description, hardware),
     ]
     hardware = hardware.with_bf16_units(config.cpu_bf16_units)
     budget = _budget(config, topology, hardware, dtype)

@@ -6,6 +6,7 @@ rank's number: ranks that share requests need the same pages, and all ranks get 
 The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
 memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
 all running requests could use. Layers with a sliding window have pages of their own, far fewer of them.
+Recurrent layers have a slot of fixed size for each of --max-running-requests, and one for padding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from turnout.attention.backends import Place, choose
-from turnout.attention.kinds import CacheGroup, cache_groups
+from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache_groups, state_groups
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
 from turnout.errors import PlanRefused, Refusal
@@ -51,11 +52,13 @@ class MemoryTable:
     logits: int
     prefill_graphs: int  # with what their pieces hand to attention; 0 where there are none
     available: int
+    states: int = 0  # of recurrent layers, of all running requests
 
     @property
     def total(self) -> int:
         weights = self.dense + self.experts
-        return weights + self.kv + self.workspace + self.dispatch + self.logits + self.prefill_graphs
+        buffers = self.workspace + self.dispatch + self.logits + self.prefill_graphs
+        return weights + self.kv + self.states + buffers
 
 
 def share_host(hardware: Hardware, topology: Topology) -> Hardware:
@@ -88,6 +91,16 @@ class Rank:
         return rank_cache_groups(self.description, self.topology)
 
     @property
+    def state_groups(self) -> tuple[StateGroup, ...]:
+        """With the heads of this rank."""
+        return state_groups(_local_layers(self.description, self.topology))
+
+    @property
+    def request_bytes(self) -> int:
+        """States of one request in all recurrent layers."""
+        return sum(group.state_bytes(ITEMSIZE[self.compute_dtype]) for group in self.state_groups)
+
+    @property
     def attention_place(self) -> Place:
         """What attention is to run on."""
         return Place(
@@ -115,6 +128,11 @@ class Rank:
             most *= 2
         return bisect_right(range(most), room, key=lambda pages: sum(self.group_bytes(pages, budget))) - 1
 
+    def most_requests(self, memory: MemoryTable, budget: Budget) -> int:
+        """Of how many running requests the states fit next to everything but them and a page of KV."""
+        least = memory.total - memory.states - memory.kv + sum(self.group_bytes(1, budget))
+        return (memory.available - least) // max(1, self.request_bytes) - 1
+
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
         """All but the KV cache."""
         config, description = self.config, self.description
@@ -128,6 +146,7 @@ class Rank:
             logits=logits_bytes(rows, description.shape.vocab_size),
             prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
+            states=(config.max_running_requests + 1) * self.request_bytes,
         )
 
     def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:
@@ -221,7 +240,11 @@ def dense_parameters(description: ModelDescription, topology: Topology, moe: MoE
 
 def rank_cache_groups(description: ModelDescription, topology: Topology) -> tuple[CacheGroup, ...]:
     """The cache groups of a model with the heads of one rank."""
-    return cache_groups([layer.split(topology.attention_tp) for layer in description.shape.attention])
+    return cache_groups(_local_layers(description, topology))
+
+
+def _local_layers(description: ModelDescription, topology: Topology) -> list[AttentionSpec]:
+    return [layer.split(topology.attention_tp) for layer in description.shape.attention]
 
 
 def pages_by_group(
@@ -300,9 +323,13 @@ def _too_large(
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
         "prefill graphs": memory.prefill_graphs,
+        f"states of {config.max_running_requests} requests": memory.states,
         "one KV page": page_bytes,
     }
     remedies = []
+    running = rank.most_requests(memory, budget)
+    if memory.states and running >= 1:
+        remedies.append(f"use --max-running-requests {running} or less")
     if (memory.total + page_bytes) <= hardware.memory_bytes:
         share = -(-100 * (memory.total + page_bytes) // hardware.memory_bytes) / 100
         remedies.append(f"raise --mem-fraction-static to {share:g} or more")

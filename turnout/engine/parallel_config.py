@@ -7,6 +7,7 @@ from turnout.errors import Refusal
 from turnout.models.interface import ModelDescription
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of, split_address
+from turnout.vocabulary import AttentionKind
 
 
 def make_topology(config: Config, rank: int | None) -> Topology:
@@ -79,9 +80,10 @@ def attention_refusals(description: ModelDescription, topology: Topology) -> lis
     return [
         Refusal(
             who="model",
-            asked=f"{layer.num_heads} heads, {layer.num_kv_heads} of KV, over "
-            f"{topology.attention_tp} attention-TP ranks",
-            limit="heads divide evenly over ranks, and KV heads over ranks or ranks over KV heads",
+            asked=f"{layer.heads()}, over {topology.attention_tp} attention-TP ranks",
+            limit="heads divide evenly over ranks, and KV heads over ranks or ranks over KV heads"
+            if layer.kind != AttentionKind.RECURRENT
+            else "key heads divide evenly over ranks, each with its value heads",
             remedy=f"use --enable-dp-attention with --dp-size {one_of(fitting)}",
         )
     ]

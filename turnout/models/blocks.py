@@ -33,16 +33,17 @@ from turnout.parallel.groups import SINGLE_RANK, Group
 Rotaries = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def one_kernel(weight: Tensor, size: int) -> ModuleType | None:
+def one_kernel(weight: Tensor, size: int, dtype: torch.dtype | None = None) -> ModuleType | None:
     """The kernels, one each for what torch composes, for activations like `weight`; None if there are none.
 
-    size: of what they go through; on a CPU it must be a multiple of 16.
+    size: of what they go through; on a CPU it must be a multiple of 16. dtype: of activations.
     """
+    dtype = dtype or weight.dtype
     if weight.device.type == "cuda" and find_spec("triton") is not None:
         from turnout.kernels.common import rows
 
         return rows
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and size % 16 == 0 and cpu.available():
+    if weight.device.type == "cpu" and dtype == torch.float32 and size % 16 == 0 and cpu.available():
         from turnout.kernels.cpu import rows as rows_on_cpu
 
         return rows_on_cpu
@@ -82,15 +83,16 @@ class Head:
 class Norm:
     """RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight, computed in float32.
 
-    weight: [K], or [..., K] where other dimensions have weights of their own. Torch composes `rms_norm`
-    of many small calls on a CPU. There, with |x| the Euclidean norm, weight sqrt(K) x / hypot(|x|,
+    weight: [K], or [..., K] where other dimensions have weights of their own; float32 or of the type of
+    activations, which is `dtype`, or the weight's if None. Torch composes `rms_norm` of many small calls on a
+    CPU. There, with |x| the Euclidean norm, weight sqrt(K) x / hypot(|x|,
     sqrt(K eps)) is the same in less than half the time.
     """
 
-    def __init__(self, weight: Tensor, eps: float):
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None):
         K = weight.shape[-1]
         self.weight, self.eps, self._shape = weight, eps, (K,)
-        self._fused = one_kernel(weight, K) if weight.dim() == 1 else None
+        self._fused = one_kernel(weight, K, dtype) if weight.dim() == 1 else None
         self._composed = weight.device.type == "cpu"
         self._scaled = weight.float() * math.sqrt(K)
         self._floor = torch.tensor(math.sqrt(K * eps), device=weight.device)
@@ -99,6 +101,8 @@ class Norm:
         if self._composed:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             return (x * self._scaled).div_(length.hypot_(self._floor)).to(x.dtype)
+        if self.weight.dtype != x.dtype:
+            return (F.rms_norm(x.float(), self._shape, eps=self.eps) * self.weight).to(x.dtype)
         if self.weight.dim() == 1:
             return F.rms_norm(x, self._shape, self.weight, self.eps)
         return F.rms_norm(x, self._shape, eps=self.eps) * self.weight
@@ -184,8 +188,9 @@ class Attention:
 
     spec: of this layer, with the heads of this rank. qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then
     keys, then values; out: [H, Hq D]. qk_norm: norm of [N, G, D]: every query and key head with its weight,
-    or all of them together; or None. sinks: float32 [Hq], where the layer has them. group: the ranks that
-    have the other heads. Only one of them has `out_bias`.
+    or all of them together; or None. sinks: float32 [Hq], where the layer has them. gate: [Hq D, H], of a
+    projection whose sigmoid multiplies what attention gives, or None. group: the ranks that have the other
+    heads. Only one of them has `out_bias`.
     """
 
     def __init__(
@@ -199,9 +204,11 @@ class Attention:
         out_bias: Tensor | None = None,
         qk_norm: Norm | WholeNorm | None = None,
         sinks: Tensor | None = None,
+        gate: Tensor | None = None,
         group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = F.linear,
     ):
+        self._gate = gate
         self._layer, self._group, self._linear = layer, group, linear
         self._num_q, self._head_dim, self._rope = spec.num_heads, spec.head_dim, spec.rope
         self._num_qk = spec.num_heads + spec.num_kv_heads
@@ -221,6 +228,8 @@ class Attention:
             q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
             out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :], self._sinks)
         flat_NX = out_NHD.reshape(N, self._num_q * D)
+        if self._gate is not None:
+            flat_NX = flat_NX * torch.sigmoid(self._linear(x_NH, self._gate))
         if self._fused and self._group.size == 1:
             return product(self._linear, flat_NX, self._out, self._out_bias)
         return self._group.all_reduce(self._linear(flat_NX, self._out, self._out_bias))

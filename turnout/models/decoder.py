@@ -26,7 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention import interface
+from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
 from turnout.checkpoint import ExpertShape
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models.blocks import (
@@ -40,6 +41,7 @@ from turnout.models.blocks import (
     RotaryEmbedding,
     WholeNorm,
 )
+from turnout.models.delta_net import read_delta_net
 from turnout.models.interface import ProgressFn, Step
 from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, Share, split, whole
@@ -54,6 +56,14 @@ from turnout.vocabulary import Phase, QKNorm, SharedExpert
 
 # The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
+
+
+class Mixer(Protocol):
+    """What lets a token see those before it: attention, or a recurrent layer."""
+
+    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention, /) -> Tensor:
+        """[N, H] to [N, H], or to parts [P, N, H] of it for a norm that adds them up."""
+        ...
 
 
 class MLP(Protocol):
@@ -80,7 +90,7 @@ class DecoderLayer:
     """Attention, then an MLP, each on the normed residual stream."""
 
     attention_norm: Norm
-    attention: Attention
+    attention: Mixer
     mlp_norm: Norm
     mlp: MLP
 
@@ -194,7 +204,7 @@ class Decoder:
             mlp = self._read_dense(f"{prefix}.{names.dense}")
         return DecoderLayer(
             attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
-            attention=self._read_attention(i, f"{prefix}.self_attn"),
+            attention=self._read_mixer(i, prefix),
             mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
             mlp=mlp,
         )
@@ -212,8 +222,22 @@ class Decoder:
         return embed, head
 
     def _read_norm(self, prefix: str) -> Norm:
-        weight_H = self._weights.tensor(f"{prefix}.weight", self.shape.hidden_size)
-        return Norm(weight_H, self._spec.norm_eps)
+        weight_H = self._norm_weight(prefix, self.shape.hidden_size)
+        return Norm(weight_H, self._spec.norm_eps, self._weights.dtype)
+
+    def _norm_weight(self, prefix: str, size: int) -> Tensor:
+        """What a norm multiplies by [size]. 1 + weight is float32: bfloat16 would lose small weights."""
+        if not self._spec.norms_around_one:
+            return self._weights.tensor(f"{prefix}.weight", size)
+        stored = self._weights.checkpoint.tensor(f"{prefix}.weight", (size,), torch.float32)
+        return 1 + stored.to(self._weights.device)
+
+    def _read_mixer(self, i: int, prefix: str) -> Mixer:
+        layer = self._spec.shape.attention[i]
+        if not isinstance(layer, DeltaNetSpec):
+            return self._read_attention(i, f"{prefix}.self_attn")
+        prefix = f"{prefix}.{self._spec.names.recurrent}"
+        return read_delta_net(i, prefix, self._spec, layer, self._weights, self._group)
 
     def _read_attention(self, i: int, prefix: str) -> Attention:
         spec, weights = self._spec, self._weights
@@ -222,15 +246,21 @@ class Decoder:
         rows[f"{prefix}.v_proj"] = heads.values
         out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None
         order = None if heads.spec.rope == NOPE else spec.rope.order
+        if spec.output_gate:
+            rows[f"{prefix}.q_proj"] = heads.queries.times(2)
+        qkv, gate = weights.fused(rows, whole(H)), None
+        if spec.output_gate:
+            qkv, gate = _without_gate(qkv, heads.spec)
         return Attention(
             i,
             heads.spec,
-            qkv=self._in_order(weights.fused(rows, whole(H)), order, heads.spec),
+            qkv=self._in_order(qkv, order, heads.spec),
             qkv_bias=self._in_order(weights.fused_bias(rows), order, heads.spec) if spec.qkv_bias else None,
             out=weights.linear(f"{prefix}.o_proj", whole(H), heads.outputs),
             out_bias=out_bias if self._group.rank == 0 else None,
             qk_norm=self._read_qk_norm(i, prefix, order, heads),
             sinks=self._read_sinks(prefix, heads.heads) if heads.spec.sinks else None,
+            gate=gate,
             group=self._group,
             linear=weights.multiply,
         )
@@ -260,12 +290,12 @@ class Decoder:
                 weight = self._weights.tensor(f"{name}.weight", share.total)
                 parts.append(weight.narrow(0, share.start, share.size).view(-1, D))
             else:
-                parts.append(self._weights.tensor(f"{name}.weight", D).expand(share.size // D, D))
+                parts.append(self._norm_weight(name, D).expand(share.size // D, D))
         weight_GD = torch.cat(parts)
         if order is not None:
             weight_GD = weight_GD[:, list(order)].contiguous()
         if kind == QKNorm.HEAD:
-            return Norm(weight_GD, self._spec.norm_eps)
+            return Norm(weight_GD, self._spec.norm_eps, self._weights.dtype)
         return WholeNorm(
             weight_GD,
             self._spec.norm_eps,
@@ -335,3 +365,11 @@ class Decoder:
             return mlp
         gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))
         return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)
+
+
+def _without_gate(rows: Tensor, layer: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """(queries, keys and values; gates), of rows in which each query head is followed by its gate."""
+    D, num_q = layer.head_dim, layer.num_heads
+    queries_H2DX = rows[: 2 * num_q * D].unflatten(0, (num_q, 2, D))
+    queries, gates = (queries_H2DX[:, i].flatten(0, 1) for i in (0, 1))
+    return torch.cat((queries, rows[2 * num_q * D :])), gates.contiguous()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from turnout.attention.kinds import DeltaNetSpec
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
 from turnout.models.rope import Rope
 from turnout.moe.spec import MoESpec
-from turnout.vocabulary import QKNorm
+from turnout.vocabulary import DeltaRows, QKNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class TensorNames:
     correction_bias: str = "gate.e_score_correction_bias"
     experts: str = "experts"
     shared_expert: str = "shared_expert"
+    recurrent: str = "linear_attn"  # of layers of Gated DeltaNet
 
     def layer(self, i: int | str) -> str:
         return f"{self.model}.layers.{i}"
@@ -63,6 +65,9 @@ class DecoderSpec:
     router_bias: every router has a bias [E], part of its logits.
     correction_bias: every router has a float32 bias [E] that moves its choice.
     router_float32: logits are computed in float32 whatever the compute type.
+    norms_around_one: norms multiply by 1 + weight, in float32.
+    output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
+    delta_rows: how projections of recurrent layers are stored.
     """
 
     shape: ModelShape
@@ -79,6 +84,9 @@ class DecoderSpec:
     router_bias: bool = False
     correction_bias: bool = False
     router_float32: bool = False
+    norms_around_one: bool = False
+    output_gate: bool = False
+    delta_rows: DeltaRows = DeltaRows.BY_KIND
     tied_embeddings: bool = False
     skipped: tuple[Skipped, ...] = ()
 
@@ -94,13 +102,24 @@ class DecoderSpec:
     def _dense_parameters(self) -> DenseParameters:
         shape, H, L = self.shape, self.shape.hidden_size, self.shape.num_layers
         num_moe, shared = len(self.moe_layers), self.shared_expert
-        queries = keys_values = small = 0
+        queries = keys_values = small = wide = 0
         for layer in shape.attention:
+            if isinstance(layer, DeltaNetSpec):
+                inner = layer.num_heads * layer.value_dim
+                queries += (layer.mixed + inner) * H + layer.channels * layer.conv_width
+                wide += 2 * layer.num_heads
+                small += 2 * layer.num_heads + layer.value_dim
+                continue
             q, k = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            queries += q * (H + self.qkv_bias) + layer.num_heads * layer.value_dim * H
+            queries += (
+                q * (H * (1 + self.output_gate) + self.qkv_bias) + layer.num_heads * layer.value_dim * H
+            )
             keys_values += (k + layer.num_kv_heads * layer.value_dim) * (H + self.qkv_bias)
-            small += {QKNorm.HEAD: 2 * layer.head_dim, QKNorm.WHOLE: q + k}.get(self.qk_norm, 0)
+            norms = {QKNorm.HEAD: 2 * layer.head_dim, QKNorm.WHOLE: q + k}.get(self.qk_norm, 0)
+            small += norms
+            wide += norms * self.norms_around_one
             small += layer.num_heads if layer.sinks else 0
+        wide += H * (1 + 2 * L) * self.norms_around_one
         biases = self.router_bias + self.correction_bias
         router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)
         return DenseParameters(
@@ -110,5 +129,6 @@ class DecoderSpec:
             mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
             shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
             replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias,
-            in_float32=num_moe * self.moe.num_experts * (H * self.router_float32 + self.correction_bias),
+            in_float32=wide
+            + num_moe * self.moe.num_experts * (H * self.router_float32 + self.correction_bias),
         )

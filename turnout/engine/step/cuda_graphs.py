@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
+from turnout.attention.states import Rows
 from turnout.attention.torch import PagedAttention
 from turnout.attention.triton import RowAttention
 from turnout.engine.ranks.step_sync import SyncedStep
@@ -162,7 +163,7 @@ class DecodeGraphs:
     def _step(self, part: Part, tokens: tuple[int, ...], second: Step | None) -> Step:
         """tokens: of each data-parallel rank."""
         rows_FB, tables = part
-        ids_B, positions_B, ends_B, *_ = rows_FB
+        ids_B, positions_B, ends_B, slots_B, *_ = rows_FB
         attentions = [
             RowAttention(group, slots_B, table_BP, ends_B)
             for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
@@ -170,7 +171,9 @@ class DecodeGraphs:
         return Step(
             input_ids=ids_B,
             positions=positions_B,
-            attention=self._attention.together(attentions),
+            attention=self._attention.together(
+                attentions, [Rows(states, slots_B, positions_B) for states in self._attention.states]
+            ),
             phase=Phase.DECODE,
             tokens=tokens,
             real=ends_B > 0,

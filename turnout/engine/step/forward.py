@@ -137,7 +137,8 @@ class Forward:
         attention: Attention
         if self._kernels:
             fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
-            attention = self._attention.together(fused)
+            recurrent = [states.laid_out(decoding, others) for states in self._attention.states]
+            attention = self._attention.together(fused, recurrent)
             (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused[0].places_N
         else:
             ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)

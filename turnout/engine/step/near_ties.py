@@ -18,8 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec
+from turnout.attention.states import SequenceStates
 from turnout.attention.torch import additive, attend_chunk, visible
 from turnout.engine.engine_plan import NEAR_TIE_BLOCK
 from turnout.models.interface import Model, Step
@@ -27,22 +29,23 @@ from turnout.models.interface import Model, Step
 BLOCK = NEAR_TIE_BLOCK  # tokens; never from configuration, for the result must not depend on it
 
 
-class WholeAttention(Attention):
-    """Over one sequence that comes in blocks, with keys and values of its own.
+class WholeAttention(SequenceStates):
+    """Over one sequence that comes in blocks, with keys, values and states of its own.
 
     layers: what each layer of the model declares.
     """
 
     def __init__(self, layers: Sequence[AttentionSpec]):
+        super().__init__()
         self._layers = layers
-        self._kept: list[list[Tensor]] = [[] for _ in layers]
+        self._tokens: list[list[Tensor]] = [[] for _ in layers]  # keys and values
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
         spec = self._layers[layer]
-        self._kept[layer].append(torch.stack((k_NHD, v_NHD)).transpose(1, 2))
-        k_HLD, v_HLD = torch.cat(self._kept[layer], dim=2)
+        self._tokens[layer].append(torch.stack((k_NHD, v_NHD)).transpose(1, 2))
+        k_HLD, v_HLD = torch.cat(self._tokens[layer], dim=2)
         end = k_HLD.shape[1]
         seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
         return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale, sinks_H)
@@ -55,6 +58,9 @@ class NoAttention(Attention):
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
         return q_NHD
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        return mixed_NX.new_empty(0, cell.spec.num_heads * cell.spec.value_dim)
 
 
 def recomputed_logits(

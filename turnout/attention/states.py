@@ -1,0 +1,124 @@
+"""The states of running requests in a group of recurrent layers, in slots of fixed size.
+
+A request's slot is its row of the page tables, which it has from its admission on: nothing is looked up. A
+request that begins, at position 0, begins with zeros whatever its slot held, NaN included; so a slot is
+cleared by being used again, and a preempted request, which is computed anew, needs nothing else.
+
+Legend: N tokens of a step, B requests of one token each, X = `DeltaNetSpec.mixed`, C channels of the
+convolution, W its width, Hv value heads, Dk/Dv sizes of key/value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from turnout.attention import delta_rule
+from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.interface import Attention, Chunk
+from turnout.attention.kinds import DeltaNetSpec, StateGroup
+
+
+class RequestStates:
+    """Owns the states of a group of layers. windows: [layers, slots, C, W - 1] in the compute type; states:
+    float32 [layers, slots, Hv, Dk, Dv]. The last slot is for padding."""
+
+    def __init__(self, group: StateGroup, *, max_running: int, device: torch.device, dtype: torch.dtype):
+        """group: its heads are those of this rank."""
+        spec = group.spec
+        self.index = {layer: i for i, layer in enumerate(group.layers)}
+        self.device = device
+        sizes = len(group.layers), max_running + 1
+        self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
+        self.states = torch.zeros(*sizes, *state_size(spec), device=device)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.windows.nbytes + self.states.nbytes
+
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        """Of a step: one token of each of `decoding`, then `chunks`."""
+        rows_2B = torch.tensor([[c.request.row for c in decoding], [c.start for c in decoding]])
+        rows_B, positions_B = rows_2B.long().to(self.device)
+        return _LaidOut(self, Rows(self, rows_B, positions_B), tuple(chunks))
+
+    def advance(self, layer: int, chunk: Chunk, mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
+        """The tokens of one chunk: [T, Hv Dv]."""
+        i, slot = self.index[layer], chunk.request.row
+        window_CW, state_HKV = self.windows[i, slot], self.states[i, slot]
+        if chunk.start == 0:
+            window_CW.zero_()
+            state_HKV.zero_()
+        return delta_rule.advance(cell, mixed_TX, window_CW, state_HKV)
+
+
+class Recurrence(Attention):
+    """Of recurrent layers only."""
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        raise ValueError(f"layer {layer} is recurrent: it has no keys and values")
+
+
+@dataclass(frozen=True)
+class Rows(Recurrence):
+    """One token of each request. slots, positions: int64 [B], read on the device, so that a graph can
+    capture it."""
+
+    of: RequestStates
+    slots_B: Tensor
+    positions_B: Tensor
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        i = self.of.index[layer]
+        begins_B111 = (self.positions_B == 0)[:, None, None, None]
+        windows_BCW = self.of.windows[i, self.slots_B].masked_fill_(begins_B111[..., 0], 0)
+        states_BHKV = self.of.states[i, self.slots_B].masked_fill_(begins_B111, 0)
+        y_BY = delta_rule.step(cell, mixed_NX, windows_BCW, states_BHKV)
+        self.of.windows[i].index_copy_(0, self.slots_B, windows_BCW)
+        self.of.states[i].index_copy_(0, self.slots_B, states_BHKV)
+        return y_BY
+
+
+@dataclass(frozen=True)
+class _LaidOut(Recurrence):
+    """Of a step, or one of its micro-batches."""
+
+    of: RequestStates
+    decoding: Rows
+    chunks: tuple[Chunk, ...]
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        at = len(self.decoding.slots_B)
+        parts = [self.decoding.recur(layer, mixed_NX[:at], cell)]
+        for chunk in self.chunks:
+            parts.append(self.of.advance(layer, chunk, mixed_NX[at : at + chunk.length], cell))
+            at += chunk.length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class SequenceStates(Attention):
+    """Of one sequence that comes in parts, one after the other."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        if layer not in self._kept:
+            window_CW = mixed_NX.new_zeros(window_size(cell.spec))
+            self._kept[layer] = window_CW, torch.zeros(state_size(cell.spec), device=mixed_NX.device)
+        return delta_rule.advance(cell, mixed_NX, *self._kept[layer])
+
+
+def window_size(spec: DeltaNetSpec) -> tuple[int, int]:
+    """[C, W - 1]"""
+    return spec.channels, spec.conv_width - 1
+
+
+def state_size(spec: DeltaNetSpec) -> tuple[int, int, int]:
+    """[Hv, Dk, Dv]"""
+    return spec.num_heads, spec.head_dim, spec.value_dim
