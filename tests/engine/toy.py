@@ -10,9 +10,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
 from turnout.config import Config
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
@@ -49,15 +51,24 @@ class ToyModel:
 
         self.embedding = random(shape.vocab_size, H, scale=1.0)
         self.position = random(shape.max_position_embeddings, H, scale=0.5)
-        self.qkv = [
-            random((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, H, scale=0.3)
-            for layer in shape.attention
-        ]
-        self.out = [random(H, layer.num_heads * layer.head_dim, scale=0.5) for layer in shape.attention]
+        self.qkv = [random(_rows(layer), H, scale=0.3) for layer in shape.attention]
+        self.out = [random(H, layer.num_heads * layer.value_dim, scale=0.5) for layer in shape.attention]
         self.sinks = [
             random(layer.num_heads, scale=1.0) if layer.sinks else None for layer in shape.attention
         ]
         self.head = random(shape.vocab_size, H, scale=1.0)
+        self.cells = {
+            i: DeltaCell(
+                spec=layer,
+                conv_CW=random(layer.channels, layer.conv_width, scale=0.5),
+                decay_H=-random(layer.num_heads, scale=1.0).exp(),
+                bias_H=random(layer.num_heads, scale=1.0),
+                norm_D=random(layer.value_dim, scale=1.0),
+                eps=1e-6,
+            )
+            for i, layer in enumerate(shape.attention)
+            if isinstance(layer, DeltaNetSpec)
+        }
         self.steps: list[int] = []  # tokens of each forward
         self.layers_begun = 0
         self.poison: int | None = None  # a token whose presence makes NaN
@@ -66,6 +77,10 @@ class ToyModel:
         self.steps.append(len(step.input_ids))
         x = self._embed(step.input_ids, step.positions)
         for layer in range(self.shape.num_layers):
+            if layer in self.cells:
+                y = step.attention.recur(layer, self._normed(x) @ self.qkv[layer].T, self.cells[layer])
+                x = x + y @ self.out[layer].T
+                continue
             q, k, v = self._project(layer, x)
             x = x + step.attention(layer, q, k, v, self.sinks[layer]).reshape(len(x), -1) @ self.out[layer].T
         return x
@@ -84,6 +99,10 @@ class ToyModel:
         shape = self.shape
         x = self._embed(torch.tensor(tokens), torch.arange(len(tokens)))
         for layer, spec in enumerate(shape.attention):
+            if layer in self.cells:
+                y = _gated_delta_net(self._normed(x) @ self.qkv[layer].T, self.cells[layer])
+                x = x + y @ self.out[layer].T
+                continue
             q, k, v = self._project(layer, x)
             group = spec.num_heads // spec.num_kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -112,12 +131,40 @@ class ToyModel:
             x = torch.where((ids == self.poison)[:, None], float("nan"), x)
         return x
 
+    def _normed(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.shape.attention[layer]
-        normed = x / x.square().mean(-1, keepdim=True).sqrt()
-        heads = (normed @ self.qkv[layer].T).view(len(x), -1, spec.head_dim)
+        heads = (self._normed(x) @ self.qkv[layer].T).view(len(x), -1, spec.head_dim)
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         return q, k, v
+
+
+def _rows(layer: AttentionSpec) -> int:
+    if isinstance(layer, DeltaNetSpec):
+        return layer.mixed
+    return (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+
+
+def _gated_delta_net(mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
+    """Of a whole sequence, token by token, by definition."""
+    spec = cell.spec
+    Hk, Hv, Dk, Dv = spec.num_kv_heads, spec.num_heads, spec.head_dim, spec.value_dim
+    qkv, z, b, a = mixed_TX.split([spec.channels, Hv * Dv, Hv, Hv], dim=1)
+    padded = F.pad(qkv, (0, 0, spec.conv_width - 1, 0))
+    taps = [padded[i : i + len(qkv)] * cell.conv_CW[:, i] for i in range(spec.conv_width)]
+    q, k, v = F.silu(sum(taps)).split([Hk * Dk, Hk * Dk, Hv * Dv], dim=1)
+    state, out = torch.zeros(Hv, Dk, Dv), []
+    for t in range(len(qkv)):
+        q_HK, k_HK = (F.normalize(x[t].view(Hk, Dk), dim=1).repeat_interleave(Hv // Hk, 0) for x in (q, k))
+        state = state * (cell.decay_H * F.softplus(a[t] + cell.bias_H)).exp()[:, None, None]
+        known = torch.einsum("hkv,hk->hv", state, k_HK)
+        d = b[t].sigmoid()[:, None] * (v[t].view(Hv, Dv) - known)
+        state = state + k_HK[:, :, None] * d[:, None]
+        out.append(torch.einsum("hkv,hk->hv", state, q_HK) / Dk**0.5)
+    normed = F.rms_norm(torch.stack(out), (Dv,), cell.norm_D, cell.eps)
+    return normed.flatten(1) * F.silu(z)
 
 
 def make_core(
