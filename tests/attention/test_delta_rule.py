@@ -28,7 +28,7 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 def cell(decay: float = 1.0) -> DeltaCell:
     return DeltaCell(
         spec=SPEC,
-        conv_CW=drawn(SPEC.channels, 4, seed=1) / 2,
+        conv_WC=drawn(4, SPEC.channels, seed=1) / 2,
         decay_H=-torch.tensor([0.01, 0.3, 1.0, 3.0]) * decay,
         bias_H=drawn(4, seed=2),
         norm_D=1 + drawn(32, seed=3) / 4,
@@ -62,7 +62,7 @@ def test_blocks_equal_the_definition(length: int, decay: float) -> None:
     kept = empty()
     assert torch.allclose(advance(cell(decay), mixed, *kept), plain.of(mixed, decay), atol=BOUND, rtol=BOUND)
     window, state = plain.states[0, "a"]
-    assert torch.equal(kept[0], window[:, 1:])
+    assert torch.equal(kept[0], window[:, 1:].T)
     assert torch.allclose(kept[1], state, atol=BOUND, rtol=BOUND)
 
 
@@ -146,3 +146,28 @@ def test_a_slot_used_again_begins_with_zeros(length: int) -> None:
 def test_recurrent_layers_have_no_keys_and_values() -> None:
     with pytest.raises(ValueError, match="layer 0 is recurrent"):
         slots().laid_out([], [])(0, *(torch.zeros(0, 4, 16),) * 3)
+
+
+@pytest.mark.parametrize("requests", [1, 5])
+def test_the_compiled_step_equals_torch(requests: int) -> None:
+    """On slots in any order, next to requests that begin; slots of others are left as they are."""
+    from turnout.kernels.cpu import delta_rule as compiled
+
+    windows, states = drawn(7, *window_size(SPEC), seed=5), drawn(7, *state_size(SPEC), seed=6) / 4
+    slots = torch.tensor([4, 0, 6, 1, 3])[:requests]
+    positions = torch.tensor([9, 0, 700, 1, 0])[:requests]
+    mixed = tokens(requests, 7)
+    begins = (positions == 0)[:, None, None]
+    ours, theirs = (windows.clone(), states.clone()), (windows[slots], states[slots])
+    ours[1][slots[positions == 0]] = float("nan")
+    theirs[0].masked_fill_(begins, 0)
+    theirs[1].masked_fill_(begins[..., None], 0)
+    one = cell()
+    got = compiled.step(
+        mixed, slots, positions, *ours, one.conv_WC, one.decay_H, one.bias_H, one.norm_D, one.eps
+    )
+    assert torch.allclose(got, step(one, mixed, *theirs), atol=BOUND, rtol=BOUND)
+    for mine, reference, before in zip(ours, theirs, (windows, states), strict=True):
+        assert torch.allclose(mine[slots], reference, atol=BOUND, rtol=BOUND)
+        rest = [slot for slot in range(7) if slot not in slots]
+        assert torch.equal(mine[rest], before[rest])

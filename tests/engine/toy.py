@@ -60,7 +60,7 @@ class ToyModel:
         self.cells = {
             i: DeltaCell(
                 spec=layer,
-                conv_CW=random(layer.channels, layer.conv_width, scale=0.5),
+                conv_WC=random(layer.conv_width, layer.channels, scale=0.5),
                 decay_H=-random(layer.num_heads, scale=1.0).exp(),
                 bias_H=random(layer.num_heads, scale=1.0),
                 norm_D=random(layer.value_dim, scale=1.0),
@@ -153,7 +153,7 @@ def _gated_delta_net(mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
     Hk, Hv, Dk, Dv = spec.num_kv_heads, spec.num_heads, spec.head_dim, spec.value_dim
     qkv, z, b, a = mixed_TX.split([spec.channels, Hv * Dv, Hv, Hv], dim=1)
     padded = F.pad(qkv, (0, 0, spec.conv_width - 1, 0))
-    taps = [padded[i : i + len(qkv)] * cell.conv_CW[:, i] for i in range(spec.conv_width)]
+    taps = [padded[i : i + len(qkv)] * cell.conv_WC[i] for i in range(spec.conv_width)]
     q, k, v = F.silu(sum(taps)).split([Hk * Dk, Hk * Dk, Hv * Dv], dim=1)
     state, out = torch.zeros(Hv, Dk, Dv), []
     for t in range(len(qkv)):

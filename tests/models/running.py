@@ -138,10 +138,10 @@ class PlainAttention(Attention):
         Hk, Hv, Dk, Dv = spec.num_kv_heads, spec.num_heads, spec.head_dim, spec.value_dim
         qkv, z, b, a = mixed_X.split([2 * Hk * Dk + Hv * Dv, Hv * Dv, Hv, Hv])
         window, state = self.states.get(
-            key, (qkv.new_zeros(len(qkv), cell.conv_CW.shape[1]), torch.zeros(Hv, Dk, Dv, device=qkv.device))
+            key, (qkv.new_zeros(len(qkv), len(cell.conv_WC)), torch.zeros(Hv, Dk, Dv, device=qkv.device))
         )
         window = torch.cat((window[:, 1:], qkv[:, None]), dim=1)
-        q, k, v = F.silu((window * cell.conv_CW).sum(1).float()).split([Hk * Dk, Hk * Dk, Hv * Dv])
+        q, k, v = F.silu((window * cell.conv_WC.T).sum(1).float()).split([Hk * Dk, Hk * Dk, Hv * Dv])
         state, out = state.clone(), []
         for h in range(Hv):
             of_key = slice(h // (Hv // Hk) * Dk, (h // (Hv // Hk) + 1) * Dk)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from turnout.attention.kinds import AttentionSpec, CacheGroup
+from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
 from turnout.errors import Refusal
 from turnout.vocabulary import AttentionKind
 
@@ -96,6 +96,15 @@ def choose(spec: AttentionSpec, place: Place) -> str | None:
         if not backend.limits(spec, place):
             return backend.name
     return None
+
+
+def recurrence(spec: DeltaNetSpec, device: str, dtype: str, *, present: bool = True) -> str:
+    """What takes states of recurrent layers over single tokens; torch takes all of them over prompts."""
+    sizes = spec.head_dim, spec.value_dim
+    fits = dtype == "float32" and max(sizes) <= 256 and not any(size % 16 for size in sizes)
+    if device == "cpu" and fits and not (present and find_spec("numba") is None):
+        return "cpu"
+    return "torch"
 
 
 def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:

@@ -44,11 +44,11 @@ FLOOR = 1e-6  # added to squares of lengths
 class DeltaCell:
     """What a layer of Gated DeltaNet learned apart from its projections. spec: with this rank's heads.
 
-    conv [C, W] in the compute type; decay, bias float32 [Hv]; norm [Dv].
+    conv [W, C] in the compute type; decay, bias float32 [Hv]; norm [Dv].
     """
 
     spec: DeltaNetSpec
-    conv_CW: Tensor
+    conv_WC: Tensor
     decay_H: Tensor
     bias_H: Tensor
     norm_D: Tensor
@@ -81,12 +81,12 @@ class DeltaCell:
         return (normed.flatten(-2) * F.silu(z.float())).to(z.dtype)
 
 
-def step(cell: DeltaCell, mixed_BX: Tensor, windows_BCW: Tensor, states_BHKV: Tensor) -> Tensor:
-    """One token of each request: [B, Hv Dv]. Changes windows [B, C, W - 1] and float32 states."""
+def step(cell: DeltaCell, mixed_BX: Tensor, windows_BWC: Tensor, states_BHKV: Tensor) -> Tensor:
+    """One token of each request: [B, Hv Dv]. Changes windows [B, W - 1, C] and float32 states."""
     qkv_BC, z_BY, b_BH, a_BH = cell.parts(mixed_BX)
-    seen_BCW = torch.cat((windows_BCW, qkv_BC[..., None]), dim=-1)
-    windows_BCW.copy_(seen_BCW[..., 1:])
-    q_BHK, k_BHK, v_BHV = cell.heads((seen_BCW * cell.conv_CW).sum(-1))
+    seen_BWC = torch.cat((windows_BWC, qkv_BC[:, None]), dim=1)
+    windows_BWC.copy_(seen_BWC[:, 1:])
+    q_BHK, k_BHK, v_BHV = cell.heads((seen_BWC * cell.conv_WC).sum(1))
     beta_BH, g_BH = cell.rates(b_BH, a_BH)
     states_BHKV.mul_(g_BH.exp()[..., None, None])
     known_BHV = torch.einsum("bhkv,bhk->bhv", states_BHKV, k_BHK)
@@ -95,17 +95,19 @@ def step(cell: DeltaCell, mixed_BX: Tensor, windows_BCW: Tensor, states_BHKV: Te
     return cell.gated(torch.einsum("bhkv,bhk->bhv", states_BHKV, q_BHK), z_BY)
 
 
-def advance(cell: DeltaCell, mixed_TX: Tensor, window_CW: Tensor, state_HKV: Tensor) -> Tensor:
-    """T tokens of one request: [T, Hv Dv]. Changes its window [C, W - 1] and state float32 [Hv, Dk, Dv]."""
-    return torch.cat([_advance_span(cell, span, window_CW, state_HKV) for span in mixed_TX.split(SPAN)])
+def advance(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
+    """T tokens of one request: [T, Hv Dv]. Changes its window [W - 1, C] and state float32 [Hv, Dk, Dv]."""
+    return torch.cat([_advance_span(cell, span, window_WC, state_HKV) for span in mixed_TX.split(SPAN)])
 
 
-def _advance_span(cell: DeltaCell, mixed_TX: Tensor, window_CW: Tensor, state_HKV: Tensor) -> Tensor:
+def _advance_span(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
     qkv_TC, z_TY, b_TH, a_TH = cell.parts(mixed_TX)
-    seen_CT = torch.cat((window_CW, qkv_TC.T), dim=-1)
-    window_CW.copy_(seen_CT[:, len(qkv_TC) :])
-    convolved_CT = F.conv1d(seen_CT, cell.conv_CW[:, None], groups=len(seen_CT))
-    q_THK, k_THK, v_THV = cell.heads(convolved_CT.T)
+    T, seen_TC = len(qkv_TC), torch.cat((window_WC, qkv_TC))
+    window_WC.copy_(seen_TC[T:])
+    convolved_TC = seen_TC[:T] * cell.conv_WC[0]
+    for w, weight_C in enumerate(cell.conv_WC[1:], 1):
+        convolved_TC.addcmul_(seen_TC[w : w + T], weight_C)
+    q_THK, k_THK, v_THV = cell.heads(convolved_TC)
     beta_TH, g_TH = cell.rates(b_TH, a_TH)
     o_THV = delta_rule(q_THK, k_THK, v_THV, beta_TH, g_TH, state_HKV)
     return cell.gated(o_THV, z_TY)

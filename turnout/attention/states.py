@@ -10,20 +10,21 @@ convolution, W its width, Hv value heads, Dk/Dv sizes of key/value heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from turnout.attention import delta_rule
+from turnout.attention.backends import recurrence
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 
 
 class RequestStates:
-    """Owns the states of a group of layers. windows: [layers, slots, C, W - 1] in the compute type; states:
+    """Owns the states of a group of layers. windows: [layers, slots, W - 1, C] in the compute type; states:
     float32 [layers, slots, Hv, Dk, Dv]. The last slot is for padding."""
 
     def __init__(self, group: StateGroup, *, max_running: int, device: torch.device, dtype: torch.dtype):
@@ -31,6 +32,7 @@ class RequestStates:
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device = device
+        self.kernel = _kernel(spec, device, dtype)
         sizes = len(group.layers), max_running + 1
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
@@ -48,11 +50,11 @@ class RequestStates:
     def advance(self, layer: int, chunk: Chunk, mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
         """The tokens of one chunk: [T, Hv Dv]."""
         i, slot = self.index[layer], chunk.request.row
-        window_CW, state_HKV = self.windows[i, slot], self.states[i, slot]
+        window_WC, state_HKV = self.windows[i, slot], self.states[i, slot]
         if chunk.start == 0:
-            window_CW.zero_()
+            window_WC.zero_()
             state_HKV.zero_()
-        return delta_rule.advance(cell, mixed_TX, window_CW, state_HKV)
+        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
 
 
 class Recurrence(Attention):
@@ -75,11 +77,25 @@ class Rows(Recurrence):
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         i = self.of.index[layer]
+        if self.of.kernel is not None:
+            y: Tensor = self.of.kernel(
+                mixed_NX,
+                self.slots_B,
+                self.positions_B,
+                self.of.windows[i],
+                self.of.states[i],
+                cell.conv_WC,
+                cell.decay_H,
+                cell.bias_H,
+                cell.norm_D,
+                cell.eps,
+            )
+            return y
         begins_B111 = (self.positions_B == 0)[:, None, None, None]
-        windows_BCW = self.of.windows[i, self.slots_B].masked_fill_(begins_B111[..., 0], 0)
+        windows_BWC = self.of.windows[i, self.slots_B].masked_fill_(begins_B111[..., 0], 0)
         states_BHKV = self.of.states[i, self.slots_B].masked_fill_(begins_B111, 0)
-        y_BY = delta_rule.step(cell, mixed_NX, windows_BCW, states_BHKV)
-        self.of.windows[i].index_copy_(0, self.slots_B, windows_BCW)
+        y_BY = delta_rule.step(cell, mixed_NX, windows_BWC, states_BHKV)
+        self.of.windows[i].index_copy_(0, self.slots_B, windows_BWC)
         self.of.states[i].index_copy_(0, self.slots_B, states_BHKV)
         return y_BY
 
@@ -109,14 +125,24 @@ class SequenceStates(Attention):
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         if layer not in self._kept:
-            window_CW = mixed_NX.new_zeros(window_size(cell.spec))
-            self._kept[layer] = window_CW, torch.zeros(state_size(cell.spec), device=mixed_NX.device)
+            window_WC = mixed_NX.new_zeros(window_size(cell.spec))
+            self._kept[layer] = window_WC, torch.zeros(state_size(cell.spec), device=mixed_NX.device)
         return delta_rule.advance(cell, mixed_NX, *self._kept[layer])
 
 
+def _kernel(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """One launch for what `delta_rule.step` composes, on slots; None where there is none."""
+    if recurrence(spec, device.type, str(dtype).removeprefix("torch.")) != "cpu":
+        return None
+    from turnout.kernels.cpu import delta_rule as compiled
+
+    step: Callable[..., Tensor] = compiled.step
+    return step
+
+
 def window_size(spec: DeltaNetSpec) -> tuple[int, int]:
-    """[C, W - 1]"""
-    return spec.channels, spec.conv_width - 1
+    """[W - 1, C]"""
+    return spec.conv_width - 1, spec.channels
 
 
 def state_size(spec: DeltaNetSpec) -> tuple[int, int, int]:

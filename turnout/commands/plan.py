@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnout.attention.backends import choose
+from turnout.attention.backends import choose, recurrence
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
@@ -118,8 +118,10 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"{choose(spec, place)}"
         )
     for states in engine_plan.state_groups:
+        steps = recurrence(states.spec, place.device, place.dtype, present=place.present)
         lines.append(
-            f"Gated DeltaNet in {len(states.layers)} layers: torch, a state per request, nothing per token"
+            f"Gated DeltaNet in {len(states.layers)} layers, a state per request, nothing per token: torch for "
+            f"prompts, {steps} for decoding"
         )
     if engine_plan.state_groups:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)

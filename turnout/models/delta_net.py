@@ -62,7 +62,7 @@ def read_delta_net(
     )
     cell = DeltaCell(
         spec=local,
-        conv_CW=_channels(conv_C1W[:, 0], layer, keys, values).contiguous().to(device),
+        conv_WC=_channels(conv_C1W[:, 0], layer, keys, values).T.contiguous().to(device),
         decay_H=-of_heads("A_log").exp(),
         bias_H=of_heads("dt_bias"),
         norm_D=weights.tensor(f"{prefix}.norm.weight", layer.value_dim),
