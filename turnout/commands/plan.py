@@ -120,8 +120,8 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
     for states in engine_plan.state_groups:
         steps = recurrence(states.spec, place.device, place.dtype, present=place.present)
         lines.append(
-            f"Gated DeltaNet in {len(states.layers)} layers, a state per request, nothing per token: torch for "
-            f"prompts, {steps} for decoding"
+            f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: torch for prompts, "
+            f"{steps} for decoding"
         )
     if engine_plan.state_groups:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
