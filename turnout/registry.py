@@ -70,9 +70,13 @@ BACKENDS: Registry[Any] = Registry(
 ARCHITECTURES: Registry[Any] = Registry(
     "model architecture",
     {
+        "DeepseekV3ForCausalLM": "turnout.models.deepseek_v3:read_spec",
         "Glm4MoeForCausalLM": "turnout.models.glm4_moe:read_spec",
+        "Glm4MoeLiteForCausalLM": "turnout.models.glm4_moe_lite:read_spec",
         "GptOssForCausalLM": "turnout.models.gpt_oss:read_spec",
         "HYV3ForCausalLM": "turnout.models.hy_v3:read_spec",
+        "KimiK25ForConditionalGeneration": "turnout.models.kimi_k25:read_spec",
+        "KimiK2ForCausalLM": "turnout.models.deepseek_v3:read_kimi_k2",
         "Llama4ForCausalLM": "turnout.models.llama4:read_text_spec",
         "Llama4ForConditionalGeneration": "turnout.models.llama4:read_spec",
         "MiniMaxM2ForCausalLM": "turnout.models.minimax_m2:read_spec",

@@ -124,3 +124,4 @@ class AttentionKind(Word):
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
     RECURRENT = "recurrent"
+    LATENT = "latent"

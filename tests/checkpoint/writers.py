@@ -37,7 +37,8 @@ EXPERT = re.compile(
     r"(?P<experts>.*\.(mlp|block_sparse_moe)\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight"
 )
 DENSE = re.compile(
-    r".*\.(self_attn\.[qkvo]_proj|(mlp|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
+    r".*\.(self_attn\.([qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
+    r"|(mlp|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
 )
 
 

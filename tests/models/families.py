@@ -114,6 +114,29 @@ HYBRID = {
     "num_experts_per_tok": 4,
 }
 
+LATENT = {  # beyond COMMON, of DeepSeek-V3 and its followers
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of the rotated part, as transformers has it
+    "num_key_value_heads": 4,
+    "v_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 FAMILIES = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
@@ -372,6 +395,79 @@ FAMILIES = {
             (r"^model\.language_model\.", "language_model.model."),
             (r"^model\.(vision_model|multi_modal_projector)\.", r"\1."),
             (r"^lm_head\.", "language_model.lm_head."),
+        ),
+        text=False,
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        config={"model_type": "deepseek_v3", "q_lora_rank": 48, "n_group": 4, "topk_group": 2} | LATENT,
+        formats=("bf16", "fp8", "modelopt"),
+        release=lambda t: with_draft_layer(one_by_one(t), 3),
+        extra={
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+            "topk_method": "noaux_tc",
+        },
+    ),
+    "moonlight": Family(
+        architecture="DeepseekV3ForCausalLM",
+        config={
+            "model_type": "deepseek_v3",
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+            "tie_word_embeddings": True,
+        }
+        | {name: value for name, value in LATENT.items() if name != "rope_parameters"},
+        formats=("bf16",),
+        release=one_by_one,
+        extra={"num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        config={
+            "model_type": "glm4_moe_lite",
+            "q_lora_rank": 48,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-2,  # which the norms of latent vectors do not take
+        }
+        | {
+            name: value
+            for name, value in LATENT.items()
+            if name not in ("rope_parameters", "n_shared_experts")
+        },
+        formats=("bf16", "modelopt"),
+        release=lambda t: with_draft_layer(one_by_one(t), 3),
+        extra={"num_nextn_predict_layers": 1},
+    ),
+    "kimi_k25": Family(
+        architecture="KimiK25ForConditionalGeneration",
+        config={
+            "model_type": "kimi_k25",
+            "text_config": {"model_type": "kimi_k2", "q_lora_rank": 48, "n_group": 1, "topk_group": 1}
+            | LATENT,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "projection_hidden_size": 16,
+        },
+        formats=("bf16",),
+        release=lambda t: renamed(
+            one_by_one(t),
+            (r"^model\.language_model\.", "language_model.model."),
+            (r"^lm_head\.", "language_model.lm_head."),
+            (r"^model\.(vision_tower|mm_projector)\.", r"\1."),
         ),
         text=False,
     ),

@@ -15,6 +15,7 @@ from torch import Tensor
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec
+from turnout.attention.up_projection import UpProjection
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
@@ -102,6 +103,13 @@ class PlainAttention(Attention):
             parts.append(self._attend(self.model.shape.attention[layer], past, *qkv, sinks_H))
         return torch.cat(parts)
 
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        """Keys and values of every head, made once, by the weights' definition."""
+        nope, rank = up.nope_dim, up.weight_HXL.shape[-1]
+        made_NHX = torch.einsum("hxl,nl->nhx", up.weight_HXL, latent_NC[:, :rank])
+        rope_NHR = latent_NC[:, None, rank:].expand(-1, q_NHD.shape[1], -1)
+        return self(layer, q_NHD, torch.cat((made_NHX[..., :nope], rope_NHR), dim=-1), made_NHX[..., nope:])
+
     def _attend(
         self,
         spec: AttentionSpec,
@@ -112,7 +120,7 @@ class PlainAttention(Attention):
         sinks_H: Tensor | None,
     ) -> Tensor:
         past.append((k_THD, v_THD))
-        group = spec.num_heads // spec.num_kv_heads
+        group = spec.num_heads // k_THD.shape[1]
         k_LHD, v_LHD = (torch.cat(x).repeat_interleave(group, dim=1) for x in zip(*past, strict=True))
         T, L = len(q_THD), len(k_LHD)
         scores_HTL = torch.einsum("thd,lhd->htl", q_THD, k_LHD) * spec.scale

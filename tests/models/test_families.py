@@ -60,6 +60,8 @@ def test_transformers_reads_the_same_tensors(case: Case) -> None:
 
 
 def test_what_transformers_saves(case: Case, tmp_path: Path) -> None:
+    if case.built.family.model_type == "kimi_k25":
+        pytest.skip("transformers saves the text model's layers as blocks, which it then cannot read itself")
     case.built.model.save_pretrained(tmp_path)
     (logits,) = PlainAttention(load(tmp_path)).logits(("a", IDS))
     assert error(logits, case.expected) <= BOUND

@@ -43,6 +43,12 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "qwen3.6-35b-a3b-fp8": (34.7, 1),
     "llama-4-scout": (108, 4),
     "llama-4-maverick": (400, 8),
+    "deepseek-v3": (671, 8),
+    "deepseek-r1-nvfp4": (671, 8),
+    "kimi-k2": (1026, 16),
+    "kimi-k2.5-bf16": (1026, 32),
+    "moonlight-16b-a3b": (16, 1),
+    "glm-4.7-flash": (30, 1),
 }
 
 
@@ -64,6 +70,7 @@ QUICK = (
     "minimax-m2",
     "qwen3-vl-30b-a3b",
     "qwen3.5-35b-a3b",
+    "glm-4.7-flash",
 )  # planned in make test
 
 
@@ -105,7 +112,7 @@ def test_structure_equals_transformers(name: str) -> None:
     model = random_model(FAMILIES[name])
     description = describe(release_config(FAMILIES[name], model))
     text = {n: t for n, t in model.state_dict().items() if "visual" not in n and "vision" not in n}
-    text = {n: t for n, t in text.items() if "multi_modal" not in n}
+    text = {n: t for n, t in text.items() if "multi_modal" not in n and "mm_projector" not in n}
     if model.config.tie_word_embeddings:
         del text["lm_head.weight"]
     experts = {n: t for n, t in text.items() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
@@ -130,6 +137,16 @@ def test_values() -> None:
     assert (minimax.moe.routing.kind, minimax.moe.routing.scaling_factor) == ("sigmoid_topk", 1.0)
     assert minimax.moe.format == "fp8"
     assert hy3.moe.routing.scaling_factor == 2.826
+    deepseek, kimi, flash = (
+        describe(published(name)) for name in ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
+    )
+    scales = [model.shape.attention[0].scale for model in (deepseek, kimi, flash)]
+    assert scales == pytest.approx([192**-0.5 * 1.8739, 192**-0.5 * 1.8133, 256**-0.5], rel=1e-4)
+    assert [model.moe.routing.n_group for model in (deepseek, kimi)] == [8, 1]
+    assert deepseek.dense.total * 2 / 1e9 == pytest.approx(34.2, abs=0.05)
+    per_token = [sum(layer.token_bytes(2) for layer in model.shape.attention) for model in (deepseek, flash)]
+    assert per_token == [70272, 54144]
+    assert flash.shape.attention[0].kind == "latent"
     maverick = describe(published("llama-4-maverick"))
     assert (maverick.moe_layers, maverick.moe.top_k) == (tuple(range(1, 48, 2)), 1)
     assert [layer.rope for layer in maverick.shape.attention[:5]] == [*["default"] * 3, "none", "default"]
@@ -235,6 +252,32 @@ REFUSED = {
         ("intermediate_size_mlp", "x", "intermediate_size_mlp = 'x'"),
     ],
 }
+MLA = [  # of all families with latent attention
+    ("scoring_func", "softmax", "scoring_func = 'softmax': is not implemented"),
+    ("topk_method", "group_limited_greedy", "topk_method = 'group_limited_greedy': is not implemented"),
+    ("moe_layer_freq", 2, "moe_layer_freq = 2: is not implemented; only 1 is"),
+    ("rope_interleave", False, "rope_interleave = False: is not implemented"),
+    ("partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5: is not implemented"),
+    ("attention_bias", True, "attention_bias = True: is not implemented"),
+    ("kv_lora_rank", None, "kv_lora_rank is missing"),
+    ("kv_lora_rank", 0, "kv_lora_rank = 0: must be an integer of at least 1"),
+    ("q_lora_rank", "x", "q_lora_rank = 'x': must be an integer"),
+    ("qk_rope_head_dim", 63, "head_dim = 63: rotary embedding needs an even head size"),
+    ("qk_nope_head_dim", None, "qk_nope_head_dim is missing"),
+    ("qk_head_dim", 99, "qk_head_dim = 99: contradicts qk_nope_head_dim + qk_rope_head_dim"),
+    ("v_head_dim", -1, "v_head_dim = -1"),
+    ("n_group", 7, "n_group = 7: must divide the number of experts"),
+    ("topk_group", 9, "topk_group = 9: must not exceed n_group"),
+    ("n_routed_experts", None, "n_routed_experts is missing"),
+    ("hidden_act", "gelu", "hidden_act = 'gelu'"),
+    ("index_topk", 2048, "could change the result: index_topk = 2048"),
+]
+REFUSED |= dict.fromkeys(("deepseek-v3", "moonlight-16b-a3b", "glm-4.7-flash", "kimi-k2.5-bf16"), MLA)
+REFUSED["kimi-k2"] = [
+    ("rope_scaling", {"type": "yarn", "mscale_all_dim": "x"}, "mscale_all_dim = 'x'"),
+    ("rope_scaling", {"type": "su"}, "rope_type 'su' is not implemented"),
+    ("first_k_dense_replace", 61, "first_k_dense_replace = 61: leaves none of the 61 layers"),
+]
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
 
 

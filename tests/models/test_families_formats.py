@@ -49,16 +49,17 @@ def test_as_published(name: str, format: str, tmp_path: Path) -> None:
 
 def dequantised(built: Built, weights: Tensors, folder: Path) -> torch.nn.Module:
     """transformers' model with these weights, by names on disk."""
-    if built.family.text:
+    make = AutoModelForCausalLM if built.family.text else AutoModelForImageTextToText
+    if built.family.text or built.family.model_type == "kimi_k25":
         write(folder, built.config, weights)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return make.from_pretrained(folder, dtype=torch.float32)
     for prefix, (gate, up, down) in stack_experts(weights).items():  # as transformers reads them
         turned = built.family.model_type == "qwen3_vl_moe"
         both = torch.cat((gate, up), dim=1)
         weights[f"{prefix}.gate_up_proj"] = both.transpose(1, 2) if turned else both
         weights[f"{prefix}.down_proj"] = down.transpose(1, 2) if turned else down
     write(folder, built.config, weights)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return make.from_pretrained(folder, dtype=torch.float32)
 
 
 def nvfp4(gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:

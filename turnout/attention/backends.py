@@ -43,12 +43,16 @@ class AttentionBackend:
         """All that stands in the way of this layer, in words; [] if nothing does."""
         most, D, package = self.most_head_dim, spec.head_dim, self.package
         device, dtype, page_size = place.device, place.dtype, place.page_size
+        latent = spec.kind == AttentionKind.LATENT
         obstacles = (
             (device not in self.devices, f"runs on {' and '.join(sorted(self.devices))}"),
             (dtype not in self.dtypes, f"computes in {', '.join(sorted(self.dtypes))}, not {dtype}"),
             (spec.kind not in self.kinds, f"has no {spec.kind} attention"),
             (spec.sinks and not self.sinks, "has no sinks"),
-            (spec.value_dim != D, f"keeps values as large as keys ({D}), not {spec.value_dim}"),
+            (
+                spec.value_dim != D and not latent,
+                f"keeps values as large as keys ({D}), not {spec.value_dim}",
+            ),
             (most is not None and most < D, f"takes heads of at most {most}, not {D}"),
             (D % self.head_multiple > 0, f"takes heads of multiples of {self.head_multiple}, not {D}"),
             (page_size % self.page_multiple > 0, f"takes pages of multiples of {self.page_multiple} tokens"),
@@ -84,10 +88,11 @@ BACKENDS = (
         name="torch",
         devices=frozenset({"cpu", "cuda"}),
         dtypes=HALVES | {"float32"},
-        kinds=KINDS,
+        kinds=KINDS | {AttentionKind.LATENT},
         sinks=True,
     ),
 )
+LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a time
 
 
 def choose(spec: AttentionSpec, place: Place) -> str | None:
@@ -105,6 +110,20 @@ def recurrence(spec: DeltaNetSpec, device: str, dtype: str, *, present: bool = T
     if device == "cpu" and fits and not (present and find_spec("numba") is None):
         return "cpu"
     return "torch"
+
+
+def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int) -> int:
+    """The most that attention allocates for a chunk of so many tokens, next to queries and results.
+
+    Only latent attention does: keys and values of a span, made and then padded, and in float32 what the spans
+    give.
+    """
+    most = 0
+    for spec in (group.spec for group in groups if group.spec.kind == AttentionKind.LATENT):
+        expanded = LATENT_SPAN * (3 * spec.head_dim + 2 * spec.value_dim) * itemsize
+        joined = tokens * (3 * spec.value_dim * 4 + spec.head_dim * itemsize)
+        most = max(most, spec.num_heads * (expanded + joined))
+    return most
 
 
 def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:

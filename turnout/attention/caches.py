@@ -2,7 +2,7 @@
 
 Recurrent layers have states in place of a cache (states.py).
 
-Legend: N tokens of a step, Hq/Hkv query/KV heads, D head size.
+Legend: N tokens of a step, Hq/Hkv query/KV heads, D head size, C what latent attention keeps of a token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.states import RequestStates
 from turnout.attention.torch import PagedAttention
+from turnout.attention.up_projection import UpProjection
 
 
 class AttentionCaches:
@@ -73,3 +74,6 @@ class _ByLayer(Attention):
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self._attentions[self._numbers[layer]].recur(layer, mixed_NX, cell)
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        return self._attentions[self._numbers[layer]].latent(layer, q_NHD, latent_NC, up)

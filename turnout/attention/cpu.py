@@ -18,7 +18,9 @@ from torch import Tensor
 from turnout.attention.backends import choose
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup
+from turnout.attention.latent import LatentAttention
 from turnout.attention.torch import PagedAttention, place_of
+from turnout.vocabulary import AttentionKind
 
 
 def paged_attention(
@@ -27,6 +29,8 @@ def paged_attention(
     """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
     chosen = choose(group.spec, place_of(device, dtype, page_size))
     kind = CompiledAttention if chosen == "cpu" else PagedAttention
+    if group.spec.kind == AttentionKind.LATENT:
+        kind = LatentAttention
     return kind(group, page_size=page_size, device=device, dtype=dtype, **rest)
 
 

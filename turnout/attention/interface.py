@@ -1,7 +1,7 @@
 """What attention is to a model, and what it must know of the sequences of a step. Torch-free.
 
-Legend: N tokens of a step (all sequences concatenated), Hq/Hkv query/KV heads, D head size, S slots of a
-KV cache: places of one token each.
+Legend: N tokens of a step (all sequences concatenated), Hq/Hkv query/KV heads, D head size, Dv of values, S
+slots of a KV cache: places of one token each, C what latent attention keeps of a token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnout.attention.delta_rule import DeltaCell
+    from turnout.attention.up_projection import UpProjection
 
 
 class Attention(Protocol):
@@ -46,6 +47,14 @@ class Attention(Protocol):
         Raises ValueError where no state is kept.
         """
         raise ValueError(f"layer {layer} is recurrent, and no states are kept for it")
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        """Of a layer that declares latent attention: store latent [N, C], attend with q [N, Hq, D].
+
+        latent: normed, then the part of the keys that all heads share, rotated; q ends in its rotated part.
+        up: makes keys and values of the heads. Returns [N, Hq, Dv]. Raises ValueError for other layers.
+        """
+        raise ValueError(f"layer {layer} keeps keys and values, not latent vectors")
 
 
 class GroupPages(Protocol):

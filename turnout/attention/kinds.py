@@ -5,6 +5,10 @@
 | full           | positions 0 to t                      | keys and values     | nothing before its end |
 | sliding_window | positions max(0, t - window + 1) to t | keys and values     | pages below the window |
 | recurrent      | a state made of positions 0 to t      | nothing             | nothing before its end |
+| latent         | positions 0 to t                      | latent_dim+rope_dim | nothing before its end |
+
+Latent attention (MLA) keeps one vector for all heads of a token, from which their keys and values are made,
+and next to it the rotated part of the keys, which the heads share. It is whole on each rank.
 
 With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
 not multiplied by the scale.
@@ -25,8 +29,9 @@ class AttentionSpec:
     """Attention of one layer, with the heads of the whole model or of one rank (`split`).
 
     head_dim: of queries and keys; value_dim: of values. scale multiplies the products of queries and keys.
-    rope: the name of one of the model's rotary embeddings. window: in tokens, the token itself included;
-    0 unless the kind is sliding_window.
+    rope: the name of one of the model's rotary embeddings. window: in tokens, the token itself included; 0
+    unless the kind is sliding_window. latent_dim, rope_dim: of the kept vector and of the rotated end of a
+    key, 0 unless the kind is latent, whose num_kv_heads is 1.
     """
 
     kind: AttentionKind = AttentionKind.FULL
@@ -37,11 +42,15 @@ class AttentionSpec:
     scale: float
     window: int = 0
     sinks: bool = False
+    latent_dim: int = 0
+    rope_dim: int = 0
     rope: str = "default"
 
     def __post_init__(self) -> None:
         if (self.kind == AttentionKind.SLIDING_WINDOW) != (self.window > 0):
             raise ValueError(f"{self.kind} attention with a window of {self.window} tokens")
+        if (self.kind == AttentionKind.LATENT) != (self.latent_dim > 0):
+            raise ValueError(f"{self.kind} attention with a latent vector of {self.latent_dim}")
 
     @classmethod
     def full(cls, *, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
@@ -52,6 +61,29 @@ class AttentionSpec:
             head_dim=head_dim,
             value_dim=head_dim,
             scale=head_dim**-0.5,
+        )
+
+    @classmethod
+    def latent(
+        cls,
+        *,
+        num_heads: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        latent_dim: int,
+        scaling: float = 1.0,
+    ) -> AttentionSpec:
+        """Keys are nope_dim made of the latent vector, then rope_dim. scaling: of 1 / sqrt(head_dim)."""
+        return cls(
+            kind=AttentionKind.LATENT,
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=nope_dim + rope_dim,
+            value_dim=value_dim,
+            scale=(nope_dim + rope_dim) ** -0.5 * scaling,
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
         )
 
     def sliding(self, window: int) -> AttentionSpec:
@@ -80,7 +112,9 @@ class AttentionSpec:
         return max(0, position - self.window + 1) if self.window else 0
 
     def token_bytes(self, itemsize: int) -> int:
-        """Keys and values of one token in one layer."""
+        """What is kept of one token in one layer."""
+        if self.kind == AttentionKind.LATENT:
+            return (self.latent_dim + self.rope_dim) * itemsize
         return self.num_kv_heads * (self.head_dim + self.value_dim) * itemsize
 
 

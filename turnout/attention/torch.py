@@ -90,7 +90,7 @@ class PagedAttention:
         # One page more than there are, for what padding writes.
         self.spare_slot = num_pages * page_size
         slots = self.spare_slot + page_size
-        size = (len(group.layers), spec.num_kv_heads, slots, 2, spec.head_dim)
+        size = (len(group.layers), *self._layer_size(slots))
         self._cache = torch.zeros(size, dtype=dtype, device=device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
         # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
@@ -98,6 +98,10 @@ class PagedAttention:
         self.spare_row = max_running
         self.table = torch.full((max_running + 1, self._pages_per_row), num_pages, device=device)
         self._copied = [0] * max_running
+
+    def _layer_size(self, slots: int) -> tuple[int, ...]:
+        """The cache of one layer."""
+        return self.spec.num_kv_heads, slots, 2, self.spec.head_dim
 
     @property
     def cache_bytes(self) -> int:
@@ -153,6 +157,10 @@ class PagedAttention:
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """The attention of a step, or of one of its micro-batches: tokens of `decoding`, one each and perhaps
         drafts, then of `chunks`."""
+        return _LaidOut(self, self._layout(decoding, chunks))
+
+    def _layout(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> StepLayout:
+        """Where the tokens of a step are stored, and what they see."""
         for chunk in (*decoding, *chunks):
             self._place(chunk.request)
         lengths = [c.length for c in decoding]
@@ -172,7 +180,7 @@ class PagedAttention:
             layouts.append(self._chunk_layout(chunk, at, slots_L))
             at += chunk.length
         several = rows_BT.shape[1] > 1
-        layout = StepLayout(
+        return StepLayout(
             write_N=write_N,
             num_decoding=sum(lengths),
             rows_BT=rows_BT if several else None,
@@ -181,7 +189,6 @@ class PagedAttention:
             mask_B1QL=additive(seen_BQL > 0, self.dtype)[:, None],
             chunks=tuple(layouts),
         )
-        return _LaidOut(self, layout)
 
     def attend_laid_out(
         self,
@@ -197,7 +204,8 @@ class PagedAttention:
         parts = []
         if layout.num_decoding:
             q_MHD = q_NHD[: layout.num_decoding]
-            parts.append(_attend_decoding(q_MHD, cache_HS2D, layout, scale, sinks_H))
+            k_HXD, v_HXD = cache_HS2D.index_select(1, layout.slots_BL).unbind(2)
+            parts.append(attend_decoding(q_MHD, k_HXD, v_HXD, layout, scale, sinks_H))
         for chunk in layout.chunks:
             if chunk.slots_L is None:
                 k_HLD, v_HLD = k_NHD[chunk.rows].transpose(0, 1), v_NHD[chunk.rows].transpose(0, 1)
@@ -301,15 +309,22 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def _attend_decoding(
-    q_MHD: Tensor, cache_HS2D: Tensor, layout: StepLayout, scale: float, sinks_H: Tensor | None
+def attend_decoding(
+    q_MHD: Tensor,
+    k_HXD: Tensor,
+    v_HXD: Tensor,
+    layout: StepLayout,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """A few query tokens per sequence over its padded context: [M, Hq, D] -> [M, Hq, D]."""
+    """A few query tokens per sequence over its padded context: [M, Hq, D] -> [M, Hq, D of values].
+
+    k, v: of the slots [B * L] of `layout`, [Hkv, B * L, D] each.
+    """
     M, Hq, D = q_MHD.shape
-    Hkv = len(cache_HS2D)
+    Hkv = len(k_HXD)
     B, T = (M, 1) if layout.rows_BT is None else layout.rows_BT.shape
-    kv_HBL2D = cache_HS2D.index_select(1, layout.slots_BL).view(Hkv, B, -1, 2, D)
-    k_BHLD, v_BHLD = kv_HBL2D.transpose(0, 1).unbind(3)
+    k_BHLD, v_BHLD = (x_HXD.unflatten(1, (B, -1)).transpose(0, 1) for x_HXD in (k_HXD, v_HXD))
     q_BTHD = q_MHD if layout.rows_BT is None else q_MHD[layout.rows_BT]
     q_BHTGD = q_BTHD.view(B, T, Hkv, Hq // Hkv, D).transpose(1, 2)
     q_BHQD = q_BHTGD.reshape(B, Hkv, -1, D)
@@ -321,9 +336,9 @@ def _attend_decoding(
         sinks_HQ = sinks_H.view(Hkv, -1).repeat(1, T)
         out_BHQD = _with_sinks(q_BHQD, k_BHLD, v_BHLD, layout.mask_B1QL, scale, sinks_HQ)
     if layout.places_M is None:
-        return out_BHQD.reshape(B, Hq, D)
-    out_BTHD = out_BHQD.view(B, Hkv, T, -1, D).transpose(1, 2)
-    return out_BTHD.reshape(B * T, Hq, D)[layout.places_M]
+        return out_BHQD.reshape(B, Hq, -1)
+    out_BTHD = out_BHQD.reshape(B, Hkv, T, Hq // Hkv, -1).transpose(1, 2)
+    return out_BTHD.reshape(B * T, Hq, -1)[layout.places_M]
 
 
 def attend_chunk(
@@ -334,7 +349,7 @@ def attend_chunk(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """T tokens over a context of L: [T, Hq, D] -> [T, Hq, D].
+    """T tokens over a context of L: [T, Hq, D] -> [T, Hq, D of values].
 
     mask_TL is added to the scores; None: plain causal, T equal to L. sinks: float32 [Hq], with a mask only.
     """
@@ -342,7 +357,7 @@ def attend_chunk(
     Hkv = len(k_HLD)
     G = Hq // Hkv
     q_GHTD = q_THD.view(T, Hkv, G, D).permute(2, 1, 0, 3)
-    k_GHLD, v_GHLD = k_HLD.expand(G, Hkv, -1, D), v_HLD.expand(G, Hkv, -1, D)
+    k_GHLD, v_GHLD = k_HLD.expand(G, -1, -1, -1), v_HLD.expand(G, -1, -1, -1)
     if sinks_H is None:
         out_GHTD = F.scaled_dot_product_attention(
             q_GHTD, k_GHLD, v_GHLD, attn_mask=mask_TL, is_causal=mask_TL is None, scale=scale
@@ -350,7 +365,7 @@ def attend_chunk(
     else:
         assert mask_TL is not None
         out_GHTD = _with_sinks(q_GHTD, k_GHLD, v_GHLD, mask_TL, scale, sinks_H.view(Hkv, G).T[..., None])
-    return out_GHTD.permute(2, 1, 0, 3).reshape(T, Hq, D)
+    return out_GHTD.permute(2, 1, 0, 3).reshape(T, Hq, -1)
 
 
 def _with_sinks(

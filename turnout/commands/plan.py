@@ -21,7 +21,7 @@ from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
-from turnout.vocabulary import Bf16Units, Format, Reduce, SharedExpert
+from turnout.vocabulary import AttentionKind, Bf16Units, Format, Reduce, SharedExpert
 
 REFUSED = 2  # exit code, as for every user error
 RANKS_SHOWN = 16
@@ -113,6 +113,8 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
     for group in engine_plan.cache_groups:
         spec = group.spec
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
+        if spec.kind == AttentionKind.LATENT:
+            kind += f" of latent vectors ({spec.latent_dim} + {spec.rope_dim})"
         lines.append(
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: "
             f"{choose(spec, place)}"
@@ -209,6 +211,7 @@ def _memory(engine_plan: EnginePlan) -> Table:
         f"experts ({engine_plan.plan.weight_storage})": memory.experts,
         **_kv_rows(engine_plan),
         **_state_rows(engine_plan),
+        **({"attention workspace": memory.attention} if memory.attention else {}),
         "runner workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
@@ -229,8 +232,10 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
     for group, count, held in zip(groups, pages, kv_bytes, strict=True):
         window = f", {len(group.layers)} layers of window {group.spec.window}" if group.spec.window else ""
         rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
-    if len(groups) > 1 or groups[0].spec.window:
+    kinds = {group.spec.kind for group in groups}
+    if kinds != {AttentionKind.FULL}:
         rows["KV per token of context"] = sum(g.token_bytes(itemsize) for g in groups if not g.spec.window)
+    if AttentionKind.SLIDING_WINDOW in kinds:
         rows["KV per request, of windows"] = sum(
             g.token_bytes(itemsize) * g.spec.window for g in groups if g.spec.window
         )

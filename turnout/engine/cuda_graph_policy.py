@@ -8,18 +8,24 @@ rank has no tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
 
+from turnout.attention.backends import Place, choose
+from turnout.attention.kinds import CacheGroup
 from turnout.config import Config
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
+from turnout.vocabulary import AttentionKind
 
 PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def why_no_decode_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> str:
+def why_no_decode_graphs(
+    config: Config, hardware: Hardware, moe: MoEPlan, groups: Sequence[CacheGroup], place: Place
+) -> str:
     """Why decode steps cannot be graphs, or "" if they can."""
     if hardware.device != "cuda":
         return "there are graphs on CUDA only"
@@ -29,11 +35,16 @@ def why_no_decode_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> st
         return "drafts differ in number from step to step"
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
+    if any(g.spec.kind == AttentionKind.LATENT and choose(g.spec, place) != "triton" for g in groups):
+        return "latent attention computes with torch"
     return _what_waits(moe, moe.decode.dispatcher)
 
 
-def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> str:
-    """Why steps with prompt tokens run eagerly, or "" if they replay graphs between attention calls."""
+def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kinds: Set[AttentionKind]) -> str:
+    """Why steps with prompt tokens run eagerly, or "" if they replay graphs between attention calls.
+
+    kinds: of the model's layers.
+    """
     if hardware.device != "cuda":
         return "there are graphs on CUDA only"
     if config.disable_prefill_graph:
@@ -44,6 +55,9 @@ def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> s
         return "--deterministic computes each token apart"
     if moe.two_batches:
         return "two micro-batches exchange tokens during attention, where a graph ends"
+    others = sorted(kinds - {AttentionKind.FULL, AttentionKind.SLIDING_WINDOW})
+    if others:
+        return f"graphs cannot end and begin at layers that are {' or '.join(others)}"
     return _what_waits(moe, moe.prefill.dispatcher)
 
 

@@ -46,7 +46,7 @@ from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ComputeDtype
+from turnout.vocabulary import AttentionKind, ComputeDtype
 
 NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
@@ -75,12 +75,16 @@ class EnginePlan(Rank):
     @property
     def why_no_decode_graphs(self) -> str:
         """Why decode steps run eagerly, or "" if they replay graphs."""
-        return cuda_graph_policy.why_no_decode_graphs(self.config, self.hardware, self.plan)
+        return cuda_graph_policy.why_no_decode_graphs(
+            self.config, self.hardware, self.plan, self.cache_groups, self.attention_place
+        )
 
     @property
     def why_no_prefill_graphs(self) -> str:
         """Why steps with prompt tokens run eagerly, or "" if they replay graphs."""
-        return cuda_graph_policy.why_no_prefill_graphs(self.config, self.hardware, self.plan)
+        return cuda_graph_policy.why_no_prefill_graphs(
+            self.config, self.hardware, self.plan, self.attention_kinds
+        )
 
     @property
     def group_pages(self) -> tuple[int, ...]:
@@ -318,6 +322,16 @@ def _contradictions(config: Config, description: ModelDescription, hardware: Har
                 asked=f"--context-length {config.context_length}",
                 limit=f"positions beyond {longest} (max_position_embeddings) were never trained",
                 remedy=f"use --context-length {longest} or less, or 0 for the model's",
+            )
+        )
+    latent = AttentionKind.LATENT in {layer.kind for layer in description.shape.attention}
+    if config.deterministic and hardware.device == "cuda" and latent:
+        found.append(
+            Refusal(
+                who="model",
+                asked="--deterministic",
+                limit="latent attention on CUDA has products by head that are not batch-invariant",
+                remedy="leave --deterministic out, or use --device cpu",
             )
         )
     if config.deterministic and hardware.device == "cuda" and hardware.present and TRITON.lacking():

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from turnout.attention.backends import Place, choose
+from turnout.attention.backends import Place, choose, workspace_bytes
 from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache_groups, state_groups
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
@@ -32,7 +32,7 @@ from turnout.moe.budget import (
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ComputeDtype, Format, SharedExpert
+from turnout.vocabulary import AttentionKind, ComputeDtype, Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
 PIECE_BYTES = 64 * 2**10  # of a piece of a prefill graph, as the driver keeps it
@@ -47,6 +47,7 @@ class MemoryTable:
     dense: int  # all parameters but the routed experts', in the compute dtype
     experts: int  # routed experts of all layers, as stored for use
     kv: int
+    attention: int  # of one layer's attention, beyond queries and results
     workspace: int  # of the runner; shared by the layers
     dispatch: int  # of the dispatcher; shared by the layers
     logits: int
@@ -57,7 +58,7 @@ class MemoryTable:
     @property
     def total(self) -> int:
         weights = self.dense + self.experts
-        buffers = self.workspace + self.dispatch + self.logits + self.prefill_graphs
+        buffers = self.attention + self.workspace + self.dispatch + self.logits + self.prefill_graphs
         return weights + self.kv + self.states + buffers
 
 
@@ -101,6 +102,11 @@ class Rank:
         return sum(group.state_bytes(ITEMSIZE[self.compute_dtype]) for group in self.state_groups)
 
     @property
+    def attention_kinds(self) -> frozenset[AttentionKind]:
+        """Of all layers."""
+        return frozenset(layer.kind for layer in self.description.shape.attention)
+
+    @property
     def attention_place(self) -> Place:
         """What attention is to run on."""
         return Place(
@@ -141,6 +147,7 @@ class Rank:
             dense=dense_bytes(description, self.topology, moe, ITEMSIZE[self.compute_dtype]),
             experts=moe.weight_bytes * len(description.moe_layers),
             kv=0,
+            attention=workspace_bytes(self.cache_groups, budget.local, ITEMSIZE[self.compute_dtype]),
             workspace=moe.workspace_bytes,
             dispatch=moe.dispatch_bytes,
             logits=logits_bytes(rows, description.shape.vocab_size),
@@ -152,7 +159,7 @@ class Rank:
     def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:
         """Of the tensors of fixed addresses, of the pool, which has what a layer of the largest size holds at
         a time, and of the graphs themselves."""
-        if why_no_prefill_graphs(self.config, self.hardware, moe):
+        if why_no_prefill_graphs(self.config, self.hardware, moe, self.attention_kinds):
             return 0
         sizes, H = prefill_graph_sizes(budget), self.description.shape.hidden_size
         specs = [group.spec for group in self.cache_groups]
@@ -319,6 +326,7 @@ def _too_large(
     parts = {
         "dense weights": memory.dense,
         "experts": memory.experts,
+        "attention workspace": memory.attention,
         "workspace": memory.workspace,
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,

@@ -43,6 +43,7 @@ from turnout.models.blocks import (
 )
 from turnout.models.delta_net import read_delta_net
 from turnout.models.interface import ProgressFn, Step
+from turnout.models.latent_attention import LatentAttention, read_latent_attention
 from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, Share, split, whole
 from turnout.models.spec import DecoderSpec
@@ -239,9 +240,20 @@ class Decoder:
         prefix = f"{prefix}.{self._spec.names.recurrent}"
         return read_delta_net(i, prefix, self._spec, layer, self._weights, self._group)
 
-    def _read_attention(self, i: int, prefix: str) -> Attention:
+    def _read_attention(self, i: int, prefix: str) -> Attention | LatentAttention:
         spec, weights = self._spec, self._weights
         H, heads = self.shape.hidden_size, Heads.of(spec.shape.attention[i], self._group)
+        if spec.latent:
+            return read_latent_attention(
+                i,
+                prefix,
+                heads,
+                spec.latent,
+                order=spec.rope.order,
+                weights=weights,
+                hidden=H,
+                group=self._group,
+            )
         rows = {f"{prefix}.q_proj": heads.queries, f"{prefix}.k_proj": heads.keys}
         rows[f"{prefix}.v_proj"] = heads.values
         out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None

@@ -16,34 +16,43 @@ from turnout.moe.spec import MoESpec, Routing
 
 
 def read_shape(
-    fields: ConfigFields, *, architecture: str, max_positions: int, head_dim: int | None = None
+    fields: ConfigFields,
+    *,
+    architecture: str,
+    max_positions: int,
+    head_dim: int | None = None,
+    layer: AttentionSpec | None = None,
 ) -> ModelShape:
-    """Sizes that the engine must know, with full attention in every layer.
+    """Sizes that the engine must know.
 
     max_positions: of the rope, which may be fewer than the file says.
 
-    head_dim: what the file means without the field; None: hidden_size / num_attention_heads.
+    head_dim: what the file means without the field; None: hidden_size / num_attention_heads. layer: the
+    attention of every layer; None: full, with the heads that the file says.
     """
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     vocab_size, eos_token_ids = fields.integer("vocab_size"), fields.integers("eos_token_id", ())
     if any(token >= vocab_size for token in eos_token_ids):
         raise fields.wrong(
             "eos_token_id", f"must be below vocab_size ({vocab_size}), or generation never ends"
         )
     fields.choice("hidden_act", ("silu", "swish"), default="silu")  # two names of one function
-    layer = AttentionSpec.full(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim or read_head_dim(fields)
-    )
     return ModelShape(
         architecture=architecture,
-        attention=(layer,) * fields.integer("num_hidden_layers"),
+        attention=(layer or _read_full(fields, head_dim),) * fields.integer("num_hidden_layers"),
         hidden_size=fields.integer("hidden_size"),
         vocab_size=vocab_size,
         max_position_embeddings=max_positions,
         eos_token_ids=eos_token_ids,
+    )
+
+
+def _read_full(fields: ConfigFields, head_dim: int | None) -> AttentionSpec:
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
+    return AttentionSpec.full(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim or read_head_dim(fields)
     )
 
 

@@ -44,7 +44,8 @@ NOPE = "none"  # what layers that do not rotate their heads declare as their rop
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """`adjust` maps the plain frequencies, float32 [R/2], to the variant's; `scaling` multiplies cos and
-    sin; positions run below `max_positions`. rotary_dim: R. interleaved: pairs are neighbours."""
+    sin; positions run below `max_positions`. rotary_dim: R. interleaved: pairs are neighbours. latent_scaling
+    multiplies the scale of latent attention's scores, and of no other's."""
 
     head_dim: int
     rotary_dim: int
@@ -52,6 +53,7 @@ class Rope:
     max_positions: int
     adjust: Callable[[Tensor], Tensor]
     scaling: float = 1.0
+    latent_scaling: float = 1.0
     interleaved: bool = False
 
     def still(self) -> Rope:
@@ -81,7 +83,12 @@ class _Request:
     trained_positions: int  # original_max_position_embeddings
 
     def rope(
-        self, adjust: Callable[[Tensor], Tensor], *, scaling: float = 1.0, max_positions: int | None = None
+        self,
+        adjust: Callable[[Tensor], Tensor],
+        *,
+        scaling: float = 1.0,
+        latent_scaling: float = 1.0,
+        max_positions: int | None = None,
     ) -> Rope:
         return Rope(
             head_dim=self.head_dim,
@@ -91,6 +98,7 @@ class _Request:
             max_positions=max_positions or self.max_positions,
             adjust=adjust,
             scaling=scaling,
+            latent_scaling=latent_scaling,
         )
 
 
@@ -198,12 +206,14 @@ def _yarn(request: _Request) -> Rope:
 
     return request.rope(
         adjust,
-        scaling=_yarn_scaling(fields, factor),
+        **_yarn_scaling(fields, factor),
         max_positions=max(request.max_positions, int(factor * trained)),
     )
 
 
-def _yarn_scaling(fields: ConfigFields, factor: float) -> float:
+def _yarn_scaling(fields: ConfigFields, factor: float) -> dict[str, float]:
+    """`Rope.scaling` and `Rope.latent_scaling`."""
+
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -211,7 +221,10 @@ def _yarn_scaling(fields: ConfigFields, factor: float) -> float:
     inferred = temperature(1.0)
     if mscale and mscale_all_dim:
         inferred = temperature(mscale) / temperature(mscale_all_dim)
-    return fields.number("attention_factor", inferred)
+    return {
+        "scaling": fields.number("attention_factor", inferred),
+        "latent_scaling": temperature(mscale_all_dim) ** 2 if mscale_all_dim else 1.0,
+    }
 
 
 def _llama3(request: _Request) -> Rope:

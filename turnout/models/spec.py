@@ -49,6 +49,15 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentProjections:
+    """Where queries and the latent vectors of latent attention come from. query_rank: of the vector that
+    queries are made from; 0: they are made from the hidden state. norm_eps: of the norms of both vectors."""
+
+    query_rank: int
+    norm_eps: float = 1e-6  # whatever the other norms have
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped:
     """Tensors that a checkpoint holds for what is not served. prefix: of their names."""
 
@@ -64,6 +73,7 @@ class DecoderSpec:
     dense_intermediate_size: of the layers that are not MoE layers.
     router_bias: every router has a bias [E], part of its logits.
     correction_bias: every router has a float32 bias [E] that moves its choice.
+    latent: where layers declare latent attention.
     router_float32: logits are computed in float32 whatever the compute type.
     norms_around_one: norms multiply by 1 + weight, in float32.
     output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
@@ -79,6 +89,7 @@ class DecoderSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
+    latent: LatentProjections | None = None
     dense_intermediate_size: int = 0
     shared_expert: SharedExpert | None = None
     router_bias: bool = False
@@ -109,6 +120,13 @@ class DecoderSpec:
                 queries += (layer.mixed + inner) * H + layer.channels * layer.conv_width
                 wide += 2 * layer.num_heads
                 small += 2 * layer.num_heads + layer.value_dim
+                continue
+            if self.latent:
+                rank, made = self.latent.query_rank, layer.head_dim - layer.rope_dim + layer.value_dim
+                queries += layer.num_heads * layer.head_dim * (rank or H)
+                queries += layer.num_heads * (made * layer.latent_dim + layer.value_dim * H)
+                keys_values += (layer.latent_dim + layer.rope_dim) * H
+                small += rank * H + rank + layer.latent_dim
                 continue
             q, k = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
             queries += (

@@ -84,7 +84,15 @@ def run(folder: Path, sizes: list[int], **flags: object) -> tuple[list, list[int
         return done, core._model.expert_counts(), graphs
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "qwen2_moe"])
+def fields_of(family: str) -> set[str]:
+    config = FAMILIES[family].config
+    return set(config.get("text_config", config))
+
+
+CAPTURED = [name for name in FAMILIES if not {"kv_lora_rank", "linear_num_key_heads"} & fields_of(name)]
+
+
+@pytest.mark.parametrize("family", [*CAPTURED, "qwen3_moe", "qwen2_moe"])
 def test_every_family_answers_as_without(family: str, tmp_path: Path):
     if family == "qwen3_moe":
         write_model(tmp_path)
@@ -115,6 +123,14 @@ def test_sizes_reach_the_largest_step_or_the_limit():
 
 def test_the_cpu_has_none():
     assert "CUDA only" in str(make_core().info()["prefill_graphs"])
+
+
+def test_latent_attention_has_none(tmp_path: Path):
+    build(tmp_path, FAMILIES["deepseek_v3"])
+    hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
+    plan = resolve(Config(model=str(tmp_path), disable_prefill_graph=False), hardware)
+    assert "latent" in plan.why_no_prefill_graphs
+    assert plan.memory.prefill_graphs == 0
 
 
 def test_they_are_planned_where_they_are_asked_for(tmp_path: Path):

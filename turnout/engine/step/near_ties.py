@@ -23,6 +23,7 @@ from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec
 from turnout.attention.states import SequenceStates
 from turnout.attention.torch import additive, attend_chunk, visible
+from turnout.attention.up_projection import UpProjection
 from turnout.engine.engine_plan import NEAR_TIE_BLOCK
 from turnout.models.interface import Model, Step
 
@@ -38,7 +39,7 @@ class WholeAttention(SequenceStates):
     def __init__(self, layers: Sequence[AttentionSpec]):
         super().__init__()
         self._layers = layers
-        self._tokens: list[list[Tensor]] = [[] for _ in layers]  # keys and values
+        self._tokens: list[list[Tensor]] = [[] for _ in layers]  # keys and values, or latent vectors
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
@@ -49,6 +50,15 @@ class WholeAttention(SequenceStates):
         end = k_HLD.shape[1]
         seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
         return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale, sinks_H)
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        """In the expanded form."""
+        spec = self._layers[layer]
+        self._tokens[layer].append(latent_NC)
+        k_HLD, v_HLD = up.expand(torch.cat(self._tokens[layer]))
+        end = k_HLD.shape[1]
+        seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
+        return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale)
 
 
 class NoAttention(Attention):
@@ -61,6 +71,9 @@ class NoAttention(Attention):
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return mixed_NX.new_empty(0, cell.spec.num_heads * cell.spec.value_dim)
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        return q_NHD.new_empty(0, *up.values_size)
 
 
 def recomputed_logits(

@@ -1,0 +1,46 @@
+"""What makes keys and values of latent vectors, or instead goes to queries and results (latent.py).
+
+Legend: N, L tokens, H query heads, Dn/Dr sizes of a key's part made from the latent vector and of its rotated
+part, D = Dn + Dr, Dv of a value, Lc of the latent vector, C = Lc + Dr.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class UpProjection:
+    """What makes keys and values of the heads from latent vectors. weight: [H, Dn + Dv, Lc], keys first."""
+
+    weight_HXL: Tensor
+    nope_dim: int
+
+    @property
+    def values_size(self) -> tuple[int, int]:
+        """(H, Dv)"""
+        H, X, _ = self.weight_HXL.shape
+        return H, X - self.nope_dim
+
+    def expand(self, latent_LC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [H, L, D] and values [H, L, Dv] of L tokens."""
+        H, X, Lc = self.weight_HXL.shape
+        c_LL, rope_LR = latent_LC[:, :Lc], latent_LC[:, Lc:]
+        made_LHX = F.linear(c_LL, self.weight_HXL.flatten(0, 1)).view(-1, H, X)
+        k_LHD = torch.cat((made_LHX[..., : self.nope_dim], rope_LR[:, None].expand(-1, H, -1)), dim=-1)
+        return k_LHD.transpose(0, 1), made_LHX[..., self.nope_dim :].transpose(0, 1)
+
+    def absorb(self, q_NHD: Tensor) -> Tensor:
+        """Queries [N, H, C] that score kept vectors as `q` [N, H, D] scores keys."""
+        nope_HND = q_NHD[..., : self.nope_dim].transpose(0, 1)
+        inner_HNL = torch.bmm(nope_HND, self.weight_HXL[:, : self.nope_dim])
+        return torch.cat((inner_HNL.transpose(0, 1), q_NHD[..., self.nope_dim :]), dim=-1)
+
+    def values(self, mixed_NHL: Tensor) -> Tensor:
+        """[N, H, Dv]: mixtures of values from those of latent vectors."""
+        up_HLV = self.weight_HXL[:, self.nope_dim :].transpose(1, 2)
+        return torch.bmm(mixed_NHL.transpose(0, 1), up_HLV).transpose(0, 1)
