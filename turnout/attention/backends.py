@@ -106,6 +106,8 @@ def choose(spec: AttentionSpec, place: Place) -> str | None:
 def recurrence(spec: DeltaNetSpec, device: str, dtype: str, *, present: bool = True) -> str:
     """What takes states of recurrent layers over single tokens; torch takes all of them over prompts."""
     sizes = spec.head_dim, spec.value_dim
+    if device == "cuda" and max(sizes) <= 128 and not (present and find_spec("triton") is None):
+        return "triton"
     fits = dtype == "float32" and max(sizes) <= 256 and not any(size % 16 for size in sizes)
     if device == "cpu" and fits and not (present and find_spec("numba") is None):
         return "cpu"

@@ -132,12 +132,16 @@ class SequenceStates(Attention):
 
 def _kernel(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """One launch for what `delta_rule.step` composes, on slots; None where there is none."""
-    if recurrence(spec, device.type, str(dtype).removeprefix("torch.")) != "cpu":
-        return None
-    from turnout.kernels.cpu import delta_rule as compiled
+    backend = recurrence(spec, device.type, str(dtype).removeprefix("torch."))
+    if backend == "cpu":
+        from turnout.kernels.cpu import delta_rule as on_cpu
 
-    step: Callable[..., Tensor] = compiled.step
-    return step
+        return on_cpu.step
+    if backend == "triton":
+        from turnout.kernels.attention import delta_rule as on_cuda
+
+        return on_cuda.step
+    return None
 
 
 def window_size(spec: DeltaNetSpec) -> tuple[int, int]:

@@ -17,8 +17,10 @@ from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.test_cache_groups import SINKS
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.kernels import loop_bounds
+from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
+from turnout.kernels.attention import delta_rule
 from turnout.models.interface import ModelShape
 
 loop_bounds.teach()
@@ -59,6 +61,8 @@ class InTurns(ToyModel):
         return own if step.other is None else torch.cat((own, super().forward(step.other)))
 
 
+DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=0.25, conv_width=4)
+STATES = replace(SHAPE, attention=(DELTA, SHAPE.attention[0], DELTA))
 WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache groups
 
 
@@ -69,6 +73,9 @@ def answers(
     draw, model = random.Random(seed), InTurns(shape=shape)
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
     core._forward._kernels = True
+    for states in core._attention.states:
+        states.kernel = delta_rule.step
+        states.states.fill_(float("nan"))
     if graphs:
         drawn = 4 if overlap == "on" else 0
         replayed = Replayed(model, core._attention, sizes=[1, 2, 4], num_drawn=drawn, two_batches=True)
@@ -95,6 +102,7 @@ RUNS = {
     "graphs": answers(seed=1, graphs=True),
     "eager": answers(seed=2, graphs=False, shape=WINDOWS),
     "windows": answers(seed=4, graphs=True, shape=WINDOWS),
+    "states": answers(seed=6, graphs=True, shape=STATES),
     "overlap": answers(seed=3, graphs=True, overlap="on"),
     "prefill": answers(seed=5, graphs=True, overlap="on", shape=WINDOWS, prefill=True),
 }

@@ -175,6 +175,8 @@ def test_what_a_graph_would_replay_decodes_as_the_model_does():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert sorted(found) == sorted(
-        f"{a} {b}" for a in ("graphs", "eager", "overlap", "prefill", "windows") for b in ("tokens", "turns")
+        f"{a} {b}"
+        for a in ("graphs", "eager", "overlap", "prefill", "states", "windows")
+        for b in ("tokens", "turns")
     )
     assert all(found.values()), found

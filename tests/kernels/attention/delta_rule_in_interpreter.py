@@ -1,0 +1,17 @@
+"""Run by test_delta_rule.py with TRITON_INTERPRET=1: steps of Gated DeltaNet on slots; prints JSON."""
+
+from __future__ import annotations
+
+import json
+
+from tests.kernels.attention.delta_rule_cases import close
+
+results = {
+    "one": close(1),
+    "several": close(5),
+    "none": close(0),
+    "four-value-heads": close(3, heads=(1, 4)),
+    "odd-sizes": close(3, sizes=(24, 40), width=3),
+    "shortest-window": close(2, width=2),
+}
+print(json.dumps(results))
