@@ -24,6 +24,8 @@ from turnout.errors import UserError
 
 C = TypeVar("C", bound="Config")
 
+DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
+
 
 def flag(
     default: Any,
@@ -145,11 +147,15 @@ class Config:
     )
     speculative_algorithm: str = flag(
         "none",
-        "draft tokens from; ngram: what followed the request's last words before",
-        choices=("none", "ngram"),
+        "draft tokens from; ngram: what followed the request's last words before; MTP (or NEXTN, EAGLE): the "
+        "checkpoint's own draft layer",
+        choices=("none", "ngram", *DRAFT_LAYER),
     )
     speculative_num_draft_tokens: int = flag(
-        4, "tokens verified per request and step: the newest one and the drafts after it", minimum=2
+        4, "ngram: tokens verified per request and step: the newest one and the drafts after it", minimum=2
+    )
+    speculative_num_steps: int = flag(
+        1, "MTP: drafts per request and step, each a pass through the draft layer", minimum=1
     )
     num_threads: int = flag(
         0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
@@ -157,6 +163,18 @@ class Config:
     trust_remote_code: bool = flag(False, "let the tokenizer run code shipped with the model")
     load_progress: bool = flag(True, "progress bars while loading")
     random_seed: int = flag(0, "seed of requests that bring none")
+
+    @property
+    def drafts_by_layer(self) -> bool:
+        """Whether draft tokens come from the checkpoint's draft layer."""
+        return self.speculative_algorithm in DRAFT_LAYER
+
+    @property
+    def verified_tokens(self) -> int:
+        """Per request and step, the newest one and its drafts; 0 without speculative decoding."""
+        if self.speculative_algorithm == "none":
+            return 0
+        return 1 + self.speculative_num_steps if self.drafts_by_layer else self.speculative_num_draft_tokens
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -278,6 +296,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_prefill_tokens",
         "speculative_algorithm",
         "speculative_num_draft_tokens",
+        "speculative_num_steps",
         "cuda_graph_max_bs",
         "disable_cuda_graph",
         "disable_prefill_graph",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,11 +26,12 @@ from turnout.engine.startup import StartupTimes
 from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.commit import StepCommit
+from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts
 from turnout.models import load_model
-from turnout.models.interface import Model, ProgressFn
+from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
 
@@ -102,6 +103,7 @@ def build_engine(
         grammars=GrammarCompiler(engine_plan.folder, model.shape.vocab_size, model.shape.eos_token_ids),
         step_sync=step_sync,
         watch=watch or Unwatched(),
+        drafter=_make_drafter(engine_plan, model, forward, scheduler.kv) if config.drafts_by_layer else None,
         loaded={"num_threads": num_threads, "verify": verified},
         compilations=count_compilations(device),
     )
@@ -127,12 +129,23 @@ def _load(
         dtype=getattr(torch, engine_plan.compute_dtype),
         progress=progress,
         make_runner=tuner.make_runner,
+        drafts=engine_plan.config.drafts_by_layer,
     )
     startup.begin("kernels")
     tuner.tune(groups, progress)
     if check:
         startup.begin("check")
     return model, check.run(model) if check else {"extent": "off"}
+
+
+def _make_drafter(engine_plan: EnginePlan, model: Model, forward: Forward, kv: KVCache) -> LayerDrafter:
+    return LayerDrafter(
+        cast(DraftingModel, model),
+        forward,
+        kv,
+        num_steps=engine_plan.config.speculative_num_steps,
+        max_context=engine_plan.max_context,
+    )
 
 
 def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:

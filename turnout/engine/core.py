@@ -34,6 +34,7 @@ from turnout.engine.sampling.prompt_logprobs import score_prompts
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk, Scheduler, with_rows
 from turnout.engine.step.commit import Launched, StepCommit
+from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
 from turnout.errors import UserError
 from turnout.models.interface import Model
@@ -58,13 +59,16 @@ class EngineCore:
         step_sync: StepSync,
         watch: Progress,
         loaded: Mapping[str, Any],
+        drafter: LayerDrafter | None = None,
         compilations: Callable[[], int] = lambda: 0,
     ):
         """watch: told how far a step is. loaded: what `info` says beyond the plan, plain values.
+        drafter: proposes tokens after each step.
         compilations: how many kernels were compiled since the engine could serve."""
         self.engine_plan = engine_plan
         self._model, self._attention, self._loaded = model, attention, loaded
         self._scheduler, self._forward, self._commit = scheduler, forward, commit
+        self._drafter = drafter
         self._grammars = grammars
         self._step_sync, self._watch, self._compilations = step_sync, watch, compilations
         self._requests: dict[str, Request] = {}
@@ -99,6 +103,7 @@ class EngineCore:
             seed=seed,
             eos_token_ids=self._model.shape.eos_token_ids,
             matcher=self._grammars.compile(grammar) if grammar else None,
+            drafts_by_layer=self._drafter is not None,
         )
         self._requests[request.id] = request
         self._scheduler.add(request)
@@ -158,6 +163,8 @@ class EngineCore:
             self._forward.keep(self._launched.leave_pending())
         else:
             advanced += self._finish()[0]
+        if self._drafter:
+            self._drafter.propose(list(with_rows(chunks)), computed)
         self._computed_tokens += tokens
         self._step_sizes[(tokens - 1).bit_length() + 1 if tokens else 0] += 1
         self._sync_seconds += agreed - began

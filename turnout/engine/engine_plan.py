@@ -29,6 +29,7 @@ from turnout.engine.memory_plan import (
 )
 from turnout.engine.parallel_config import (
     attention_refusals,
+    draft_layer_refusals,
     host_refusals,
     make_topology,
     two_batch_refusals,
@@ -163,7 +164,9 @@ def read_model(config: Config) -> ModelFolder:
     fields = read_config(folder)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype"))
     return ModelFolder(
-        folder=folder, description=describe(fields), stored_itemsize=ITEMSIZE.get(dtype, ITEMSIZE["bfloat16"])
+        folder=folder,
+        description=describe(fields, drafts=config.drafts_by_layer),
+        stored_itemsize=ITEMSIZE.get(dtype, ITEMSIZE["bfloat16"]),
     )
 
 
@@ -208,6 +211,7 @@ def decide(
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
         *state_refusals(config, description, hardware),
+        *draft_layer_refusals(config, topology),
     ]
     hardware = hardware.with_bf16_units(config.cpu_bf16_units)
     budget = _budget(config, topology, hardware, dtype)
@@ -270,13 +274,12 @@ def _compute_dtype(config: Config, hardware: Hardware) -> ComputeDtype:
 
 def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: ComputeDtype) -> Budget:
     graphs = hardware.device == "cuda" and not config.disable_cuda_graph
-    drafts = config.speculative_num_draft_tokens if config.speculative_algorithm != "none" else 0
     return Budget.from_limits(
         chunked_prefill_size=config.chunked_prefill_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_running_requests=config.max_running_requests,
         graph_max_batch=config.cuda_graph_max_bs if graphs else 0,
-        draft_tokens=drafts,
+        draft_tokens=config.verified_tokens,
         near_tie_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,

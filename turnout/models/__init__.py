@@ -34,6 +34,7 @@ __all__ = ["describe", "load_model"]
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_DRAFT_LAYER = "Leave --speculative-algorithm out, or use --speculative-algorithm ngram"
 # Tensors that some files hold and the forward pass has no use for.
 HARMLESS_TENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq"  # computed from config.json
@@ -43,15 +44,18 @@ HARMLESS_TENSORS = re.compile(
 
 
 def describe(
-    config: Mapping[str, Any], *, experts_format: tuple[Format, bool] | None = None
+    config: Mapping[str, Any],
+    *,
+    experts_format: tuple[Format, bool] | None = None,
+    drafts: bool = False,
 ) -> ModelDescription:
-    """The model that a parsed `config.json` names.
+    """The model that a parsed `config.json` names. drafts: with its draft layer.
 
     experts_format: (the format, quantised activations) where it is known from
     elsewhere; otherwise `quantization_config` says. Raises UserError naming the architecture that is not
     implemented, or the field that is missing, malformed or not implemented.
     """
-    spec = _read_spec(config)
+    spec = _read_spec(config, drafts)
     return _with_format(spec, experts_format or _experts_format(parse_quantization(config), spec)).describe()
 
 
@@ -64,11 +68,13 @@ def load_model(
     dtype: torch.dtype,
     progress: ProgressFn | None = None,
     make_runner: Callable[[int], Experts] | None = None,
+    drafts: bool = False,
 ) -> Model:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
     `plan` is the one made for `describe(checkpoint.config)` and the topology of `groups`.
-    `make_runner(layer)` gives the runner of each MoE layer instead of the plan's. Raises UserError as
+    `make_runner(layer)` gives the runner of each MoE layer instead of the plan's. drafts: with its draft
+    layer, as a `DraftingModel`. Raises UserError as
     `describe` does and for weights that have no place in the model, CheckpointError for a tensor that is
     missing or wrong.
     """
@@ -80,7 +86,9 @@ def load_model(
     from turnout.models.decoder import Decoder
     from turnout.models.weights import Weights
 
-    spec = _read_spec(checkpoint.config)
+    spec = _read_spec(checkpoint.config, drafts)
+    if drafts:
+        _require_draft_layer(checkpoint, spec)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     multiply = rowwise.linear if plan.deterministic else torch.nn.functional.linear
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
@@ -90,7 +98,19 @@ def load_model(
     return model
 
 
-def _read_spec(config: Mapping[str, Any]) -> DecoderSpec:
+def _require_draft_layer(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Quantised copies of a model may lack it, whatever their config.json says."""
+    layer = spec.names.layer(spec.shape.num_layers - 1)
+    if not checkpoint.has(f"{layer}.eh_proj.weight"):
+        raise UserError(
+            f"{checkpoint.folder}: tensor {layer}.eh_proj.weight is missing: the checkpoint was published "
+            f"without the draft layer that config.json names. {WITHOUT_DRAFT_LAYER}"
+        )
+    copies = (f"{layer}.embed_tokens.weight", f"{layer}.shared_head.head.weight")
+    checkpoint.set_aside(name for name in copies if checkpoint.has(name))  # of the model's own
+
+
+def _read_spec(config: Mapping[str, Any], drafts: bool) -> DecoderSpec:
     fields = ConfigFields(config)
     names = fields.raw("architectures")
     if not isinstance(names, Sequence) or len(names) != 1 or not isinstance(names[0], str):
@@ -99,7 +119,12 @@ def _read_spec(config: Mapping[str, Any]) -> DecoderSpec:
         raise UserError(_unknown(names[0]))
     spec: DecoderSpec = ARCHITECTURES.get(names[0])(fields)
     fields.refuse_unread()
-    return spec
+    if drafts and not spec.draft_layers:
+        raise UserError(
+            f"--speculative-algorithm MTP: {names[0]} has no draft layer here (num_nextn_predict_layers in "
+            f"config.json counts them; of GLM-4.5 and later they are read). {WITHOUT_DRAFT_LAYER}"
+        )
+    return spec.with_draft_layer() if drafts else spec
 
 
 def _unknown(architecture: str) -> str:

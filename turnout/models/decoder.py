@@ -30,6 +30,7 @@ from turnout.attention import interface
 from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
 from turnout.checkpoint import ExpertShape
 from turnout.formats.experts import ExpertWeights, shard
+from turnout.kernels.common.rowwise import Linear
 from turnout.models.blocks import (
     Attention,
     Embedding,
@@ -124,6 +125,26 @@ class DecoderLayer:
         return [(x_NH, batch.result) for x_NH, batch in zip(residuals, batches, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftLayer:
+    """A layer on what a token's embedding and the hidden state before it are projected to.
+
+    projection: [H, 2H], the embedding's columns first.
+    """
+
+    token_norm: Norm
+    hidden_norm: Norm
+    projection: Tensor
+    multiply: Linear
+    layer: DecoderLayer
+    norm: Norm
+
+    def __call__(self, token_NH: Tensor, hidden_NH: Tensor, rotary: Rotaries, step: Step) -> Tensor:
+        both_N2H = torch.cat((self.token_norm(token_NH), self.hidden_norm(hidden_NH)), dim=-1)
+        x_NH, delta_NH = self.layer(self.multiply(both_N2H, self.projection), None, rotary, step)
+        return self.norm.of_sum(x_NH, delta_NH)[1]
+
+
 class Decoder:
     """An `interface.Model`: the decoder of one rank, with its weights."""
 
@@ -158,6 +179,7 @@ class Decoder:
             release_freed_memory()
         progress("loading layers", shape.num_layers, shape.num_layers)
         self._norm = self._read_norm(f"{spec.names.model}.norm")
+        self._draft = self._read_draft_layer(self._layers.pop()) if spec.drafts else None
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
@@ -177,6 +199,12 @@ class Decoder:
             self.layers_begun += 1
             flows = layer.overlapped(flows, rotaries, steps)
         return torch.cat([self._norm.of_sum(x_NH, delta())[1] for x_NH, delta in flows])
+
+    def draft(self, step: Step, hidden_NH: Tensor) -> Tensor:
+        """See `interface.DraftingModel.draft`."""
+        assert self._draft is not None, "the model was loaded without its draft layer"
+        self.layers_begun += 1
+        return self._draft(self._embed(step.input_ids), hidden_NH, self._rotary(step.positions), step)
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """See `interface.Model.logits`."""
@@ -208,6 +236,17 @@ class Decoder:
             attention=self._read_mixer(i, prefix),
             mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
             mlp=mlp,
+        )
+
+    def _read_draft_layer(self, layer: DecoderLayer) -> DraftLayer:
+        hidden, prefix = self.shape.hidden_size, self._spec.names.layer(self.shape.num_layers - 1)
+        return DraftLayer(
+            token_norm=self._read_norm(f"{prefix}.enorm"),
+            hidden_norm=self._read_norm(f"{prefix}.hnorm"),
+            projection=self._weights.linear(f"{prefix}.eh_proj", whole(hidden), whole(2 * hidden)),
+            multiply=self._weights.multiply,
+            layer=layer,
+            norm=self._read_norm(f"{prefix}.shared_head.norm"),
         )
 
     def _read_vocabulary(self) -> tuple[Embedding, Head]:

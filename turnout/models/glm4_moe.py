@@ -28,6 +28,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     check_sliding_window(fields, rope.max_positions)
     moe_layers = read_first_dense(fields, shape.num_layers, default=1)
     moe = read_moe(fields, experts=EXPERTS, routing=_read_routing(fields))
+    draft_layers = read_draft_layers(fields, NAMES, shape.num_layers)
     shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
     return DecoderSpec(
         shape=shape,
@@ -43,7 +44,8 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         correction_bias=True,
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        skipped=read_draft_layers(fields, NAMES, shape.num_layers),
+        skipped=draft_layers,
+        draft_layers=len(draft_layers),
     )
 
 

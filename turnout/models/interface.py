@@ -112,4 +112,16 @@ class Model(Protocol):
         ...
 
 
+class DraftingModel(Model, Protocol):
+    """A model that was loaded with its draft layer."""
+
+    def draft(self, step: Step, hidden_NH: Tensor) -> Tensor:
+        """The draft layer's final hidden states [N, H], from which `logits` foretells the token after next.
+
+        step: of the positions of `hidden_NH`, final hidden states of the model or of this; its `input_ids`
+        are the tokens that follow each.
+        """
+        ...
+
+
 ProgressFn = Callable[[str, int, int], None]  # (what, done, total)

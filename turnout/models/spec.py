@@ -6,7 +6,7 @@ model from it. Does not import torch, so that a plan costs no more than reading 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
@@ -78,6 +78,8 @@ class DecoderSpec:
     norms_around_one: norms multiply by 1 + weight, in float32.
     output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
     delta_rows: how projections of recurrent layers are stored.
+    draft_layers: behind the last layer, each of which drafts a token from the one before. drafts: the last
+    layer of `shape` is the first of those.
     """
 
     shape: ModelShape
@@ -100,6 +102,20 @@ class DecoderSpec:
     delta_rows: DeltaRows = DeltaRows.BY_KIND
     tied_embeddings: bool = False
     skipped: tuple[Skipped, ...] = ()
+    draft_layers: int = 0
+    drafts: bool = False
+
+    def with_draft_layer(self) -> DecoderSpec:
+        """With the first draft layer, an MoE layer like the last, as one more layer."""
+        attention, L = self.shape.attention, self.shape.num_layers
+        prefix = f"{self.names.layer(L)}."
+        return replace(
+            self,
+            shape=replace(self.shape, attention=(*attention, attention[-1])),
+            moe_layers=(*self.moe_layers, L),
+            skipped=tuple(part for part in self.skipped if part.prefix != prefix),
+            drafts=True,
+        )
 
     def describe(self) -> ModelDescription:
         return ModelDescription(
@@ -139,6 +155,7 @@ class DecoderSpec:
             small += layer.num_heads if layer.sinks else 0
         wide += H * (1 + 2 * L) * self.norms_around_one
         biases = self.router_bias + self.correction_bias
+        draft = (2 * H + 3) * H if self.drafts else 0  # a projection and norms
         router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)
         return DenseParameters(
             vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
@@ -146,7 +163,7 @@ class DecoderSpec:
             keys_values=keys_values,
             mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
             shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
-            replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias,
+            replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias + draft,
             in_float32=wide
             + num_moe * self.moe.num_experts * (H * self.router_float32 + self.correction_bias),
         )

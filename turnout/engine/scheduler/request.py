@@ -61,6 +61,8 @@ class Request:
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
+    proposed: list[int] = field(default_factory=list)  # drafts of a draft layer, where the model has one
+    drafts_by_layer: bool = False
     matcher: GrammarMatcher | None = None  # of its grammar, if it has one
 
     @classmethod
@@ -71,6 +73,7 @@ class Request:
         seed: int,
         eos_token_ids: tuple[int, ...],
         matcher: GrammarMatcher | None = None,
+        drafts_by_layer: bool = False,
     ) -> Request:
         """`seed` counts where the request brings none."""
         sampling = message.sampling
@@ -87,6 +90,7 @@ class Request:
             priority=message.priority,
             root=root(message.cache_salt),
             matcher=matcher,
+            drafts_by_layer=drafts_by_layer,
         )
 
     @property
@@ -124,7 +128,7 @@ class Request:
 
     def draft(self, count: int) -> list[int]:
         """At most `count` tokens that may follow, by its grammar too."""
-        drafts = self.ngrams.draft(self.tokens, count)
+        drafts = self.proposed[:count] if self.drafts_by_layer else self.ngrams.draft(self.tokens, count)
         if drafts and self.matcher is not None:
             self.matcher.advance(self.tokens, self.num_prompt)
             drafts = drafts[: self.matcher.allowed(drafts)]

@@ -49,11 +49,13 @@ class Computed:
 
     logits_NV: float32, where they were computed along with it.
     best_2N:   int64: the token of each row's largest logit, and whether that is finite.
+    step:      what was computed, where that was one call.
     """
 
     hidden_NH: Tensor
     logits_NV: Tensor | None = None
     best_2N: Tensor | None = None
+    step: Step | None = None
 
 
 @dataclass(frozen=True)

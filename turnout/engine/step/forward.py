@@ -85,14 +85,24 @@ class Forward:
         size = prefill_graph_for(synced, self.prefill_graphs.sizes) if self.prefill_graphs else None
         if self.prefill_graphs and size:
             self.graph_steps += 1
-            return Computed(hidden_NH=self.prefill_graphs.run(self._whole_step(chunks, synced), size))
+            step = self._whole_step(chunks, synced)
+            return Computed(hidden_NH=self.prefill_graphs.run(step, size), step=step)
         return self.eagerly(chunks, synced)
 
     def eagerly(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """As a call, without graphs; all ranks alike."""
         if self._deterministic:
             return Computed(hidden_NH=batch_invariant.forward(self._model, self._attention, chunks, synced))
-        return Computed(hidden_NH=self._model.forward(self._whole_step(chunks, synced)))
+        step = self._whole_step(chunks, synced)
+        return Computed(hidden_NH=self._model.forward(step), step=step)
+
+    def draft_step(self, chunks: Sequence[Chunk], ids: Sequence[int]) -> Step:
+        """One token of each chunk, `ids`, for the draft layer of a model on one data-parallel rank."""
+        places_N, attention = self._laid_out(chunks, [], [chunk.start for chunk in chunks])
+        (ids_N,) = to_device([_integers(ids)], self._attention.device)
+        return Step(
+            input_ids=ids_N, positions=places_N, attention=attention, phase=Phase.DECODE, tokens=(len(ids),)
+        )
 
     def drop_graphs(self) -> None:
         """They hold the ranks' communicators, and cannot outlive them."""
@@ -134,15 +144,8 @@ class Forward:
             places += range(chunk.start, chunk.end)
             if chunk.awaits:
                 pending.append((len(ids) - 1, chunk.request.drawn_row))
-        attention: Attention
-        if self._kernels:
-            fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
-            recurrent = [states.laid_out(decoding, others) for states in self._attention.states]
-            attention = self._attention.together(fused, recurrent)
-            (ids_N,), places_N = to_device([_integers(ids)], self._attention.device), fused[0].places_N
-        else:
-            ids_N, places_N = to_device([_integers(ids), _integers(places)], self._attention.device)
-            attention = self._attention.laid_out(decoding, others)
+        places_N, attention = self._laid_out(decoding, others, places)
+        (ids_N,) = to_device([_integers(ids)], self._attention.device)
         if pending:
             (pending_2S,) = to_device([_integers(pending).T], self._attention.device)
             ids_N[pending_2S[0]] = self._drawn_R[pending_2S[1]]
@@ -154,6 +157,17 @@ class Forward:
             tokens=tokens,
             other=second,
         )
+
+    def _laid_out(
+        self, decoding: Sequence[Chunk], others: Sequence[Chunk], places: Sequence[int]
+    ) -> tuple[Tensor, Attention]:
+        """The positions of the chunks' tokens on the device, and attention for them."""
+        if self._kernels:
+            fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
+            recurrent = [states.laid_out(decoding, others) for states in self._attention.states]
+            return fused[0].places_N, self._attention.together(fused, recurrent)
+        (places_N,) = to_device([_integers(places)], self._attention.device)
+        return places_N, self._attention.laid_out(decoding, others)
 
 
 def _cut(whole: Chunks, count: int) -> tuple[Chunks, Chunks]:

@@ -1,0 +1,222 @@
+"""Draft layers against transformers' own, and what they change: the number of steps, never an answer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.modeling_layers import MtpModel
+
+from tests.checkpoint.writers import load as load_tensors
+from tests.checkpoint.writers import save
+from tests.engine.cluster import Cluster
+from tests.models.families import FAMILIES, Built, build, noise, one_by_one
+from tests.models.running import PlainAttention, plan_for
+from tests.ranks import Pools
+from turnout.checkpoint import open_checkpoint
+from turnout.config import Config
+from turnout.engine.builder import build_engine
+from turnout.engine.core import EngineCore
+from turnout.engine.engine_plan import resolve
+from turnout.engine.messages import AddRequest
+from turnout.engine.sampling_params import SamplingParams
+from turnout.errors import PlanRefused, UserError
+from turnout.models import describe, load_model
+from turnout.models.interface import Step
+from turnout.parallel.groups import SINGLE_RANK
+from turnout.parallel.topology import Topology
+
+LAYERS = 3
+VOCABULARY = 6  # so small that a random layer foretells some tokens
+NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
+
+
+def published(folder: Path) -> tuple[Built, MtpModel]:
+    """A random GLM with a random draft layer, and transformers' model of that."""
+    built = build(folder, FAMILIES["glm4_moe"], seed=1, vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
+    drafts = MtpModel(built.model, 1).eval().float()
+    tensors = {}
+    for name, tensor in drafts.state_dict().items():
+        if name.startswith("layers.0."):
+            tensor.copy_(noise(name, tensor))
+            for ours, theirs in NAMES.items():
+                name = name.replace(ours, theirs)
+            tensors[name.replace("layers.0.", f"model.layers.{LAYERS}.")] = tensor.detach().clone()
+    kept = {n: t for n, t in load_tensors(folder).items() if not n.startswith(f"model.layers.{LAYERS}.")}
+    save(folder, kept | one_by_one(tensors))
+    return built, drafts
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory) -> tuple[Built, MtpModel]:
+    return published(tmp_path_factory.mktemp("glm") / "model")
+
+
+def core(folder: Path, **flags) -> EngineCore:
+    values = {"device": "cpu", "page_size": 4, "max_running_requests": 4, "num_threads": 1}
+    values |= {"chunked_prefill_size": 16, "max_prefill_tokens": 64, "max_total_tokens": 512}
+    return build_engine(resolve(Config(model=str(folder), **(values | flags))))
+
+
+def run(engine: EngineCore, prompts: list[list[int]], **sampling) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        found[str(i)] = []
+        params = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | sampling))
+        engine.add(AddRequest(id=str(i), prompt_ids=prompt, sampling=params))
+    while engine.has_work():
+        for output in engine.step():
+            assert not output.error, output.error
+            found[output.id] += output.token_ids
+    return found
+
+
+def prompts(count: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 40, (count,), generator=draw).tolist()
+    return [torch.randint(0, VOCABULARY - 1, (n,), generator=draw).tolist() for n in lengths]
+
+
+def test_the_layer_computes_what_transformers_computes(glm):
+    built, theirs = glm
+    checkpoint = open_checkpoint(built.folder)
+    plan = plan_for(checkpoint.config, "float32", "cpu", Topology())
+    ours = load_model(checkpoint, plan, groups=SINGLE_RANK, device="cpu", dtype=torch.float32, drafts=True)
+    ids = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(23)[None]
+    with torch.inference_mode():
+        hidden = built.model.model(ids).last_hidden_state[:, :-1]
+        expected = theirs.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])[0]
+        attention = PlainAttention(ours)
+        attention._chunks = [("a", 23)]
+        step = Step(input_ids=ids[0, 1:], positions=positions[0], attention=attention)
+        mine = ours.draft(step, hidden[0])
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    assert (mine - hidden[0]).abs().max() > 0.1
+
+
+@torch.inference_mode()
+def proposals(glm: tuple[Built, MtpModel], tokens: list[int], count: int) -> list[int]:
+    """What transformers' layer drafts after `tokens`, all of it computed anew for every draft."""
+    main, layer = glm[0].model, glm[1]
+    hidden = main.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
+    ids = list(tokens)
+    while len(ids) < len(tokens) + count:
+        after = torch.tensor([ids[1:]])
+        out = layer.forward_layer(0, hidden, torch.arange(len(ids) - 1)[None], None, input_ids=after)
+        ids.append(int(main.lm_head(out[:, -1]).argmax()))
+        hidden = torch.cat((hidden, out[:, -1:]), dim=1)
+    return ids[len(tokens) :]
+
+
+def simulated(glm, prompt: list[int], answer: list[int], num_steps: int) -> tuple[int, int]:
+    """(tokens drafted, tokens accepted) by a loop over the answer."""
+    drafted = accepted = 0
+    done = 1  # the prompt's step gives one token
+    while done < len(answer):
+        count = min(num_steps, len(answer) - done - 1)
+        drafts = proposals(glm, prompt + answer[:done], count) if count and len(prompt) + done > 1 else []
+        drafted += len(drafts)
+        for draft in (*drafts, None):
+            done += 1
+            if answer[done - 1] != draft:
+                break
+            accepted += 1
+    return drafted, accepted
+
+
+@pytest.mark.parametrize(("algorithm", "num_steps"), [("MTP", 1), ("NEXTN", 3)])
+def test_greedy_answers_stay_and_drafts_are_those_of_transformers(glm, algorithm, num_steps):
+    asked = prompts(4)
+    plain = run(core(glm[0].folder), asked)
+    engine = core(glm[0].folder, speculative_algorithm=algorithm, speculative_num_steps=num_steps)
+    assert run(engine, asked) == plain
+    stats = engine.stats()
+    counts = [simulated(glm, prompt, plain[str(i)], num_steps) for i, prompt in enumerate(asked)]
+    assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
+    assert stats.spec_accepted_tokens > 5
+
+
+def test_few_pages_and_a_prefix_cache_change_no_answer(glm):
+    """Requests are put back and computed again, and begin with what others left."""
+    asked = [[*prompt, i] for prompt in prompts(3) for i in range(3)]
+    plain = run(core(glm[0].folder), asked)
+    engine = core(glm[0].folder, speculative_algorithm="EAGLE", speculative_num_steps=3, max_total_tokens=96)
+    assert run(engine, asked) == plain
+    assert engine.stats().preemptions > 0
+    assert run(engine, asked) == plain
+
+
+def test_sampled_tokens_keep_their_distribution(glm):
+    """The second token of many requests, each the first that is verified against a draft."""
+    prompt, count = prompts(1)[0], 1500
+    flags = {"max_running_requests": 64, "max_total_tokens": 8192, "speculative_algorithm": "MTP"}
+    engine = core(glm[0].folder, **flags)
+    found = run(engine, [prompt] * count, temperature=1.0, max_tokens=3)
+    assert engine.stats().spec_accepted_tokens > 50
+    with torch.inference_mode():
+        first = glm[0].model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        after = torch.tensor([[*prompt, token] for token in range(VOCABULARY)])
+        second = glm[0].model(after).logits[:, -1].double().softmax(-1)
+    expected = count * first @ second
+    seen = Counter(tokens[1] for tokens in found.values())
+    observed = torch.tensor([seen[token] for token in range(VOCABULARY)], dtype=torch.float64)
+    assert ((observed - expected) ** 2 / expected).sum() < 20.5  # of 5 degrees of freedom: one in a thousand
+
+
+@pytest.mark.more
+def test_ranks_that_share_requests_draft_alike(glm, ranks: Pools, tmp_path: Path):
+    """Heads, vocabulary and experts divided over two ranks."""
+    asked = prompts(4)
+    plain = run(core(glm[0].folder), asked)
+    flags = {"speculative_algorithm": "MTP", "speculative_num_steps": 2, "ep_size": 2}
+    with Cluster(ranks(2), tmp_path, glm[0].folder, **flags) as cluster:
+        for i, prompt in enumerate(asked):
+            cluster.add(str(i), prompt, max_tokens=20, ignore_eos=True)
+        cluster.wait(map(str, range(len(asked))), 60)
+    assert {id: output.token_ids for id, output in cluster.outputs.items()} == plain
+    assert sum(rank.spec_accepted_tokens for rank in cluster.stats.values()) > 0
+
+
+def test_models_without_the_layer_are_refused_for_the_flag_alone(glm, tmp_path):
+    folder = glm[0].folder
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {n: t for n, t in load_tensors(folder).items() if f"layers.{LAYERS}." not in n}
+    for name, fields in (("dropped", config), ("never", config | {"num_nextn_predict_layers": 0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+        save(tmp_path / name, tensors)
+        assert run(core(tmp_path / name), [[1, 2]], max_tokens=2)
+    with pytest.raises(UserError, match=r"layers\.3\.eh_proj\.weight is missing: .*without the draft layer"):
+        core(tmp_path / "dropped", speculative_algorithm="MTP")
+    with pytest.raises(UserError, match=r"Glm4MoeForCausalLM has no draft layer .*ngram"):
+        core(tmp_path / "never", speculative_algorithm="MTP")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}, {"deterministic": True}],
+)
+def test_what_the_layer_is_not_computed_with_is_refused(glm, flags):
+    values = {"model": str(glm[0].folder), "device": "cpu", "speculative_algorithm": "MTP"}
+    with pytest.raises(PlanRefused) as refused:
+        resolve(Config(**(values | flags)))
+    assert any(r.who == "draft layer" and "ngram" in r.remedy for r in refused.value.refusals)
+
+
+def test_the_layer_is_planned_for(glm):
+    """Its weights, its experts and its pages."""
+    config = json.loads((glm[0].folder / "config.json").read_text())
+    plain, drafting = describe(config), describe(config, drafts=True)
+    assert drafting.shape.num_layers == plain.shape.num_layers + 1 == LAYERS + 1
+    assert drafting.moe_layers == (*plain.moe_layers, LAYERS)
+    prefix = f"model.layers.{LAYERS}."
+    parameters = sum(
+        t.numel()
+        for name, t in load_tensors(glm[0].folder).items()
+        if name.startswith(prefix) and ".mlp.experts." not in name
+    )
+    assert drafting.dense.total - plain.dense.total == parameters

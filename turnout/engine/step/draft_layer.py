@@ -1,0 +1,100 @@
+"""Draft tokens by a checkpoint's own draft layer (multi-token prediction: MTP, also called NEXTN or EAGLE).
+
+Behind its last layer such a model has one more, trained to foretell the token after next: from the final
+hidden state of position i and the token at i + 1, the one at i + 2. After a step it computes all tokens of
+that step, the token that followed each now being known, so that its keys and values are there for the whole
+sequence; they lie in the pages of the model's own layers, as those of one more layer. What it says at a
+request's last position is the first draft. Further ones feed its own output back, a position at a time; what
+that leaves behind the request's last token is overwritten by the next step.
+
+The model verifies drafts as it does others (commit.py): a wrong one costs time, never a token.
+
+Ranks that share requests draft alike, for they get the same bits. Ranks with requests of their own would have
+to agree on how many tokens the layer's experts get, which they do not yet (parallel_config.py refuses them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from turnout.engine.scheduler.kv_cache import KVCache
+from turnout.engine.scheduler.request import Request
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.step.forward import Forward
+from turnout.models.interface import DraftingModel
+
+
+class LayerDrafter:
+    """num_steps: drafts of a request and step."""
+
+    def __init__(
+        self, model: DraftingModel, forward: Forward, kv: KVCache, *, num_steps: int, max_context: int
+    ):
+        self._model, self._forward, self._kv = model, forward, kv
+        self._num_steps, self._max_context = num_steps, max_context
+
+    def propose(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> None:
+        """Let requests propose what may follow the tokens that this step gave them.
+
+        rows: all chunks of the step with the row of their first token in `computed`. Collective.
+        """
+        step, hidden_NH = computed.step, computed.hidden_NH
+        assert step is not None, "steps whose tokens drafts follow are computed by calls"
+        following = [_following(chunk.request, place) for chunk, _ in rows for place in _places(chunk)]
+        ids_N = torch.tensor(following, dtype=torch.int64, device=hidden_NH.device)
+        hidden_NH = self._model.draft(replace(step, input_ids=ids_N), hidden_NH)
+        drafting: list[Request] = []
+        last: list[int] = []
+        for chunk, first_row in rows:
+            request = chunk.request
+            request.proposed = []
+            place = len(request.tokens) - 2  # of the newest token that is computed
+            if self._drafts_for(request) and place in _places(chunk):
+                drafting.append(request)
+                last.append(first_row + place - chunk.start)
+        hidden_SH = hidden_NH[last]
+        for further in range(self._num_steps):
+            if further:
+                drafting, hidden_SH = self._once_more(drafting, hidden_SH)
+            if not drafting:
+                return
+            drafts = self._model.logits(hidden_SH).argmax(dim=-1).tolist()
+            for request, token in zip(drafting, drafts, strict=True):
+                request.proposed.append(token)
+
+    def _drafts_for(self, request: Request) -> bool:
+        decodes = request.row >= 0 and not request.ended and request.remaining == 1
+        return decodes and request.most_drafts > 0 and len(request.tokens) > 1
+
+    def _once_more(self, drafting: Sequence[Request], hidden_SH: Tensor) -> tuple[list[Request], Tensor]:
+        """The layer's hidden states at the next position of those requests that have a page for it."""
+        kept: list[int] = []
+        chunks: list[Chunk] = []
+        for i, request in enumerate(drafting):
+            place = len(request.tokens) - 2 + len(request.proposed)
+            wanted = len(request.proposed) < request.most_drafts and place < self._max_context
+            if wanted and self._kv.grow(request, place + 1):
+                kept.append(i)
+                chunks.append(Chunk(request, place, place + 1))
+        requests = [drafting[i] for i in kept]
+        if not requests:
+            return [], hidden_SH
+        ids = [request.proposed[-1] for request in requests]
+        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids), hidden_SH[kept])
+        for request in requests:
+            self._kv.trim(request)  # the pages are others' until the drafts are verified
+        return requests, hidden_SH
+
+
+def _places(chunk: Chunk) -> range:
+    return range(chunk.start, chunk.end)
+
+
+def _following(request: Request, place: int) -> int:
+    """The token after that at `place`; any where it is not known, behind a draft that was wrong."""
+    return request.tokens[place + 1] if place + 1 < len(request.tokens) else 0
