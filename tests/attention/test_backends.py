@@ -11,6 +11,7 @@ from turnout.attention.kinds import AttentionSpec, cache_groups
 
 SPEC = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=64)
 H200 = Place(device="cuda", dtype="bfloat16", page_size=16, present=False)
+LATENT = AttentionSpec.latent(num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512)
 HOST = Place(device="cpu", dtype="float32", page_size=16)
 
 
@@ -18,6 +19,9 @@ HOST = Place(device="cpu", dtype="float32", page_size=16)
     ("spec", "place", "chosen"),
     [
         (SPEC, H200, "triton"),
+        (LATENT, H200, "triton"),
+        (LATENT, replace(H200, dtype="float32"), "torch"),
+        (LATENT, HOST, "torch"),
         (replace(SPEC.sliding(128), sinks=True), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=256), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=512), H200, "torch"),

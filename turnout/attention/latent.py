@@ -27,7 +27,14 @@ from torch import Tensor
 from turnout.attention.backends import LATENT_SPAN
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import AttentionSpec
-from turnout.attention.torch import ChunkLayout, PagedAttention, StepLayout, attend_chunk, attend_decoding
+from turnout.attention.torch import (
+    ChunkLayout,
+    PagedAttention,
+    StepLayout,
+    attend_chunk,
+    attend_decoding,
+    to_device,
+)
 from turnout.attention.up_projection import UpProjection
 
 
@@ -39,6 +46,17 @@ class LatentAttention(PagedAttention):
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return _LaidOut(self, self._layout(decoding, chunks))
+
+    def chunk_layouts(self, chunks: Sequence[Chunk], at: int) -> list[ChunkLayout]:
+        """Of chunks whose pages are placed, the rows of the first of which begin at `at`."""
+        layouts = []
+        contexts = (
+            to_device([self._slots(c.request.row, 0, c.end) for c in chunks], self.device) if chunks else []
+        )
+        for chunk, slots_L in zip(chunks, contexts, strict=True):
+            layouts.append(self._chunk_layout(chunk, at, slots_L))
+            at += chunk.length
+        return layouts
 
     def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
         """With a mask and the slots of the whole context where the absorbed form is to be used; else with the

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from turnout.attention.backends import choose
 from turnout.attention.interface import Attention, Chunk
+from turnout.attention.latent import LatentAttention
 from turnout.attention.torch import PagedAttention, to_device
+from turnout.attention.up_projection import UpProjection
 
 
 class _Stored(Attention):
@@ -36,12 +38,34 @@ class _Stored(Attention):
 
     def _spans(self, rows: int) -> int:
         """By what contexts may become, not by what they are: each number is a kernel of its own."""
+        from turnout.kernels.attention import latent
         from turnout.kernels.attention.decode import spans
 
         paged = self._paged
         longest = paged.table.shape[1] * paged.page_size
+        if isinstance(paged, LatentAttention):
+            return latent.spans(rows, paged.spec.num_heads, longest, paged.processors)
         longest = min(longest, paged.spec.window or longest)
         return paged.fixed_spans or spans(rows, paged.cache.shape[1], longest, paged.processors)
+
+    def _attend_latent(
+        self, cache_SC: Tensor, q_MHD: Tensor, up: UpProjection, table_MP: Tensor, ends_M: Tensor, splits: int
+    ) -> Tensor:
+        """[M, Hq, Dv] of tokens that see the first ends [M] of the pages [M, P], in the absorbed form."""
+        from turnout.kernels.attention import latent
+
+        paged = self._paged
+        mixed_MHL = latent.attend(
+            up.absorb(q_MHD),
+            cache_SC,
+            table_MP,
+            ends_M,
+            latent_dim=paged.spec.latent_dim,
+            page_size=paged.page_size,
+            splits=splits,
+            scale=paged.spec.scale,
+        )
+        return up.values(mixed_MHL)
 
 
 class RowAttention(_Stored):
@@ -70,6 +94,35 @@ class RowAttention(_Stored):
             sinks_H=sinks_H,
             out_BHD=out_NHD,
         )
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        assert isinstance(self._paged, LatentAttention)
+        cache_SC = self._paged.store(layer, self._slots_N, latent_NC)
+        return self._attend_latent(cache_SC, q_NHD, up, self._table_NP, self._ends_N, self._splits)
+
+
+class LatentStep(_Stored):
+    """Of a step in a group of latent layers: decoding tokens by the kernel, chunks by torch (latent.py)."""
+
+    def __init__(self, paged: LatentAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
+        self._num_decoding = M = sum(chunk.length for chunk in decoding)
+        self.places_N, slots_N, self._table_MP = to_device(
+            [places_N, slots_N, table_BP[owners_N[:M]]], paged.device
+        )
+        super().__init__(paged, slots_N)
+        self._ends_M = self.places_N[:M] + 1
+        self._chunks = paged.chunk_layouts(chunks, M)
+        self._splits = self._spans(max(1, M))
+
+    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+        paged, M = self._paged, self._num_decoding
+        assert isinstance(paged, LatentAttention)
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        parts = [self._attend_latent(cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, self._splits)]
+        for chunk in self._chunks:
+            parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
+        return torch.cat(parts)
 
 
 class StepAttention(_Stored):
@@ -130,6 +183,15 @@ class StepAttention(_Stored):
         return out_NHD
 
 
+def step_attention(
+    paged: PagedAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]
+) -> StepAttention | LatentStep:
+    """The attention of a step, or of one of its micro-batches, by kernels."""
+    if isinstance(paged, LatentAttention):
+        return LatentStep(paged, decoding, chunks)
+    return StepAttention(paged, decoding, chunks)
+
+
 def has_kernels(paged: PagedAttention) -> bool:
-    """Whether `StepAttention` serves this cache; in float32 tiles would not fit."""
+    """Whether `step_attention` serves this cache; in float32 tiles would not fit."""
     return choose(paged.spec, paged.place) == "triton"

@@ -15,7 +15,7 @@ from torch import Tensor
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
 from turnout.attention.torch import to_device
-from turnout.attention.triton import StepAttention, has_kernels
+from turnout.attention.triton import has_kernels, step_attention
 from turnout.engine.cuda_graph_policy import graph_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.overlap_policy import why_no_overlap
@@ -163,7 +163,7 @@ class Forward:
     ) -> tuple[Tensor, Attention]:
         """The positions of the chunks' tokens on the device, and attention for them."""
         if self._kernels:
-            fused = [StepAttention(group, decoding, others) for group in self._attention.groups]
+            fused = [step_attention(group, decoding, others) for group in self._attention.groups]
             recurrent = [states.laid_out(decoding, others) for states in self._attention.states]
             return fused[0].places_N, self._attention.together(fused, recurrent)
         (places_N,) = to_device([_integers(places)], self._attention.device)

@@ -1,0 +1,96 @@
+"""Run by test_latent_attention.py with TRITON_INTERPRET=1: the absorbed form over pages; prints JSON.
+
+In float32: the interpreter's products of bfloat16 are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import torch
+
+from tests.attention.test_latent import Chunk, drawn, paged, sequence
+from tests.kernels import loop_bounds
+from turnout.attention.latent import LatentAttention
+from turnout.attention.triton import RowAttention, step_attention
+from turnout.kernels.attention.latent import attend
+
+results = {}
+loop_bounds.teach()
+
+
+def error(ends: list[int], *, H=4, LC=32, DR=8, page=16, splits=1, heads=16) -> float:
+    """The largest difference from a softmax written out; every slot that no row sees is NaN."""
+    draw = torch.Generator().manual_seed(len(ends))
+    B, P = len(ends), 1 + -(-max(ends) // page)
+    pages = torch.randperm(B * P, generator=draw).view(B, P)
+    cache = torch.randn(B * P * page, LC + DR, generator=draw)
+    q = torch.randn(B, H, LC + DR, generator=draw)
+    wanted = torch.zeros(B, H, LC)
+    used = torch.zeros(len(cache), dtype=torch.bool)
+    for b, end in enumerate(ends):
+        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
+        used[slots] = True
+        kept = cache[slots]
+        wanted[b] = (q[b] @ kept.T * 0.3).softmax(-1) @ kept[:, :LC] if end else 0
+    cache[~used] = torch.nan
+    rest = {"latent_dim": LC, "page_size": page, "splits": splits, "scale": 0.3, "heads": heads}
+    return float((attend(q, cache, pages, torch.tensor(ends), **rest) - wanted).abs().max())
+
+
+results["short"] = error([1, 5, 17]) < 1e-5
+results["splits"] = error([300, 7, 129, 64], splits=4) < 1e-5
+results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
+results["odd-heads"] = error([90, 33], H=20, LC=24, DR=6, page=4, splits=2) < 1e-5
+results["many-heads"] = error([70], H=40, heads=32) < 1e-5
+results["deepseek"] = error([100], H=16, LC=512, DR=64, splits=2) < 1e-5
+results["no-rows"] = attend(
+    torch.empty(0, 4, 40),
+    torch.empty(16, 40),
+    torch.empty(0, 1).long(),
+    torch.empty(0).long(),
+    latent_dim=32,
+    page_size=16,
+    splits=1,
+    scale=1.0,
+).shape == (0, 4, 32)
+
+
+def steps() -> bool:
+    """Steps of decoding tokens, drafts and chunks, and rows of a graph, give what torch gives."""
+    whole, decoded = drawn(90), drawn(90, seed=1)
+    decoded.up = whole.up
+    reference, kernels = paged(), paged()
+    requests = {group: (sequence(0, 0, 23), sequence(1, 30, 23)) for group in (reference, kernels)}
+
+    def chunk(group: LatentAttention, row: int, start: int, end: int) -> Chunk:
+        return Chunk(requests[group][row], start, end)
+
+    right = True
+    # Both as chunks; then three drafts, and one token, next to a chunk behind a prefix.
+    for (begin, end), (first, last) in (((0, 60), (0, 45)), ((60, 63), (45, 60)), ((63, 64), (60, 90))):
+        parts = [(decoded, begin, end), (whole, first, last)]
+        q = torch.cat([x.q_LHD[a:b] for x, a, b in parts])
+        latent = torch.cat([x.latent_LC[a:b] for x, a, b in parts])
+        found = []
+        for group, make in ((reference, reference.laid_out), (kernels, partial(step_attention, kernels))):
+            own, other = chunk(group, 1, begin, end), chunk(group, 0, first, last)
+            step = make([own], [other]) if begin else make([], [own, other])
+            found.append(step.latent(0, q, latent, whole.up))
+        right &= torch.allclose(*found, atol=2e-5)
+    # One token more, and two rows of padding.
+    slots = kernels.place_singles([chunk(kernels, 1, 64, 65)])
+    rows = torch.tensor([1, kernels.spare_row, kernels.spare_row])
+    kernels.table[1, 16] = slots[0] // kernels.page_size
+    slots_N = torch.tensor([*slots, kernels.spare_slot, kernels.spare_slot])
+    graph = RowAttention(kernels, slots_N, kernels.table[rows], torch.tensor([65, 0, 0]))
+    q, latent = decoded.q_LHD[[64, 0, 0]], decoded.latent_LC[[64, 0, 0]]
+    padded = graph.latent(0, q, latent, whole.up)
+    wanted = reference.laid_out([chunk(reference, 1, 64, 65)], []).latent(0, q[:1], latent[:1], whole.up)
+    return right and torch.allclose(padded[:1], wanted, atol=2e-5) and not padded[1:].any()
+
+
+results["steps"] = steps()
+
+print(json.dumps(results))

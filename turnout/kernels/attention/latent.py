@@ -1,0 +1,129 @@
+"""Absorbed latent attention (MLA) of one query token per sequence over its paged context (Triton).
+
+As decode.py, whose second kernel joins the spans of a context, but a token of the context is one vector [LC |
+DR] for all heads: all of it is a key, and its first LC columns are the value. A program has some of the
+heads; they read a tile of the context once, for both products.
+
+Legend: B sequences, H query heads, HB of a program, LC/DR sizes of the latent vector and of the rotated part
+of a key, C = LC + DR, CP/RP powers of two of LC and DR, S slots of the cache, P pages of a row of the table,
+N splits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.attention.decode import ROWS, join_spans
+from turnout.kernels.common.dependent import launches_early
+
+HEADS = 16  # of a program: rows of a tile of the tensor cores
+BLOCK = 64  # tokens of a context at a time
+MOST_SPANS = 64
+SHORTEST = 128  # tokens of a span, of the longest context
+
+
+@triton.jit(do_not_specialize=["P", "SPLITS"])
+def attend_latent_span(
+    q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
+    scale, P, H, SPLITS,
+    HB: tl.constexpr, LC: tl.constexpr, DR: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """partial float32 [B, H, N, LC] and lse float32 [B, H, N] (base 2) of one span and HB heads.
+
+    q [B, H, C]; cache [S, C]; table [B, P] pages; ends [B] context lengths, 0 for rows that are padding.
+    `scale` includes log2(e). An empty span has lse -inf.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HB + tl.arange(0, HB)
+    split = tl.program_id(2)
+    c = tl.arange(0, CP)
+    r = tl.arange(0, RP)
+    rows = b * H + h
+    held = (h[:, None] < H) & (c[None, :] < LC)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at_q = q_ptr + rows[:, None] * (LC + DR)
+    q = tl.load(at_q + c[None, :], mask=held, other=0.0)
+    q_rope = tl.load(at_q + LC + r[None, :], mask=(h[:, None] < H) & (r[None, :] < DR), other=0.0)
+    end = tl.load(ends_ptr + b)
+    span = tl.cdiv(tl.cdiv(end, SPLITS), TOKENS) * TOKENS
+    start = split * span
+    stop = tl.minimum(start + span, end)
+    best = tl.full([HB], float("-inf"), tl.float32)
+    total = tl.zeros([HB], tl.float32)
+    acc = tl.zeros([HB, CP], tl.float32)
+    for at in range(start, stop, TOKENS):
+        place = at + tl.arange(0, TOKENS)
+        known = place < stop
+        page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
+        slot = page.to(tl.int64) * PAGE + place % PAGE
+        base = cache_ptr + slot[:, None] * (LC + DR)
+        kept = tl.load(base + c[None, :], mask=known[:, None] & (c[None, :] < LC), other=0.0)
+        rope = tl.load(base + LC + r[None, :], mask=known[:, None] & (r[None, :] < DR), other=0.0)
+        scores = tl.dot(q, tl.trans(kept), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee") * scale
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - higher)
+        p = tl.exp2(scores - higher[:, None])
+        acc = acc * shrink[:, None] + tl.dot(p.to(kept.dtype), kept, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = higher
+    lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    to = rows * SPLITS + split
+    tl.store(lse_ptr + to, lse, mask=h < H)
+    tl.store(partial_ptr + to[:, None] * LC + c[None, :], mean, mask=held)
+
+
+def spans(batch: int, num_heads: int, max_context: int, processors: int, heads: int = HEADS) -> int:
+    """How many spans to cut contexts into: a power of two that gives every processor two programs, where
+    contexts can be that long."""
+    wanted = max(1, 2 * processors // (batch * -(-num_heads // heads)))
+    return 1 << (min(wanted, max(1, max_context // SHORTEST), MOST_SPANS).bit_length() - 1)
+
+
+def attend(
+    q_BHC: Tensor,
+    cache_SC: Tensor,
+    table_BP: Tensor,
+    ends_B: Tensor,
+    *,
+    latent_dim: int,
+    page_size: int,
+    splits: int,
+    scale: float,
+    heads: int = HEADS,
+) -> Tensor:
+    """[B, H, LC] in q's dtype: mixtures of the first ends[b] latent vectors in the pages of each row.
+
+    All contiguous. table int32 or int64 [B, P]; ends int32 or int64 [B], 0 for a row that is padding: it
+    gives 0. splits: a power of two. heads: of a program, a power of two of at least 16.
+    """
+    B, H, C = q_BHC.shape
+    out_BHL = torch.empty(B, H, latent_dim, dtype=q_BHC.dtype, device=q_BHC.device)
+    early = launches_early(q_BHC.device)
+    powers = [max(16, triton.next_power_of_2(size)) for size in (latent_dim, C - latent_dim)]
+    parts = (x.split(ROWS) for x in (q_BHC, table_BP, ends_B, out_BHL))
+    for q, table, ends, out in zip(*parts, strict=True) if B else ():
+        partial = torch.empty(len(q), H, splits, latent_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(len(q), H, splits, dtype=torch.float32, device=q.device)
+        attend_latent_span[(len(q), -(-H // heads), splits)](
+            q, cache_SC, table, ends, partial, lse,
+            scale * math.log2(math.e), table.shape[1], H, splits,
+            heads, latent_dim, C - latent_dim, *powers, page_size, BLOCK, early,
+            num_warps=4 if heads == HEADS else 8, num_stages=2, launch_pdl=early,
+        )  # fmt: skip
+        join_spans[(len(q) * H,)](
+            partial, lse, lse, out, H, latent_dim, powers[0], splits, False, early,
+            num_warps=8, launch_pdl=early,
+        )  # fmt: skip
+    return out_BHL
