@@ -32,10 +32,10 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 $(VENV)/.more: $(VENV)/.test
-	$(INSTALL) -e '.[test,routers]'
+	$(INSTALL) -e '.[test,more]'
 	touch $@
 
-test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel
+test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel, Ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps what passed

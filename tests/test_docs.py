@@ -15,7 +15,7 @@ PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model_args"}  # of other programs
-OTHERS |= {"--nodes", "--gpus-per-node", "--from-literal"}  # of sbatch and kubectl
+OTHERS |= {"--nodes", "--gpus-per-node", "--from-literal", "--address"}  # of sbatch, kubectl, ray
 
 
 @cache

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "server": {"engine", *BELOW_ENGINE},
     "evals": {"server.launch", "engine", *BELOW_ENGINE},
     "bench": {"server.launch", "evals", "engine", *BELOW_ENGINE},
-    "integrations": BELOW_ENGINE,
+    "integrations": {"server.launch", *BELOW_ENGINE},
     "commands": {"server", "evals", "bench", "engine", *BELOW_ENGINE},
     "cli": {"commands", "server", "evals", "bench", "engine", *BELOW_ENGINE},
     "": {"engine"},
@@ -139,6 +139,7 @@ OPTIONAL = {
     "uvloop",
     "matplotlib",
     "opentelemetry",
+    "ray",
 }
 
 

@@ -229,8 +229,8 @@ class ServerConfig(Config):
     distributed_executor_backend: str = flag(
         "mp",
         "who starts the ranks; mp: this host its own, those of further hosts dial in; external: all dial in "
-        "(`turnout rank`), from as many hosts as they come",
-        choices=("mp", "external"),
+        "(`turnout rank`), from as many hosts as they come; ray: a Ray cluster all",
+        choices=("mp", "external", "ray"),
     )
     secret_file: str = flag("", "file with the secret of ranks that dial in, the same on all hosts")
     startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)

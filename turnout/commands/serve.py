@@ -29,7 +29,15 @@ def serve(config: ServerConfig) -> int:
     check_hosts(config)
     if config.node_rank > 0:
         return _serve_as_node(config)
-    secret = read_secret(config.secret_file) if dialled_in(config) else b""
+    if config.distributed_executor_backend == "ray":
+        from turnout.server.supervise.ray_ranks import RayRanks
+
+        with RayRanks(config) as placed:
+            return _serve_http(placed.config, placed.secret)
+    return _serve_http(config, read_secret(config.secret_file) if dialled_in(config) else b"")
+
+
+def _serve_http(config: ServerConfig, secret: bytes) -> int:
     map_large_blocks()
     allow_many_connections()
     listener = bind(config.host, config.port)

@@ -62,7 +62,8 @@ def check_hosts(config: ServerConfig) -> None:
     if dialled_in(config):
         if refusals := Topology.of(config).refusals():
             raise PlanRefused("the ranks cannot be arranged as asked", refusals)
-        head_address(config)
+        if config.distributed_executor_backend != "ray":  # which finds an address itself
+            head_address(config)
 
 
 def dialled_in(config: ServerConfig) -> bool:

@@ -1,0 +1,125 @@
+"""Ranks on a Ray cluster of several nodes, which are processes of this machine; what is said without Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.processes import Background, eventually, is_ready
+from tests.serving import tiny_config
+from turnout.errors import UserError
+from turnout.server.launch import ServerProcess
+from turnout.server.supervise.ray_ranks import RayRanks
+
+TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
+ON_RAY = TWO_RANKS | {"distributed_executor_backend": "ray"}
+TOKENS = 400
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"backend ray: .*; pip install 'turnout\[ray\]' \(ray >= 2.50\)"):
+        RayRanks(tiny_config(tmp_path, **ON_RAY))
+
+
+def test_with_an_old_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    old = types.ModuleType("ray")
+    old.__version__ = "2.9.3"
+    monkeypatch.setitem(sys.modules, "ray", old)
+    with pytest.raises(UserError, match=r"there is ray 2.9.3; pip install 'turnout\[ray\]' \(ray >= 2.50\)"):
+        RayRanks(tiny_config(tmp_path, **ON_RAY))
+
+
+class Nodes:
+    """A cluster of a node without room for ranks, and others with room for one each, which come and go."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self._nodes: list[Any] = []
+
+    def add(self) -> None:
+        self._nodes.append(self.cluster.add_node(num_cpus=1))
+
+    def lose_the_oldest(self) -> None:
+        self.cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        nodes.add()
+        nodes.add()
+        os.environ["RAY_ADDRESS"] = nodes.cluster.address
+        yield nodes
+    finally:
+        os.environ.pop("RAY_ADDRESS", None)
+        nodes.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(nodes: Nodes, tiny_folder: Path) -> Iterator[str]:
+    server = ServerProcess(tiny_config(tiny_folder, **ON_RAY), show=False)
+    try:
+        yield server.wait_ready().removesuffix("/v1")
+        assert server.stop() == 0, server.last_lines()
+    finally:
+        server.process.kill()
+
+
+def lose_a_node(nodes: Nodes, served: str) -> list[Background]:
+    """Streams that run while the oldest node is lost, which has a rank."""
+    running = [Background(served, tokens=TOKENS, prompt=prompt) for prompt in ("one", "another", "a third")]
+    nodes.lose_the_oldest()
+    assert eventually(lambda: not is_ready(served), 10)
+    return running
+
+
+def survive(running: list[Background]) -> None:
+    assert all(stream.result()[-1] == "[DONE]" for stream in running)
+    assert all(len(stream.lines) == TOKENS + 1 for stream in running)
+
+
+@pytest.mark.more
+def test_answers_are_those_of_one_rank(served: str, root: str):
+    for prompt in ("pears", "plums and pears"):
+        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        texts = [
+            httpx.post(f"{at}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+            for at in (served, root)
+        ]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.more
+def test_requests_wait_for_a_node_that_is_added(nodes: Nodes, served: str):
+    running = lose_a_node(nodes, served)
+    nodes.add()
+    survive(running)
+
+
+@pytest.mark.more
+def test_a_spare_node_takes_over(nodes: Nodes, served: str):
+    nodes.add()
+    survive(lose_a_node(nodes, served))
+
+
+@pytest.mark.more
+def test_too_few_cpus(nodes: Nodes, served: str, tiny_folder: Path):
+    more = ON_RAY | {"tp_size": 8, "dp_size": 8, "ep_size": 8}
+    server = ServerProcess(tiny_config(tiny_folder, **more), show=False)
+    assert server.process.wait(120) == 2
+    server.stop()
+    said = server.last_lines()
+    assert "--tp-size 8: Ray's nodes have too few CPUs for as many ranks, evenly over any number" in said
+    assert "0 on" in said
+    assert "1 on" in said

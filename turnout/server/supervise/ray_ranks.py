@@ -1,0 +1,171 @@
+"""Ranks on a Ray cluster: Ray decides where each runs, and starts it again elsewhere when its node is lost.
+
+Each rank is an actor that dials in to the head like any other rank (rank_agent.py), so that Ray has no part
+in steps, nor in what becomes of requests. The only file that imports Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+from packaging.version import Version
+
+from turnout.config import ServerConfig
+from turnout.errors import UserError
+from turnout.parallel.topology import divisors
+from turnout.server.supervise.rank_agent import RankAgent
+from turnout.server.supervise.rank_protocol import PORTS, Hello
+
+OLDEST = "2.50"
+WAITING_SECONDS = 5.0  # between lines of the log that say so
+LOW_PORTS, HIGH_PORTS = 20000, 32000  # of heads: below those that systems pick for connections
+
+log = logging.getLogger("turnout.server")
+
+
+class RayRanks:
+    """A context in which Ray runs all ranks of a server.
+
+    config, secret: for the server, which says to where the ranks dial in.
+    """
+
+    def __init__(self, config: ServerConfig):
+        """Join the cluster of RAY_ADDRESS or of this host, or else start one here. Raises UserError if Ray is
+        missing, or what ranks need is."""
+        self._ray = _import_ray()
+        _join_or_start(self._ray, config)
+        resources = self._ray.cluster_resources()
+        self._kind = "GPU" if config.device != "cpu" and resources.get("GPU") else "CPU"
+        nnodes = _count_hosts(self._ray, self._kind, config)
+        address = f"{self._ray.util.get_node_ip_address()}:{_free_port()}"
+        self.config = replace(config, nnodes=nnodes, dist_init_addr=address)
+        self.secret = secrets.token_bytes(32)
+        self._group: Any = None
+        self._actors: list[Any] = []
+
+    def __enter__(self) -> RayRanks:
+        per_host = self.config.tp_size // self.config.nnodes
+        strategy = "STRICT_SPREAD" if self.config.nnodes > 1 else "PACK"
+        bundles = [{self._kind: per_host}] * self.config.nnodes
+        self._group = self._ray.util.placement_group(bundles, strategy=strategy)
+        self._wait_for_room()
+        for rank in range(self.config.tp_size):
+            self._start(rank, bundle=rank // per_host)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ray.shutdown()  # actors and what was reserved go with it
+
+    def _wait_for_room(self) -> None:
+        """Until Ray has reserved what the ranks need. Raises UserError."""
+        deadline = time.monotonic() + self.config.startup_timeout
+        while not self._group.wait(WAITING_SECONDS):
+            there = self._ray.available_resources().get(self._kind, 0)
+            text = f"{self.config.tp_size} {self._kind}s for ranks, of which Ray has {there:g} free"
+            if time.monotonic() > deadline:
+                self._ray.shutdown()
+                raise UserError(
+                    f"no room within --startup-timeout {self.config.startup_timeout:g} s for {text}; stop "
+                    "what else uses the cluster, or add nodes with `ray start --address`"
+                )
+            log.info("waiting for %s", text)
+
+    def _start(self, rank: int, bundle: int) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor = self._ray.remote(_Rank).options(
+            num_cpus=int(self._kind == "CPU"),
+            num_gpus=int(self._kind == "GPU"),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+            max_restarts=-1,
+            max_task_retries=-1,  # `run` again in the actor that replaces a lost one
+            # Else Ray sets CUDA_VISIBLE_DEVICES for one rank; the head does so for those of a host together.
+            runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+        )
+        self._actors.append(actor.remote())
+        config = self.config
+        self._actors[-1].run.remote(config.dist_init_addr, self.secret, rank, config.startup_timeout)
+
+
+class _Rank:
+    """The actor of a rank."""
+
+    def run(self, head: str, secret: bytes, rank: int, patience: float) -> int:
+        """Serve the head until it says that all is done; the exit code. Raises UserError."""
+        ray = _import_ray()
+        os.environ.pop("OMP_NUM_THREADS", None)  # of Ray's making; the engine counts cores itself
+        gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        node = ray.get_runtime_context().get_node_id()
+        hello = Hello(socket.gethostname(), node, rank, gpus)
+        return asyncio.run(RankAgent(head, secret, hello, own={}, patience=patience).run())
+
+
+def _import_ray() -> Any:
+    remedy = f"pip install 'turnout[ray]' (ray >= {OLDEST}), or leave --distributed-executor-backend ray out"
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(f"--distributed-executor-backend ray: {error}; {remedy}") from None
+    if Version(ray.__version__) < Version(OLDEST):
+        raise UserError(f"--distributed-executor-backend ray: there is ray {ray.__version__}; {remedy}")
+    return ray
+
+
+def _join_or_start(ray: Any, config: ServerConfig) -> None:
+    try:
+        ray.init(address="auto", logging_level="warning")
+        return
+    except ConnectionError as error:
+        if os.environ.get("RAY_ADDRESS"):
+            raise UserError(f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {error}") from None
+    log.info("no Ray cluster is running here: starting one of this host")
+    cpus = os.cpu_count() or 1
+    if config.device == "cpu":  # ranks may share cores, as they do without Ray
+        cpus = max(cpus, config.tp_size)
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
+
+
+def _count_hosts(ray: Any, kind: str, config: ServerConfig) -> int:
+    """The fewest that can hold all ranks, as many on each. Raises UserError."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    room = [int(node["Resources"].get(kind, 0)) for node in nodes]
+    counts = [config.nnodes] if config.nnodes > 1 else divisors(config.tp_size)
+    for nnodes in counts:
+        if sum(one >= config.tp_size // nnodes for one in room) >= nnodes:
+            return nnodes
+    there = ", ".join(
+        f"{one} on {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for one, node in zip(room, nodes, strict=True)
+    )
+    raise UserError(
+        f"--tp-size {config.tp_size}: Ray's nodes have too few {kind}s for as many ranks, evenly over "
+        f"{config.nnodes if config.nnodes > 1 else 'any number of'} hosts: {there}; add nodes with "
+        "`ray start --address`, or use fewer ranks"
+    )
+
+
+def _free_port() -> int:
+    """The first of PORTS free ones in a row."""
+    for port in range(LOW_PORTS + secrets.randbelow(HIGH_PORTS - LOW_PORTS - 1000), HIGH_PORTS, PORTS):
+        if all(_is_free(port + place) for place in range(PORTS)):
+            return port
+    raise UserError(f"no {PORTS} ports in a row are free below {HIGH_PORTS}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
