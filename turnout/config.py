@@ -133,6 +133,11 @@ class Config:
         maximum=1,
     )
     disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
+    state_snapshot_interval: int = flag(
+        0,
+        "keep states of recurrent layers every so many tokens, so that prefixes are reused; 0: reuse none",
+        minimum=0,
+    )
     cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
     disable_prefill_graph: bool | None = flag(
@@ -302,6 +307,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "disable_prefill_graph",
         "overlap_schedule",
         "disable_prefix_cache",
+        "state_snapshot_interval",
         "scheduling_policy",
         "page_size",
     ),

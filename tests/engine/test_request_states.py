@@ -10,8 +10,9 @@ import torch
 
 from tests.engine.test_cache_groups import asked
 from tests.engine.test_core import _drive_at_random, assert_idle, requests_of
-from tests.engine.toy import SHAPE, ToyModel, make_core, run
+from tests.engine.toy import SHAPE, ToyModel, make_core, request, run
 from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
+from turnout.engine.scheduler.snapshots import SnapshotPool
 
 FULL = AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=8)
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=0.25, conv_width=4)
@@ -30,14 +31,16 @@ def toy(name: str) -> ToyModel:
     [("hybrid", 5), *(pytest.param(name, 60, marks=pytest.mark.more) for name in MODELS)],
 )
 def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
-    """Chunks, preemption, aborts and slots used again, at random; every survivor equals the plain loop."""
-    model, preemptions, aborts = toy(name), 0, 0
+    """Prefix hits, chunks, preemption, aborts, slots used again; every survivor equals the plain loop."""
+    model, preemptions, aborts, hits = toy(name), 0, 0, 0
     prompts = asked(random.Random(5), 14)
     answers = [model.greedy(prompt, 14) for prompt in prompts]
     for seed in range(schedules):
         draw = random.Random(seed)
+        interval = draw.choice([0, 4, 8, 8])
         core = make_core(
             model,
+            state_snapshot_interval=interval,
             num_pages=draw.choice([16, 20, 64]),
             max_context=60,
             chunked_prefill_size=draw.choice([1, 3, 8, 32]),
@@ -55,10 +58,11 @@ def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
                 f"schedule {seed}, request {i}"
             )
         assert_idle(core)
-        assert core.stats().cached_prompt_tokens == 0
+        assert interval or core.stats().cached_prompt_tokens == 0
+        hits += core.stats().cached_prompt_tokens
         preemptions += core.stats().preemptions
         aborts += len(aborted)
-    assert min(preemptions, aborts) > 0
+    assert min(preemptions, aborts, hits) > 0
 
 
 def test_near_ties_are_decided_over_states_too() -> None:
@@ -80,3 +84,49 @@ def test_slots_take_what_the_plan_says() -> None:
     assert core.info()["state_bytes"] == 6 * core.engine_plan.request_bytes
     kinds = core.engine_plan.describe()["kv"]["states"]
     assert [(kind["layers"], kind["num_slots"]) for kind in kinds] == [(1, 5), (1, 5)]
+
+
+def finished(core, id: str, prompt: list[int]):
+    return run(core, [request(id, prompt, max_tokens=6, ignore_eos=True)])[id]
+
+
+def test_a_prefix_is_reused_where_pages_and_a_snapshot_are() -> None:
+    """Prompts of 22 tokens with snapshots every 8: after 8, 16 and, while decoding, 24."""
+    model = toy("hybrid")
+    core = make_core(model, state_snapshot_interval=8, max_running_requests=2)
+    kv = core._scheduler.kv
+    prompt = [i % 49 for i in range(5, 27)]
+    first = finished(core, "a", prompt)
+    assert len(kv.snapshots) == 2  # of as many as requests that run: the one after 8 made room
+    assert finished(core, "b", prompt).cached_tokens == 16
+    longer = prompt + first.token_ids
+    again = finished(core, "c", longer)
+    assert (again.cached_tokens, again.token_ids) == (24, model.greedy(longer, 6, eos=False))
+    core.reset_prefix_cache()
+    assert finished(core, "d", prompt).cached_tokens == 0
+    # Without the pages of attention a snapshot alone is no prefix, nor are these without it.
+    kv.pools[0].forget()
+    assert finished(core, "e", prompt).cached_tokens == 0
+    kv.snapshots.forget()
+    assert finished(core, "f", prompt).cached_tokens == 0
+    assert finished(core, "g", prompt).token_ids == first.token_ids == model.greedy(prompt, 6, eos=False)
+
+
+def test_snapshots_are_planned() -> None:
+    core = make_core(toy("hybrid"), state_snapshot_interval=4, max_running_requests=5)
+    assert core.engine_plan.num_snapshots == 5
+    assert core._attention.state_bytes == (5 + 1 + 5) * core.engine_plan.request_bytes
+
+
+def test_the_snapshot_used_longest_ago_makes_room() -> None:
+    pool = SnapshotPool(8, range(4, 6))
+    pool.save(b"a", 0)
+    pool.save(b"b", 1)
+    pool.restore(b"a", 2)
+    pool.save(b"c", 1)
+    assert (b"a" in pool, b"b" in pool, b"c" in pool) == (True, False, True)
+    assert pool.take_copies() == [(0, 4), (1, 5), (4, 2), (1, 5)]
+    pool.save(b"c", 0)
+    assert pool.take_copies() == []
+    pool.forget()
+    assert len(pool) == 0

@@ -58,6 +58,25 @@ def test_deterministic_runs_repeat_to_the_bit(built: Built) -> None:
     check(built, prompts[0], together[0])
 
 
+def test_prefixes_from_snapshots(built: Built) -> None:
+    """A prompt that goes on from another's, and one that only begins like it."""
+    first = prompt(100, seed=1)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0)
+    with LLM(str(built.folder), state_snapshot_interval=32, **ENGINE) as llm:
+        check(built, first, llm.generate(first, sampling)[0])
+        for asked, known in ((first + prompt(9, seed=2), 96), (first[:70] + prompt(30, seed=3), 64)):
+            answer = llm.generate(asked, sampling)[0]
+            assert answer.cached_tokens == known
+            check(built, asked, answer)
+
+
+def test_snapshots_stand_where_pages_end(built: Built) -> None:
+    with pytest.raises(
+        PlanRefused, match=r"--state-snapshot-interval 20 with --page-size.*use a multiple of 16"
+    ):
+        LLM(str(built.folder), state_snapshot_interval=20, **ENGINE)
+
+
 def test_what_a_model_without_prefix_reuse_says(built: Built, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "turnout"), LLM(str(built.folder), **ENGINE):
         pass

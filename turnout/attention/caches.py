@@ -40,6 +40,13 @@ class AttentionCaches:
     def state_bytes(self) -> int:
         return sum(states.state_bytes for states in self.states)
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """States in all recurrent layers, (from, to) slots, one after the other."""
+        for states in self.states:
+            for source, target in copies:
+                states.windows[:, target] = states.windows[:, source]
+                states.states[:, target] = states.states[:, source]
+
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """As `PagedAttention.laid_out`, for all layers."""
         return self.together(

@@ -25,15 +25,23 @@ from turnout.attention.kinds import DeltaNetSpec, StateGroup
 
 class RequestStates:
     """Owns the states of a group of layers. windows: [layers, slots, W - 1, C] in the compute type; states:
-    float32 [layers, slots, Hv, Dk, Dv]. The last slot is for padding."""
+    float32 [layers, slots, Hv, Dk, Dv]. Slots are those of rows, then one for padding, then of snapshots."""
 
-    def __init__(self, group: StateGroup, *, max_running: int, device: torch.device, dtype: torch.dtype):
-        """group: its heads are those of this rank."""
+    def __init__(
+        self,
+        group: StateGroup,
+        *,
+        max_running: int,
+        snapshots: int = 0,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """group: its heads are those of this rank. snapshots: how many slots there are for them."""
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device = device
         self.kernel = _kernel(spec, device, dtype)
-        sizes = len(group.layers), max_running + 1
+        sizes = len(group.layers), max_running + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
 

@@ -127,7 +127,13 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         )
     if engine_plan.state_groups:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
-        lines.append(f"no prefix is reused: {reason}")
+        interval = engine_plan.config.state_snapshot_interval
+        lines.append(
+            f"no prefix is reused: {reason}"
+            if reason
+            else f"prefixes are reused up to multiples of {interval} tokens whose states are among the "
+            f"{engine_plan.num_snapshots} that are kept"
+        )
     if hardware.device == "cuda":
         reason = engine_plan.why_no_decode_graphs
         lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
@@ -247,8 +253,9 @@ def _state_rows(engine_plan: EnginePlan) -> dict[str, int]:
     if not engine_plan.state_groups:
         return {}
     running = engine_plan.config.max_running_requests
+    kept = f", {engine_plan.num_snapshots} snapshots" if engine_plan.num_snapshots else ""
     return {
-        f"states ({running} running requests and 1 spare)": engine_plan.memory.states,
+        f"states ({running} running requests{kept} and 1 spare)": engine_plan.memory.states,
         "states per request": engine_plan.request_bytes,
     }
 

@@ -21,6 +21,7 @@ from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.scheduler import Scheduler
+from turnout.engine.scheduler.snapshots import SnapshotPool
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.startup import StartupTimes
 from turnout.engine.state_limits import why_no_prefix_cache
@@ -157,8 +158,13 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         KVBlockPool(num_pages, reuse=not no_reuse, window=group.spec.window)
         for group, num_pages in zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
     ]
+    snapshots = None
+    if engine_plan.num_snapshots and not no_reuse:
+        first = config.max_running_requests + 1  # behind the slots of rows and of padding
+        slots = range(first, first + engine_plan.num_snapshots)
+        snapshots = SnapshotPool(config.state_snapshot_interval, slots)
     return Scheduler(
-        KVCache(pools, engine_plan.page_size),
+        KVCache(pools, engine_plan.page_size, snapshots),
         max_running=config.max_running_requests,
         chunk_tokens=engine_plan.chunk_tokens,
         prefill_tokens=config.max_prefill_tokens,
@@ -188,7 +194,13 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
             )
         ],
         [
-            RequestStates(group, max_running=config.max_running_requests, device=device, dtype=dtype)
+            RequestStates(
+                group,
+                max_running=config.max_running_requests,
+                snapshots=engine_plan.num_snapshots,
+                device=device,
+                dtype=dtype,
+            )
             for group in engine_plan.state_groups
         ],
     )

@@ -116,8 +116,7 @@ class EngineCore:
                 self._aborted.append(RequestOutput(id=id, finish_reason="abort"))
 
     def reset_prefix_cache(self) -> None:
-        for pool in self._scheduler.kv.pools:
-            pool.forget()
+        self._scheduler.kv.forget()
 
     @property
     def synced(self) -> SyncedStep | None:
@@ -144,6 +143,8 @@ class EngineCore:
         agreed = time.perf_counter()
         if not self._overlap:
             self._commit.begin(chunks)
+        if self._scheduler.kv.snapshots is not None:
+            self._attention.copy_states(self._scheduler.kv.snapshots.take_copies())
         computed = self._forward(chunks, synced)
         self._steps += 1
         self._idle_steps += not chunks

@@ -6,7 +6,8 @@ rank's number: ranks that share requests need the same pages, and all ranks get 
 The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
 memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
 all running requests could use. Layers with a sliding window have pages of their own, far fewer of them.
-Recurrent layers have a slot of fixed size for each of --max-running-requests, and one for padding.
+Recurrent layers have a slot of fixed size for each of --max-running-requests, one for padding, and as many
+again as the former for snapshots where --state-snapshot-interval asks for them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class MemoryTable:
     logits: int
     prefill_graphs: int  # with what their pieces hand to attention; 0 where there are none
     available: int
-    states: int = 0  # of recurrent layers, of all running requests
+    states: int = 0  # of recurrent layers: of all running requests, and snapshots
 
     @property
     def total(self) -> int:
@@ -97,6 +98,12 @@ class Rank:
         return state_groups(_local_layers(self.description, self.topology))
 
     @property
+    def num_snapshots(self) -> int:
+        """States kept for prefixes that may be asked for again: as many as of running requests."""
+        snapshots = self.config.state_snapshot_interval and self.state_groups
+        return self.config.max_running_requests if snapshots else 0
+
+    @property
     def request_bytes(self) -> int:
         """States of one request in all recurrent layers."""
         return sum(group.state_bytes(ITEMSIZE[self.compute_dtype]) for group in self.state_groups)
@@ -137,7 +144,8 @@ class Rank:
     def most_requests(self, memory: MemoryTable, budget: Budget) -> int:
         """Of how many running requests the states fit next to everything but them and a page of KV."""
         least = memory.total - memory.states - memory.kv + sum(self.group_bytes(1, budget))
-        return (memory.available - least) // max(1, self.request_bytes) - 1
+        each = 2 if self.num_snapshots else 1
+        return ((memory.available - least) // max(1, self.request_bytes) - 1) // each
 
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
         """All but the KV cache."""
@@ -153,7 +161,7 @@ class Rank:
             logits=logits_bytes(rows, description.shape.vocab_size),
             prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
-            states=(config.max_running_requests + 1) * self.request_bytes,
+            states=(config.max_running_requests + 1 + self.num_snapshots) * self.request_bytes,
         )
 
     def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:

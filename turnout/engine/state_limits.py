@@ -17,15 +17,19 @@ def why_no_prefix_cache(config: Config, description: ModelDescription) -> str:
     """Why no request begins with pages of an earlier one, or "" if some may."""
     if config.disable_prefix_cache:
         return "asked for with --disable-prefix-cache"
-    if state_groups(description.shape.attention):
-        return "recurrent layers would need the state at the end of a prefix, which is not kept"
+    if state_groups(description.shape.attention) and not config.state_snapshot_interval:
+        return (
+            "recurrent layers would need the state at the end of a prefix, which only "
+            "--state-snapshot-interval keeps"
+        )
     return ""
 
 
 def state_refusals(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
-    """Flags that recurrent layers do not permit."""
+    """Flags that recurrent layers do not permit, and those that only they do."""
+    interval, size = config.state_snapshot_interval, config.page_size
     if not state_groups(description.shape.attention):
-        return []
+        return [_no_states(interval)] if interval else []
     algorithm = config.speculative_algorithm
     obstacles = (
         (
@@ -33,6 +37,12 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
             f"--speculative-algorithm {algorithm}",
             "a rejected draft cannot be taken out of a recurrent layer's state",
             "use --speculative-algorithm none",
+        ),
+        (
+            interval % size > 0,
+            f"--state-snapshot-interval {interval} with --page-size {size}",
+            "a state is of use only where pages of attention end",
+            f"use a multiple of {size}",
         ),
         (
             config.disable_prefill_graph is False,
@@ -52,3 +62,12 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
         for stands, asked, limit, remedy in obstacles
         if stands
     ]
+
+
+def _no_states(interval: int) -> Refusal:
+    return Refusal(
+        who="model",
+        asked=f"--state-snapshot-interval {interval}",
+        limit="none of its layers is recurrent: there is no state to keep",
+        remedy="leave --state-snapshot-interval out",
+    )

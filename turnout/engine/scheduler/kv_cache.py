@@ -7,7 +7,8 @@ Layers of one kind and shape share a pool (attention/kinds.py); a request has a 
     below the window of the next token after each step; these are still found by their prefix until they are
     given out again.
   * A prefix is reused where every group can go on from its end: groups that keep whole contexts have all of
-    its pages, those with a window the pages that the next token sees.
+    its pages, those with a window the pages that the next token sees. Recurrent layers need a snapshot of
+    their states at that end besides (snapshots.py).
 
 Torch-free.
 """
@@ -18,15 +19,19 @@ from collections.abc import Sequence
 
 from turnout.engine.scheduler.block_pool import Digest, KVBlockPool
 from turnout.engine.scheduler.request import GroupPages, Request
+from turnout.engine.scheduler.snapshots import SnapshotPool
 
 UNHELD = 0  # stands where a request does not hold a page (any more)
 
 
 class KVCache:
-    """Pools of all groups, those of whole contexts first; pages of all hold as many tokens."""
+    """Pools of all groups, those of whole contexts first; pages of all hold as many tokens.
 
-    def __init__(self, pools: Sequence[KVBlockPool], page_size: int):
-        self.pools, self.page_size = tuple(pools), page_size
+    snapshots: of recurrent layers' states, at multiples of the page size; None where they are not kept.
+    """
+
+    def __init__(self, pools: Sequence[KVBlockPool], page_size: int, snapshots: SnapshotPool | None = None):
+        self.pools, self.page_size, self.snapshots = tuple(pools), page_size, snapshots
         self._reuse = any(pool.reuse for pool in pools)
         self._windows = [i for i, pool in enumerate(pools) if pool.window]
 
@@ -59,6 +64,23 @@ class KVCache:
         self._measure(request)
         return True
 
+    def begun(self, request: Request) -> None:
+        """Record that `request`, admitted, has its row: with a known prefix it goes on from a snapshot."""
+        if self.snapshots is not None and request.computed:
+            digests = request.prefix_digests(request.computed // self.page_size, self.page_size)
+            self.snapshots.restore(digests[-1], request.row)
+
+    def longest_chunk(self, start: int) -> int | None:
+        """Tokens of a chunk from `start` on, at whose end states are to be kept; None: any number."""
+        return None if self.snapshots is None else self.snapshots.interval - start % self.snapshots.interval
+
+    def forget(self) -> None:
+        """Find no prefix again that was computed so far."""
+        for pool in self.pools:
+            pool.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
+
     def grow(self, request: Request, tokens: int) -> bool:
         """Give `request` pages for its first `tokens` tokens; False, and no change, if there are too few."""
         wanted = self._pages_for(tokens)
@@ -82,6 +104,8 @@ class KVCache:
                 for page in range(max(request.published, held.freed), full):
                     pool.publish(held.pages[page], digests[page])
             request.published = full
+        if self.snapshots is not None and end and end % self.snapshots.interval == 0:
+            self.snapshots.save(request.prefix_digests(full, self.page_size)[-1], request.row)
         for i in self._windows:
             held, pool = request.kv[i], self.pools[i]
             first = max(0, end + 1 - pool.window) // self.page_size
@@ -118,11 +142,23 @@ class KVCache:
             for i in self._windows:
                 prefix = self._seen_prefix(self.pools[i], digests, prefix)
             again = len(self._windows) > 1 and prefix < before
+        prefix = self._snapshot_prefix(digests, prefix)
         for i, pool in enumerate(self.pools):
             first = self._first_seen(pool, prefix)
             pages = pool.match(digests[first:prefix]) if pool.window else whole[i][:prefix]
             found.append(pages)
         return prefix, found
+
+    def _snapshot_prefix(self, digests: Sequence[Digest], longest: int) -> int:
+        """The longest prefix, of at most so many pages, at whose end every group and all states can go on."""
+        if self.snapshots is None:
+            return longest
+        step = self.snapshots.interval // self.page_size
+        for at in range(longest - longest % step, 0, -step):
+            windows = (self._seen_prefix(self.pools[i], digests, at) == at for i in self._windows)
+            if digests[at - 1] in self.snapshots and all(windows):
+                return at
+        return 0
 
     def _seen_prefix(self, pool: KVBlockPool, digests: Sequence[Digest], longest: int) -> int:
         """The longest prefix, of at most so many pages, of which `pool` has what the next token sees."""

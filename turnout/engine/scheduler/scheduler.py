@@ -225,7 +225,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             decoding = request.remaining == 1
-            length = 1 if decoding else min(request.remaining, self.chunk_tokens, budget)
+            length = 1 if decoding else min(request.remaining, self._most_tokens(request.computed, budget))
             end = request.computed + length
             while end > request.room and not self.kv.grow(request, end):
                 preempted = True
@@ -253,10 +253,17 @@ class Scheduler:
             self.waiting.popleft()
             request.row = self._rows.pop()
             insort(self.running, request, key=_order)
-            length = min(request.remaining, most)
+            self.kv.begun(request)
+            length = min(request.remaining, self._most_tokens(request.computed, budget))
             chunks.append(Chunk(request, request.computed, request.computed + length))
             budget -= length
         return chunks
+
+    def _most_tokens(self, start: int, budget: int) -> int:
+        """Of a prompt's chunk from `start` on."""
+        longest = self.kv.longest_chunk(start)
+        most = min(self.chunk_tokens, budget)
+        return most if longest is None else min(most, longest)
 
     def _preempt_latest(self) -> Request:
         victim = self.running.pop()
