@@ -405,3 +405,12 @@ def test_none_of_this_imports_torch(tmp_path):
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+
+
+def test_a_record_next_to_the_language_models_fields_counts():
+    """As Kimi-K2.5 has it, whose own dtype is there too."""
+    record = compressed_int4(group_size=32)
+    for dtype, format in (("bfloat16", "int4"), ("float16", "bf16"), (None, "int4")):
+        text = {"quantization_config": record} | ({"dtype": dtype} if dtype else {})
+        found = parse_quantization({"text_config": text})
+        assert (found.method, found.format) == ("int4", format)

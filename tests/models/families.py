@@ -462,7 +462,7 @@ FAMILIES = {
             },
             "projection_hidden_size": 16,
         },
-        formats=("bf16",),
+        formats=("bf16", "int4-bf16-channel"),
         release=lambda t: renamed(
             one_by_one(t),
             (r"^model\.language_model\.", "language_model.model."),

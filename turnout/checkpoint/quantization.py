@@ -91,8 +91,12 @@ class Quantization:
 def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.json") -> Quantization:
     """The record for a configuration from `read_config`; `file` is named in errors.
 
-    Raises UserError for a method, algorithm or variant that is not supported, naming those that are.
+    Models with other parts may have it next to the fields of the language model (Kimi-K2.5). Raises UserError
+    for a method, algorithm or variant that is not supported, naming those that are.
     """
+    text = config.get("text_config")
+    if config.get("quantization_config") is None and isinstance(text, dict):
+        config = text | {"dtype": text.get("dtype") or config.get("dtype")}
     record = config.get("quantization_config")
     if record is None:
         return Quantization()
