@@ -122,7 +122,8 @@ def _read_spec(config: Mapping[str, Any], drafts: bool) -> DecoderSpec:
     if drafts and not spec.draft_layers:
         raise UserError(
             f"--speculative-algorithm MTP: {names[0]} has no draft layer here (num_nextn_predict_layers in "
-            f"config.json counts them; of GLM-4.5 and later they are read). {WITHOUT_DRAFT_LAYER}"
+            f"config.json counts them; of DeepSeek-V3, and of GLM-4.5 and later, they are read). "
+            f"{WITHOUT_DRAFT_LAYER}"
         )
     return spec.with_draft_layer() if drafts else spec
 

@@ -53,6 +53,7 @@ def read_deepseek(
     fields.choice("moe_layer_freq", (1,), default=1)
     fields.unused("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp")  # of training
     query_rank = fields.integer("q_lora_rank", 0, minimum=0)
+    draft_layers = read_draft_layers(fields, NAMES, shape.num_layers)
     return DecoderSpec(
         shape=shape,
         moe=moe,
@@ -66,7 +67,8 @@ def read_deepseek(
         correction_bias=True,
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        skipped=read_draft_layers(fields, NAMES, shape.num_layers),
+        skipped=draft_layers,
+        draft_layers=len(draft_layers),
     )
 
 

@@ -34,9 +34,9 @@ VOCABULARY = 6  # so small that a random layer foretells some tokens
 NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
 
 
-def published(folder: Path) -> tuple[Built, MtpModel]:
-    """A random GLM with a random draft layer, and transformers' model of that."""
-    built = build(folder, FAMILIES["glm4_moe"], seed=1, vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
+def published(folder: Path, family: str = "glm4_moe") -> tuple[Built, MtpModel]:
+    """A random model with a random draft layer, and transformers' model of that."""
+    built = build(folder, FAMILIES[family], seed=1, vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
     drafts = MtpModel(built.model, 1).eval().float()
     tensors = {}
     for name, tensor in drafts.state_dict().items():
@@ -53,6 +53,11 @@ def published(folder: Path) -> tuple[Built, MtpModel]:
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory) -> tuple[Built, MtpModel]:
     return published(tmp_path_factory.mktemp("glm") / "model")
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> tuple[Built, MtpModel]:
+    return published(tmp_path_factory.mktemp("deepseek") / "model", "deepseek_v3")
 
 
 def core(folder: Path, **flags) -> EngineCore:
@@ -126,6 +131,16 @@ def simulated(glm, prompt: list[int], answer: list[int], num_steps: int) -> tupl
                 break
             accepted += 1
     return drafted, accepted
+
+
+def test_drafts_through_latent_attention_change_no_answer(deepseek):
+    asked = prompts(4)
+    plain = run(core(deepseek[0].folder), asked)
+    engine = core(deepseek[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
+    assert run(engine, asked) == plain
+    stats = engine.stats()
+    counts = [simulated(deepseek, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
+    assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
 
 
 @pytest.mark.parametrize(("algorithm", "num_steps"), [("MTP", 1), ("NEXTN", 3)])
