@@ -98,6 +98,30 @@ def test_published_configurations_plan_with_data_parallel_attention(hardware: st
     assert code == 0, text
 
 
+WIDE = {"tp_size": 8, "dp_size": 8, "ep_size": 8, "enable_dp_attention": True}
+
+
+def test_plans_of_latent_attention_count_what_every_rank_holds_whole() -> None:
+    """Dense weights and latent vectors are those of the model on each of eight ranks, experts an eighth."""
+    code, text = plan("deepseek-r1-nvfp4", "b200", **WIDE)
+    assert code == 0, text
+    assert "70,272" in text  # bytes of a token: 61 layers x 576 values of bfloat16
+    assert "34,448,187,392" in text  # 17.1 billion parameters, and routers in float32
+    assert "of latent vectors (512 + 64) in 61 layers: triton" in text
+
+
+@pytest.mark.more
+def test_models_with_latent_attention_that_do_not_fit_are_refused_with_remedies() -> None:
+    code, text = plan("deepseek-v3", "h200", **WIDE)
+    assert code == 2
+    assert "dense weights 34.4 GB, experts 81.8 GB, attention workspace" in text
+    assert "raise --mem-fraction-static to" in text
+    assert plan("deepseek-v3", "h200", mem_fraction_static=0.92, **WIDE)[0] == 0
+    code, text = plan("kimi-k2", "h200", **WIDE)
+    assert code == 2
+    assert "divide the model among more ranks (--tp-size)" in text
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_published_configurations_have_their_published_size(name: str) -> None:
     description = describe(published(name))
