@@ -104,8 +104,8 @@ class Family:
 HYBRID = {
     "num_hidden_layers": 4,
     "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "moe_intermediate_size": 32,
@@ -324,7 +324,7 @@ FAMILIES = {
             "model_type": "qwen3_5_moe",
             "text_config": HYBRID
             | {
-                "linear_num_value_heads": 6,
+                "linear_num_value_heads": 12,
                 "rope_parameters": {
                     "rope_theta": 1e7,
                     "partial_rotary_factor": 0.25,
