@@ -159,7 +159,7 @@ def test_a_negative_flag_undoes_a_variable(planned, monkeypatch):
 @pytest.fixture
 def bare_config(tmp_path) -> Path:
     """A configuration of Qwen3-30B-A3B's kind, by itself and under a name of its own."""
-    return Path(shutil.copyfile(locate("demo-bf16") / "config.json", tmp_path / "qwen3.json"))
+    return Path(shutil.copyfile(locate("demo") / "config.json", tmp_path / "qwen3.json"))
 
 
 def test_a_plan_of_a_configuration_by_itself(run, bare_config):
@@ -167,7 +167,7 @@ def test_a_plan_of_a_configuration_by_itself(run, bare_config):
     assert (code, err) == (0, "")
     plan = json.loads(out)
     assert (plan["model"], plan["hardware"]["name"]) == (str(bare_config), "h100")
-    _, folder, _ = run("plan", "demo-bf16", "--hardware", "h100", "--json")
+    _, folder, _ = run("plan", "demo", "--hardware", "h100", "--json")
     assert plan["memory"] == json.loads(folder)["memory"]
 
 
@@ -202,13 +202,12 @@ def only_line(text: str) -> str:
         (["generate", "demo"], "no PROMPT given and standard input is empty"),
         (["generate", "demo", "x", "--output", "/proc/x/y"], "--output /proc/x/y: cannot be written"),
         (["quantize", "demo", "/tmp/never"], "quantised already"),
-        (["quantize", "demo-bf16", "/proc/never"], "cannot write /proc/never"),
-        (["quantize", "demo-bf16", "/tmp/never", "--format", "int3"], "unknown format 'int3'"),
+        (["quantize", "demo", "/tmp/never", "--format", "int3"], "unknown format 'int3'"),
         (
-            ["quantize", "demo-bf16", "/tmp/never", "--format", "fp8", "--calibration", "text.txt"],
+            ["quantize", "demo", "/tmp/never", "--format", "fp8", "--calibration", "text.txt"],
             "--calibration is for --format nvfp4",
         ),
-        (["quantize", "demo-bf16", "/tmp/never", "--calibration", "/nowhere"], "--calibration /nowhere"),
+        (["quantize", "demo", "/tmp/never", "--calibration", "/nowhere"], "--calibration /nowhere"),
         (["bench", "moe", "--shape", "huge"], "unknown shape 'huge'; known: "),
         (["bench", "moe", "--format", "int3"], "unknown format 'int3'"),
         (["bench", "moe", "--routing", "random"], "unknown routing 'random'; known: uniform, zipf"),

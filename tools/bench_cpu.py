@@ -7,12 +7,16 @@ saved under benchmarks/results/.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from tools.bench_transformers import transformers_rows
+from tools.demo.export import decoded
 from turnout.bench import moe
 from turnout.bench.results import default_path, result, save
 from turnout.bench.serve import ServeBench, measure
@@ -47,10 +51,12 @@ def serving() -> dict:
             bench = ServeBench(max_concurrency=concurrency, num_prompts=prompts)
             row = {"system": "turnout", "concurrency": concurrency} | measure(bench, base_url)
             rows.append(row | server_memory(base_url))
-    peer = str(locate("demo-bf16"))
-    for batch, prompts in PEER_PROMPTS.items():
-        for dtype in ("float32", "bfloat16"):
-            rows += transformers_rows(peer, ServeBench(), dtype=dtype, batch=batch, prompts=prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Path(folder) / "demo-bf16"
+        decoded(locate("demo"), peer)
+        for batch, prompts in PEER_PROMPTS.items():
+            for dtype in ("float32", "bfloat16"):
+                rows += transformers_rows(str(peer), ServeBench(), dtype=dtype, batch=batch, prompts=prompts)
     return result("serve", rows, device=cpu_name(), command="make bench")
 
 

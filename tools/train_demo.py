@@ -3,6 +3,8 @@
     python -m tools.train_demo tokenizer FOLDER        learn the tokenizer
     python -m tools.train_demo train --out DIR ...     train on a GPU, by the clock
     python -m tools.train_demo export DIR BF16 NVFP4   write DIR's parameters as two checkpoints
+    python -m tools.train_demo measure MODEL           ask a checkpoint what it never saw, on this machine
+    python -m tools.train_demo decode BF16             write the shipped NVFP4 checkpoint as a bf16 one
 
 Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
@@ -25,13 +27,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tools.demo import fakequant, measure
-from tools.demo.chat import END, PAD
+from tools.demo.chat import END, PAD, prompt
 from tools.demo.data import IGNORE, LONGEST, Batch, batches
 from tools.demo.dialogues import heldout
-from tools.demo.export import load_parameters, save_parameters, write_folder, write_json
+from tools.demo.export import decoded, load_parameters, save_parameters, write_folder, write_json
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
 from tools.demo.optimizer import make_optimizers
 from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
+from turnout import LLM, SamplingParams
+from turnout.checkpoint.locate import ASSETS, locate
 from turnout.checkpoint.quantize import InputAmax, quantize
 
 BALANCE_WEIGHT = 0.01
@@ -202,6 +206,10 @@ def train(args: argparse.Namespace) -> None:
 
 def export(args: argparse.Namespace) -> None:
     """Write `args.folder` with the bf16 checkpoint and, next to it, the NVFP4 one made from it."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if args.tokenizer.resolve() != args.folder.resolve():
+            shutil.copyfile(args.tokenizer / name, args.folder / name)
     run = json.loads((args.parameters / "training.json").read_text(encoding="utf-8"))
     model = DemoModel(Shape(**run["shape"]), torch.bfloat16)
     load_parameters(model, args.parameters)
@@ -210,6 +218,26 @@ def export(args: argparse.Namespace) -> None:
     write_json(args.folder / "training.json", summarize(run, args.commit, args.date))
     shutil.rmtree(args.nvfp4, ignore_errors=True)
     quantize(args.folder, args.nvfp4, "nvfp4", calibration=calibration(model.shape, run["amax"]))
+
+
+def decode(args: argparse.Namespace) -> None:
+    """Write `args.folder`: the shipped NVFP4 checkpoint with its experts decoded to bf16."""
+    decoded(args.nvfp4, args.folder)
+
+
+def ask(args: argparse.Namespace) -> None:
+    """Print which share of a checkpoint's greedy answers is right, by group, through this engine."""
+    core = load_tokenizer(locate(args.model))
+    items = heldout(args.questions, args.seed, unseen=not args.seen)
+    prompts = [core.encode(prompt(i.messages, i.tools, i.thinking)).ids for i in items]
+    greedy = SamplingParams(max_tokens=measure.LONGEST_ANSWER, temperature=0)
+    with LLM(args.model, moe_activation_dtype=args.activations) as llm:
+        completions = llm.generate(prompts, greedy)
+    groups: dict[str, list[bool]] = {}
+    for item, completion in zip(items, completions, strict=True):
+        text = core.decode(completion.token_ids, skip_special_tokens=False).removesuffix(END)
+        groups.setdefault(item.group, []).append(item.right(text))
+    print(json.dumps({group: round(sum(right) / len(right), 5) for group, right in groups.items()}))
 
 
 def summarize(run: dict, commit: str, date: str) -> dict:
@@ -242,14 +270,26 @@ def main() -> None:
     verb.set_defaults(run=lambda args: train_tokenizer(args.folder))
     verb = verbs.add_parser("export")
     verb.add_argument("parameters", type=Path)
-    verb.add_argument("folder", type=Path, help="holds the tokenizer already")
+    verb.add_argument("folder", type=Path, help="gets the bf16 checkpoint")
     verb.add_argument("nvfp4", type=Path, help="is made anew")
+    verb.add_argument("--tokenizer", type=Path, default=ASSETS / "demo")
     verb.add_argument("--commit", required=True, help="that the run was started from")
     verb.add_argument("--date", required=True)
     verb.set_defaults(run=export)
+    verb = verbs.add_parser("decode")
+    verb.add_argument("folder", type=Path, help="is made")
+    verb.add_argument("--nvfp4", type=Path, default=ASSETS / "demo")
+    verb.set_defaults(run=decode)
+    verb = verbs.add_parser("measure")
+    verb.add_argument("model", help="a folder, or `demo`")
+    verb.add_argument("--questions", type=int, default=300, help="of each group")
+    verb.add_argument("--seed", type=int, default=12345)
+    verb.add_argument("--seen", action="store_true", help="ask in the phrasings of training")
+    verb.add_argument("--activations", default="auto", help="of the experts: nvfp4 for W4A4")
+    verb.set_defaults(run=ask)
     verb = verbs.add_parser("train")
     verb.add_argument("--out", type=Path, required=True)
-    verb.add_argument("--tokenizer", type=Path, default=Path("tools/demo/bf16"))
+    verb.add_argument("--tokenizer", type=Path, default=ASSETS / "demo")
     verb.add_argument("--resume", type=Path, help="folder of an earlier run to go on from")
     verb.add_argument("--minutes", type=float, default=13.0, help="of the whole schedule")
     verb.add_argument("--to", type=float, default=1.0, help="part of the schedule at which to stop")

@@ -381,7 +381,7 @@ def test_a_file_is_no_model(tmp_path):
         locate(str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-bf16"])
+@pytest.mark.parametrize("name", ["demo"])
 def test_bundled_models(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules["turnout.checkpoint.locate"].BUNDLED, name, tmp_path / name)
     with pytest.raises(UserError, match="not part of this installation"):

@@ -11,7 +11,9 @@ import pytest
 
 from tests.engine.test_calibration import SAMPLES
 from tests.tiny import write_model
+from tools.demo.export import decoded
 from turnout import LLM, SamplingParams
+from turnout.checkpoint.locate import locate
 from turnout.commands import quantize as command
 from turnout.commands.quantize import quantize
 from turnout.errors import PlanRefused, UserError
@@ -81,10 +83,17 @@ def turnout(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.fixture(scope="module")
+def demo_bf16(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "bf16"
+    decoded(locate("demo"), folder)
+    return folder
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "fp8"])
-def test_the_demo_model_quantised_still_solves_its_problems(format, tmp_path):
+def test_the_demo_model_quantised_still_solves_its_problems(format, demo_bf16, tmp_path):
     out = tmp_path / "out"
-    done = turnout("quantize", "demo-bf16", out, "--format", format)
+    done = turnout("quantize", demo_bf16, out, "--format", format)
     assert (done.returncode, done.stdout) == (0, f"wrote {out}\n"), done.stderr
     assert "quantising" in done.stderr
     assert ("calibrating" in done.stderr) == (format == "nvfp4")

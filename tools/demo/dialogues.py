@@ -177,8 +177,8 @@ class Item:
             return False
 
 
-def heldout(count: int, seed: int) -> list[Item]:
-    """`count` items of every group."""
+def heldout(count: int, seed: int, unseen: bool = True) -> list[Item]:
+    """`count` items of every group. unseen: in phrasings, names of tools and keys that training never sees."""
     makers: dict[str, Callable[[Wording], Item]] = {
         "templates": _unseen_template, "phrasings": _unseen_phrasing, "sums": _unseen_sum, "calls": _unseen_calls,
         "results": _unseen_results, "json": _unseen_json, "thinking": _unseen_thinking,
@@ -190,7 +190,7 @@ def heldout(count: int, seed: int) -> list[Item]:
     items = known
     for group, make in makers.items():
         rng = random.Random(f"heldout {group} {seed}")
-        items = items + [make(Wording(rng, unseen=True)) for _ in range(count)]
+        items = items + [make(Wording(rng, unseen=unseen)) for _ in range(count)]
     return items
 
 

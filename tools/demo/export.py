@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from turnout.formats import nvfp4
 
 from .model import DemoModel, Shape
 
@@ -45,6 +48,26 @@ def write_folder(model: DemoModel, folder: Path, end_id: int, pad_id: int) -> No
     write_json(folder / "generation_config.json", generation)
     tensors = {name: t.to(torch.bfloat16).contiguous().clone() for name, t in _named(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def decoded(nvfp4_folder: Path, out: Path) -> None:
+    """Write the NVFP4 checkpoint as a bf16 one, for what wants weights that are not quantised."""
+    out.mkdir(parents=True)
+    for path in nvfp4_folder.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name not in ("config.json", "hf_quant_config.json"):
+            shutil.copyfile(path, out / path.name)
+    config = json.loads((nvfp4_folder / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    write_json(out / "config.json", config)
+    stored = load_file(nvfp4_folder / "model.safetensors")
+    tensors = {}
+    for name, value in stored.items():
+        if f"{name}_scale" in stored:
+            scale, total = stored[f"{name}_scale"], stored[f"{name}_scale_2"]
+            tensors[name] = nvfp4.decode(value, scale, total).to(torch.bfloat16)
+        elif not name.endswith(("_scale", "_scale_2")):
+            tensors[name] = value
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def _config(s: Shape, end_id: int, pad_id: int) -> dict:

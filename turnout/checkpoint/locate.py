@@ -9,8 +9,7 @@ from turnout.checkpoint.config import CONFIG
 from turnout.errors import UserError
 
 ASSETS = Path(__file__).parent.parent / "assets"
-# The bf16 weights that the demo was quantised from come with the source repository, not with a wheel.
-BUNDLED = {"demo": ASSETS / "demo", "demo-bf16": ASSETS.parents[1] / "tools" / "demo" / "bf16"}
+BUNDLED = {"demo": ASSETS / "demo"}
 # owner/name or name, as the hub allows: letters, digits and single - _ . between them.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

@@ -1,10 +1,15 @@
-"""`make demo`: start the server with the bundled model, ask held-out questions, show what it answers."""
+"""`make demo`: start the server with the bundled model; word problems, a tool call and an answer in JSON."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
+import operator
 import time
+from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.rule import Rule
 
@@ -18,6 +23,30 @@ from turnout.server.launch import launch
 QUESTIONS = 48
 SHOWN = 3
 CONCURRENCY = 16
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+ORDER = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "item": {"type": "string"}, "count": {"type": "integer"}},
+    "required": ["name", "item", "count"],
+    "additionalProperties": False,
+}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 console = Console()
 
 
@@ -39,14 +68,71 @@ def main() -> int:
                 )
             )
         seconds = time.perf_counter() - start
-    for answer in answers[:SHOWN]:
-        _show(answer)
+        for answer in answers[:SHOWN]:
+            _show(answer)
+        _call_a_tool(base_url)
+        _answer_in_json(base_url)
     tokens = sum(answer.tokens for answer in answers)
     accuracy = Accuracy(sum(answer.correct for answer in answers), len(answers))
     console.print(Rule())
     console.print(f"accuracy {accuracy}", highlight=False)
     console.print(f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s", highlight=False)
     return 0
+
+
+def calculate(expression: str) -> str:
+    """The value of `expression`: numbers, + - * / and brackets. For anything else, what is wrong with it."""
+
+    def value(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                result: float = _OPERATORS[type(op)](value(left), value(right))
+                return result
+        raise ValueError("only numbers, + - * / and brackets are known")
+
+    try:
+        return f"{value(ast.parse(expression, mode='eval').body):.12g}"
+    except (SyntaxError, ValueError, ZeroDivisionError) as error:
+        return f"error: {error}"
+
+
+def _call_a_tool(base_url: str) -> None:
+    """The model calls the calculator; what this process computes is what the model then tells."""
+    console.print(Rule("a tool call"))
+    question = "Use the calculator for 4817 * 263."
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    console.print(f"[bold]Q[/] {question}", highlight=False)
+    said = _chat(base_url, messages=messages, tools=[CALCULATOR])
+    messages.append(said)
+    for call in said.get("tool_calls") or ():
+        given = json.loads(call["function"]["arguments"])
+        result = calculate(str(given.get("expression", "")))
+        console.print(f"[bold]calls[/] {call['function']['name']}({given})", highlight=False)
+        console.print(f"[bold]result[/] {result}", highlight=False)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    if len(messages) > 2:
+        said = _chat(base_url, messages=messages, tools=[CALCULATOR])
+    console.print(f"[bold]A[/] {said['content']}", highlight=False)
+
+
+def _answer_in_json(base_url: str) -> None:
+    """A schema holds the answer to its form; what stands in it is the model's own."""
+    console.print(Rule("an answer by a JSON schema"))
+    question = "Clara buys 12 lamps for $15 each. Answer as JSON with the keys name, item and count."
+    console.print(f"[bold]Q[/] {question}", highlight=False)
+    form = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER, "strict": True}}
+    said = _chat(base_url, messages=[{"role": "user", "content": question}], response_format=form)
+    console.print(f"[bold]A[/] {said['content']}", highlight=False)
+
+
+def _chat(base_url: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "demo", "temperature": 0, "max_tokens": 200} | fields
+    reply = httpx.post(f"{base_url}/chat/completions", json=body, timeout=60)
+    reply.raise_for_status()
+    message: dict[str, Any] = reply.json()["choices"][0]["message"]
+    return message
 
 
 def _show(answer: Answer) -> None:
