@@ -31,7 +31,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
     assert config.page_size == 9  # flag
     assert config.max_running_requests == 8  # variable; a flag that was not given is None
     assert config.context_length == 6  # file
-    assert config.max_prefill_tokens == 2048  # default
+    assert config.cuda_graph_max_bs == 64  # default
 
 
 def test_a_false_flag_still_wins(tmp_path, monkeypatch):

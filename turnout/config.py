@@ -117,7 +117,9 @@ class Config:
     chunked_prefill_size: int = flag(
         0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
     )
-    max_prefill_tokens: int = flag(2048, "prompt tokens of all requests per step", minimum=1)
+    max_prefill_tokens: int = flag(
+        0, "prompt tokens of all requests per step; 0: 2048 on a CPU, on a GPU up to 8192", minimum=0
+    )
     max_total_tokens: int = flag(0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0)
     scheduling_policy: str = flag(
         "fcfs",
@@ -143,11 +145,11 @@ class Config:
     disable_prefill_graph: bool | None = flag(
         None,
         "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
-        "CUDA graphs; by default as long as no gain has been measured",
+        "CUDA graphs; by default with several ranks, where no gain has been measured",
     )
     overlap_schedule: str = flag(
         "auto",
-        "launch a step before the host has read the tokens of the one before; auto: off",
+        "launch a step before the host has read the tokens of the one before; auto: on one GPU",
         choices=("auto", "on", "off"),
     )
     speculative_algorithm: str = flag(

@@ -125,7 +125,7 @@ def test_data_parallel_ranks_are_explained(model):
     assert cells(text)["tokens dispatched in"] == ["bfloat16", "bfloat16"]
     assert ["3", "0", "group 1, part 1 of 2", "96..127"] in cells(text, "Ranks").values()
     bounds = cells(text, "Token bounds per rank")
-    assert bounds["gathered over data-parallel groups"] == ["4,096"]
+    assert bounds["gathered over data-parallel groups"] == ["16,384"]
     assert bounds["all-to-all capacity"] == ["3,000"]
     assert bounds["received through an all-to-all"] == ["6,000"]
 
@@ -154,7 +154,7 @@ def test_json_is_the_whole_plan(model):
     assert values["refused"] is False
     assert values["plan"]["decode"]["runner"] in RUNNERS
     assert values["hardware"]["name"] == "h100"
-    assert values["budget"]["local"] == 2048
+    assert values["budget"]["local"] == 8192
     assert values["memory"]["experts"] == 48 * values["plan"]["weight_bytes"]
 
 

@@ -181,6 +181,7 @@ def make_core(
 
 def engine_plan(config: Config, shape: ModelShape, *, num_pages: int, max_context: int) -> EnginePlan:
     """What the planner would hand over, for a model without experts."""
+    config = dataclasses.replace(config, max_prefill_tokens=config.max_prefill_tokens or 2048)
     phase = PhasePlan(
         phase="prefill",
         runner="torch",

@@ -36,7 +36,7 @@ from turnout.parallel.topology import Topology
 from turnout.vocabulary import AttentionKind, ComputeDtype, Format, SharedExpert
 
 CPU_KV_BYTES = 256 * 10**6
-PIECE_BYTES = 64 * 2**10  # of a piece of a prefill graph, as the driver keeps it
+PIECE_BYTES = 256 * 2**10  # of a piece of a prefill graph, as the driver keeps it; measured on an H200
 POOL_MARGIN = 1.25  # sizes share a pool, whose blocks fit the largest
 REUSED_SHARE = 16  # of the pages of whole contexts: as many of a window's are kept for prefixes, over this
 

@@ -16,6 +16,8 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
         return "a near-tie decided late would have taken the states of recurrent layers over a wrong token"
     if config.overlap_schedule == "off":
         return "asked for with --overlap-schedule off"
-    if config.overlap_schedule == "auto":
-        return "--overlap-schedule auto: off, until its gain has been measured"
+    if config.overlap_schedule == "auto" and engine_plan.hardware.device == "cpu":
+        return "--overlap-schedule auto: on a CPU the host is what computes"
+    if config.overlap_schedule == "auto" and config.tp_size > 1:
+        return "--overlap-schedule auto: off with several ranks, where no gain has been measured"
     return ""

@@ -128,12 +128,12 @@ def test_the_cpu_has_none():
 def test_latent_attention_has_none(tmp_path: Path):
     build(tmp_path, FAMILIES["deepseek_v3"])
     hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
-    plan = resolve(Config(model=str(tmp_path), disable_prefill_graph=False), hardware)
+    plan = resolve(Config(model=str(tmp_path)), hardware)
     assert "latent" in plan.why_no_prefill_graphs
     assert plan.memory.prefill_graphs == 0
 
 
-def test_they_are_planned_where_they_are_asked_for(tmp_path: Path):
+def test_they_are_planned_unless_they_are_disabled(tmp_path: Path):
     """Nothing without; more for larger steps, up to the largest size; why not, in words."""
     write_model(tmp_path)
     hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
@@ -141,14 +141,12 @@ def test_they_are_planned_where_they_are_asked_for(tmp_path: Path):
     def planned(**flags: object) -> EnginePlan:
         return resolve(Config(model=str(tmp_path), **flags), hardware)  # type: ignore[arg-type]
 
-    off, on = planned(), planned(disable_prefill_graph=False)
-    assert "until a gain has been measured" in off.why_no_prefill_graphs
-    assert "--disable-prefill-graph" in planned(disable_prefill_graph=True).why_no_prefill_graphs
-    assert "--deterministic" in planned(disable_prefill_graph=False, deterministic=True).why_no_prefill_graphs
+    off, on = planned(disable_prefill_graph=True), planned()
+    assert "--disable-prefill-graph" in off.why_no_prefill_graphs
+    assert "--deterministic" in planned(deterministic=True).why_no_prefill_graphs
     assert not on.why_no_prefill_graphs
     bytes_of = [
-        planned(disable_prefill_graph=False, max_prefill_tokens=most, chunked_prefill_size=0).memory
-        for most in (256, 1024, 2048, 8192)
+        planned(max_prefill_tokens=most, chunked_prefill_size=0).memory for most in (256, 1024, 2048, 8192)
     ]
     sizes = [memory.prefill_graphs for memory in bytes_of]
     assert 0 < sizes[0] < sizes[1] < sizes[2] == sizes[3]
