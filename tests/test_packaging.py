@@ -59,7 +59,7 @@ def test_the_wheel_is_small_and_holds_what_is_needed(tmp_path: Path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", tmp_path, ROOT]
     subprocess.run(command, check=True, timeout=280)
     [wheel] = tmp_path.glob("*.whl")
-    assert wheel.stat().st_size < 8 * MB
+    assert wheel.stat().st_size < 12 * MB
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"turnout/assets/demo/model.safetensors", "turnout/py.typed"} <= names
     assert not any(name.startswith(("tests/", "tools/")) for name in names)
