@@ -97,3 +97,8 @@ def test_a_named_interface_is_kept(monkeypatch: pytest.MonkeyPatch):
     assert "NCCL_SOCKET_IFNAME" not in {k for k in network_environment() if k not in os.environ}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
     assert network_environment()["GLOO_SOCKET_IFNAME"] == "chosen0"
+
+
+def test_ranks_do_not_look_for_each_other_in_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not [name for name in network_environment() if name.startswith("TORCHELASTIC")]

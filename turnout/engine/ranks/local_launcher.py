@@ -106,13 +106,15 @@ def network_environment(towards: str = "127.0.0.1") -> dict[str, str]:
     which `towards` is reached, unless it names one already.
 
     By default gloo binds to whatever the host's name resolves to, which others may not reach, if it resolves.
+    What torchrun tells its own processes (TORCHELASTIC_*) is left out: with it, ranks that it did not start
+    would look for each other in its store.
     """
     address = local_address(towards)
     interface = interface_of(address)
     chosen = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     if interface and not address.startswith("127."):
         chosen["NCCL_SOCKET_IFNAME"] = interface
-    return chosen | os.environ
+    return chosen | {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
 
 
 def local_address(towards: str) -> str:
