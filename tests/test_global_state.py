@@ -31,6 +31,7 @@ LISTED = {
     # Constants, computed when first asked for.
     ("turnout.formats.e2m1", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.formats.e2m1", "_values"): "a table of values on a device",
+    ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.kernels.common.dependent", "launches_early"): "whether a device can launch dependents early",
 }
 

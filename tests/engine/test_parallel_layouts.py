@@ -255,7 +255,7 @@ def test_the_table_has_a_row_for_each_and_reasons_for_the_rest(model):
     split = 2 * 2048 * (48 * (4096 + 512) + 151936) // 4  # projections and vocabulary, over attention TP
     weights = 2 * (experts + split + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048)
     # A token, its result, ids and weights thrice and two flags; of 128 tokens of each rank, the former twice.
-    buffers = 2 * 2048 * (2 * 2 * 2048 + 3 * 8 * 8 + 2 * 8) + 8 * 128 * 2 * 2 * 2048 + 128
+    buffers = 2 * 8192 * (2 * 2 * 2048 + 3 * 8 * 8 + 2 * 8) + 8 * 128 * 2 * 2 * 2048 + 128
     size = [f"{weights / 1e9:.4g} GB", f"{buffers / 1e6:.4g} MB"]
     assert rows[6] == ["2", "4", "4", "2", "32", "nvlink", *size]
     code, text = shown(model(QWEN3_30B | FP8, tp_size=8, ep_size=8))
@@ -288,7 +288,7 @@ def test_json_holds_parallel_layouts_and_buffers(model):
         "nvlink",
         "nvlink-experts",
     }
-    assert (values["topology"]["expert_tp"], values["budget"]["received"]) == (2, 2048)
+    assert (values["topology"]["expert_tp"], values["budget"]["received"]) == (2, 8192)
 
 
 def test_one_rank_has_nothing_to_arrange(model):

@@ -29,7 +29,7 @@ def test_every_field_survives_the_command_line(monkeypatch):
     changed = {}
     for field in dataclasses.fields(ServerConfig):
         choices = field.metadata["choices"]
-        if field.type == "bool":
+        if field.type in ("bool", "bool | None"):
             changed[field.name] = not field.default
         elif choices:
             changed[field.name] = choices[-1]

@@ -157,6 +157,7 @@ def test_those_with_other_weights_are_refused(dialled: Dialled, served: str, tmp
     assert is_ready(served)
 
 
+@pytest.mark.more
 def test_where_there_is_no_head(dialled: Dialled, root: str):
     """Neither nothing at all nor a server of something else."""
     said = dialled.refusal("--startup-timeout", "1", head=f"127.0.0.1:{free_ports()}")

@@ -118,6 +118,7 @@ def test_a_rank_killed_on_the_other_host(cluster: Cluster):
     assert all(has_ended(rank) for rank in old)
 
 
+@pytest.mark.more
 def test_an_agent_that_leaves_is_waited_for(cluster: Cluster):
     running, ranks = cluster.streams(), ranks_of(cluster.agent)
     cluster.agent.process.terminate()
@@ -129,6 +130,7 @@ def test_an_agent_that_leaves_is_waited_for(cluster: Cluster):
     cluster.complete("together again")
 
 
+@pytest.mark.more
 def test_agents_outlive_a_killed_head_and_ranks_do_not_outlive_a_killed_agent(cluster: Cluster):
     ranks = [*ranks_of(cluster.head), *ranks_of(cluster.agent)]
     cluster.head.process.kill()
@@ -142,6 +144,7 @@ def test_agents_outlive_a_killed_head_and_ranks_do_not_outlive_a_killed_agent(cl
     cluster.survive(running, "rank 1 ")
 
 
+@pytest.mark.more
 def test_a_cable_that_is_cut_for_a_while(cluster: Cluster):
     """Both sides notice, neither waits for the other, and the rank dials in again when it can."""
     running, rank = cluster.streams(), ranks_of(cluster.agent)[0]
