@@ -28,7 +28,7 @@ def toy(name: str) -> ToyModel:
 
 @pytest.mark.parametrize(
     ("name", "schedules"),
-    [("hybrid", 5), *(pytest.param(name, 60, marks=pytest.mark.more) for name in MODELS)],
+    [("hybrid", 5), *(pytest.param(name, 30, marks=pytest.mark.more) for name in MODELS)],
 )
 def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
     """Prefix hits, chunks, preemption, aborts, slots used again; every survivor equals the plain loop."""

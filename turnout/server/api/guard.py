@@ -73,7 +73,8 @@ class GuardedProtocol(H11Protocol):
         self.conn = BoundedConnection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        if hasattr(transport, "max_size"):  # asyncio's; uvloop has one buffer for all connections
+            transport.max_size = READ_BYTES
         super().connection_made(transport)
         self._watch()
 
