@@ -5,8 +5,11 @@ time goes.
     python -m tools.random_checkpoint /dev/shm/qwen3-30b && python -m tools.decode_steps /dev/shm/qwen3-30b
 
 Requests of 64 prompt tokens decode together. A step is timed whole, from the schedule to sampled tokens, as
-the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap. Prompts of
---prefill tokens are timed from their arrival to the first token of the last.
+the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap, and `busy` is
+the part of the profiled time in which at least one ran. `floor_share` is the time that reading the step's
+bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding, experts as
+far as uniform routing reaches them, and the cache. Prompts of --prefill tokens are timed from their arrival to
+the first token of the last.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens
 STEPS, PROFILED = 40, 4
+BYTES_PER_S = 4.2e12  # what an H200 copies, measured
 KERNELS = 16  # listed per row, those that take most
 
 
@@ -108,7 +112,19 @@ class Bench:
             _wait()
         core.abort(ids)
         core.step()
-        return {"step_ms": step_ms} | _kernels(seen, PROFILED)
+        share = self._bytes_read(requests) / BYTES_PER_S / (step_ms / 1e3)
+        return {"step_ms": step_ms, "floor_share": share} | _kernels(seen, PROFILED)
+
+    def _bytes_read(self, requests: int) -> float:
+        """By one decode step: see the top of this file."""
+        info = self._llm.info()
+        model, memory = info["description"], info["memory"]
+        head = model["shape"]["vocab_size"] * model["shape"]["hidden_size"]
+        embedding = (model["dense"]["vocabulary"] - head) * getattr(torch, info["compute_dtype"]).itemsize
+        reached = 1 - (1 - model["moe"]["top_k"] / model["moe"]["num_experts"]) ** requests
+        token_bytes = sum(group["token_bytes"] for group in info["kv"]["groups"])
+        cache = requests * (PROMPT + STEPS / 2) * token_bytes
+        return memory["dense"] - embedding + reached * memory["experts"] + cache
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The second of two times, and the kernels of a third, of all its steps together."""
@@ -165,16 +181,29 @@ def _show(row: dict[str, Any]) -> None:
 def _kernels(seen: profile, times: int) -> dict[str, Any]:
     """Of one of `times` repetitions."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spans = []
     for event in seen.events() or ():
         if event.device_type.name == "CUDA":
+            spans.append((event.time_range.start, event.time_range.end))
             totals[event.name[:80]][0] += 1 / times
             totals[event.name[:80]][1] += event.device_time / times
     largest = sorted(totals.items(), key=lambda item: -item[1][1])[:KERNELS]
     return {
         "launches": round(sum(count for count, _ in totals.values())),
         "kernel_us": sum(us for _, us in totals.values()),
+        "busy": _busy(spans),
         "kernels": [{"name": name, "launches": count, "us": us} for name, (count, us) in largest],
     }
+
+
+def _busy(spans: list[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end that lies in at least one span."""
+    covered, end = 0.0, min((start for start, _ in spans), default=0.0)
+    begin = end
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered / (end - begin) if end > begin else 0.0
 
 
 def main() -> None:

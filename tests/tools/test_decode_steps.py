@@ -21,4 +21,11 @@ def test_each_load_has_a_row(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert loaded["layers"] == 2
     assert [row["requests"] for row in rows] == [1, 3, 2]
     assert all(row["step_ms"] > 0 for row in rows[:2])
+    read = [row["floor_share"] * row["step_ms"] * decode_steps.BYTES_PER_S / 1e3 for row in rows[:2]]
+    assert 0 < read[0] < read[1] < 1.5 * loaded["planned_bytes"]
     assert rows[2]["tokens_per_s"] > 0
+
+
+def test_busy_counts_overlapping_kernels_once():
+    assert decode_steps._busy([]) == 0
+    assert decode_steps._busy([(6.0, 8.0), (0.0, 2.0), (1.0, 4.0), (3.0, 3.5), (8.0, 10.0)]) == 0.8
