@@ -8,8 +8,8 @@ Requests of 64 prompt tokens decode together. A step is timed whole, from the sc
 the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap, and `busy` is
 the part of the profiled time in which at least one ran. `floor_share` is the time that reading the step's
 bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding, experts as
-far as uniform routing reaches them, and the cache. Prompts of --prefill tokens are timed from their arrival to
-the first token of the last.
+far as uniform routing reaches them, and the cache. Prompts of --prefill tokens are timed from their arrival
+to the first token of the last.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ def measure(requests: int, num_heads: int, context: int, heads: int) -> dict[str
                 heads=heads,
             )
 
+    torch.cuda.synchronize()  # the benchmark runs on a stream of its own
     seconds = do_bench_cudagraph(run, rep=100) / 1e3 / layers
     products = 2 * requests * context * num_heads * (2 * LATENT + ROPE)
     needed = max(nbytes / BYTES_PER_S, products / PRODUCTS_PER_S)

@@ -41,7 +41,7 @@ def result(
         "versions": _versions(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": command or shlex.join(["turnout", *sys.argv[1:]]),
+        "command": command or shlex.join([*_program(), *sys.argv[1:]]),
         "ceilings": ceilings or {},
         "rows": rows,
     }
@@ -94,6 +94,12 @@ def gpu_driver() -> str:
 def _versions() -> dict[str, str]:
     found = {name: version for name, version in versions_of(PACKAGES).items() if version != "none"}
     return {"python": platform.python_version()} | found
+
+
+def _program() -> list[str]:
+    """How this process was started: turnout, or a module of the tools."""
+    spec = sys.modules["__main__"].__spec__
+    return ["python", "-m", spec.name] if spec and spec.name.startswith("tools.") else ["turnout"]
 
 
 def commit() -> str:

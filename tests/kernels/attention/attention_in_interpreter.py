@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import torch
+import torch.nn.functional as F
 
 from tests.kernels import loop_bounds
 from turnout.kernels.attention import prefill
@@ -81,13 +82,16 @@ def prompts(
     return float((out - torch.stack(wanted)).abs().max())
 
 
-def parts(N: int, M: int, K: int, piece: int) -> bool:
+def parts(N: int, M: int, K: int, piece: int, *, biased: bool = False) -> bool:
     """Whether the parts of a product of a wider matrix add up to it."""
     draw = torch.Generator().manual_seed(N)
     x, w = torch.randn(N, 2 * K, generator=draw)[:, :K], torch.randn(M, K, generator=draw)
-    y = torch.full((K // piece, N, M), torch.nan)
-    multiply_part[(-(-M // 64), K // piece)](x, w, y, N, M, K, x.stride(0), K, 16, 64, piece, False)
-    return torch.allclose(y.sum(0), x @ w.T, atol=1e-4)
+    bias = torch.randn(M, generator=draw)
+    y = torch.full((-(-K // piece), N, M), torch.nan)
+    multiply_part[(-(-M // 64), len(y))](
+        x, w, bias, y, N, M, K, x.stride(0), K, 16, 64, piece, K % piece != 0, biased, False
+    )
+    return torch.allclose(y.sum(0), F.linear(x, w, bias if biased else None), atol=1e-4)
 
 
 def product(N: int, M: int, K: int, *, bias: bool = False, rows: int | None = None) -> bool:
@@ -118,7 +122,7 @@ results["prompts-window-sinks"] = (
     and prompts(spans, heads=(16, 2), size=64, window=128, sinks=True) < 1e-5
 )
 results["prompts-large-heads"] = prompts([(0, 70), (60, 80)], heads=(2, 1), size=256, window=20) < 1e-5
-results["parts"] = parts(3, 70, 128, 32) and parts(16, 64, 64, 64)
+results["parts"] = all(parts(3, 70, K, 32, biased=biased) for K in (128, 144, 40) for biased in (False, True))
 results["product"] = product(1, 70, 128, bias=True) and product(0, 8, 64)
 results["product-odd"] = product(37, 5, 72) and product(37, 64, 72, bias=True, rows=16)
 

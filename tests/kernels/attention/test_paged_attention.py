@@ -98,11 +98,19 @@ def test_parts_add_up_on_a_gpu(rows: int):
     from turnout.kernels.common.split_gemm import parts
 
     torch.manual_seed(0)
-    for M, K in ((5120, 2048), (2048, 4096), (128, 2048), (70, 768)):
+    for M, K in ((5120, 2048), (2048, 4096), (128, 2048), (70, 768), (5120, 2880), (32, 2880)):
         x = torch.randn(rows, K, device="cuda").bfloat16()
         w = (torch.randn(M, K, device="cuda") * K**-0.5).bfloat16()
-        found = parts(x, w)
+        bias = torch.randn(M, device="cuda").bfloat16() if K == 2880 else None
+        found = parts(x, w, bias)
         assert found is not None
-        error = (found.sum(0).double() - x.double() @ w.double().T).abs().max()
+        error = (
+            (
+                found.sum(0).double()
+                - F.linear(x.double(), w.double(), None if bias is None else bias.double())
+            )
+            .abs()
+            .max()
+        )
         assert error < 1e-4
     assert parts(torch.randn(33, 2048, device="cuda").bfloat16(), torch.randn(512, 2048).bfloat16()) is None

@@ -23,27 +23,40 @@ from turnout.kernels.common.dependent import launches_early
 OUTPUTS = 64  # of a program: the rows of a tensor-core instruction
 NARROW = 256  # outputs, of which even 64 rows make few parts
 WIDTHS = (16, 32, 64)
-COLUMNS = (256, 128)  # of a part
+COLUMNS = (256, 128)  # of a part; the first also where the last part is shorter
+ALIGNED = 16  # inputs, so that rows of weights begin where vector loads can
 
 
 @triton.jit(do_not_specialize=["N"])
 def multiply_part(
-    x_ptr, w_ptr, y_ptr, N, M, K, x_stride, w_stride,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, N, M, K, x_stride, w_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    SHORT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of COLUMNS inputs."""
+    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of COLUMNS inputs.
+
+    SHORT: the last piece has fewer. BIAS: y[0] has bias [M] in it.
+    """
     part = tl.program_id(1)
     m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     n = tl.arange(0, ROWS)
     c = part * COLUMNS + tl.arange(0, COLUMNS)
     w_at = w_ptr + m.to(tl.int64)[:, None] * w_stride + c[None, :]
-    w = tl.load(w_at, mask=m[:, None] < M, other=0.0)
+    if SHORT:
+        w = tl.load(w_at, mask=(m[:, None] < M) & (c[None, :] < K), other=0.0)
+    else:
+        w = tl.load(w_at, mask=m[:, None] < M, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     x_at = x_ptr + n.to(tl.int64)[None, :] * x_stride + c[:, None]
-    x = tl.load(x_at, mask=n[None, :] < N, other=0.0)
+    if SHORT:
+        x = tl.load(x_at, mask=(n[None, :] < N) & (c[:, None] < K), other=0.0)
+    else:
+        x = tl.load(x_at, mask=n[None, :] < N, other=0.0)
     acc = tl.dot(w, x, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + m, mask=(m < M) & (part == 0), other=0.0).to(tl.float32)[:, None]
     y_at = y_ptr + (part.to(tl.int64) * N + n[None, :]) * M + m[:, None]
     tl.store(y_at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
@@ -51,25 +64,26 @@ def multiply_part(
 def columns(rows: int, outputs: int, inner: int) -> int:
     """How many inputs make a part of a product of so many rows; 0: it is none of ours."""
     most = WIDTHS[-1] if outputs <= NARROW else WIDTHS[-2]
-    if not 0 < rows <= most:
+    if not 0 < rows <= most or inner < COLUMNS[0] or inner % ALIGNED:
         return 0
-    return next((c for c in COLUMNS if inner % c == 0), 0)
+    return next((c for c in COLUMNS if inner % c == 0), COLUMNS[0])
 
 
-def parts(x_NK: Tensor, weight_MK: Tensor) -> Tensor | None:
-    """float32 [P, N, M], whose sum over P is x @ weight.T; None where another kernel does better.
+def parts(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor | None:
+    """float32 [P, N, M], whose sum over P is x @ weight.T + bias; None where another kernel does better.
 
-    Both of one 16-bit type, with contiguous inner dimensions.
+    All of one 16-bit type, with contiguous inner dimensions.
     """
     (N, K), M = x_NK.shape, len(weight_MK)
     piece = columns(N, M, K)
     if not piece or x_NK.dtype not in (torch.bfloat16, torch.float16):
         return None
-    y_PNM = torch.empty(K // piece, N, M, dtype=torch.float32, device=x_NK.device)
+    y_PNM = torch.empty(-(-K // piece), N, M, dtype=torch.float32, device=x_NK.device)
     early = launches_early(x_NK.device)
-    multiply_part[(-(-M // OUTPUTS), K // piece)](
-        x_NK, weight_MK, y_PNM, N, M, K, x_NK.stride(0), weight_MK.stride(0),
-        next(w for w in WIDTHS if w >= N), OUTPUTS, piece, early,
+    multiply_part[(-(-M // OUTPUTS), len(y_PNM))](
+        x_NK, weight_MK, weight_MK if bias_M is None else bias_M, y_PNM,
+        N, M, K, x_NK.stride(0), weight_MK.stride(0),
+        next(w for w in WIDTHS if w >= N), OUTPUTS, piece, K % piece != 0, bias_M is not None, early,
         num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return y_PNM
