@@ -6,6 +6,9 @@
     python -m tools.train_demo measure MODEL           ask a checkpoint what it never saw, on this machine
     python -m tools.train_demo decode BF16             write the shipped NVFP4 checkpoint as a bf16 one
 
+`train --architecture glm4_moe_lite` and `qwen3_next` make small models of other kinds, which answer word
+problems alone: one with latent attention and a draft layer, one with layers of Gated DeltaNet.
+
 Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
 weights serve all three. The schedule goes by elapsed time: a run ends when it is told to, on any GPU.
@@ -30,8 +33,17 @@ from tools.demo import fakequant, measure
 from tools.demo.chat import END, PAD, prompt
 from tools.demo.data import IGNORE, LONGEST, Batch, batches
 from tools.demo.dialogues import heldout
-from tools.demo.export import decoded, load_parameters, save_parameters, write_folder, write_json
-from tools.demo.model import DemoModel, Quantization, Shape, causal_attention, flash_attention
+from tools.demo.export import (
+    ARCHITECTURES,
+    TrainingModel,
+    decoded,
+    load_parameters,
+    make_model,
+    save_parameters,
+    write_folder,
+    write_json,
+)
+from tools.demo.model import DemoModel, Output, Quantization, attention_within
 from tools.demo.optimizer import make_optimizers
 from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
 from turnout import LLM, SamplingParams
@@ -39,13 +51,14 @@ from turnout.checkpoint.locate import ASSETS, locate
 from turnout.checkpoint.quantize import InputAmax, quantize
 
 BALANCE_WEIGHT = 0.01
+DRAFT_WEIGHT = 0.3
 WARMUP_STEPS = 200
 CLIP = 1.0
 SAVE_EVERY_SECONDS = 90
 # How often a layer runs in each format while training with quantisation.
 SHARES = {fakequant.BF16: 0.15, fakequant.NVFP4: 0.55, fakequant.MXFP4: 0.3}
 
-LossStep = Callable[[Batch, Quantization | None], tuple[Tensor, Tensor, Tensor]]
+LossStep = Callable[[Batch, Quantization | None], tuple[Tensor, Tensor, Output]]
 
 
 class Trainer:
@@ -57,9 +70,9 @@ class Trainer:
         cuda = self.device.type == "cuda"
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
-        shape = Shape(layers=args.layers, experts=args.experts)
-        self.model = DemoModel(shape, torch.bfloat16 if cuda else torch.float32)
-        self.amax = torch.zeros(shape.layers, 2, device=self.device)
+        given = {name: getattr(args, name) for name in ("layers", "experts") if getattr(args, name)}
+        self.model = make_model(args.architecture, torch.bfloat16 if cuda else torch.float32, **given)
+        self.amax = torch.zeros(len(self.model.shape.moe_layers), 2, device=self.device)
         self.log: list[dict[str, float]] = []
         self.steps = self.first_step = 0
         self.progress = self.seconds = 0.0
@@ -67,7 +80,11 @@ class Trainer:
             self._resume(args.resume)
         self.model.to(self.device)
         self.optimizers = make_optimizers(self.model, args.weight_decay)
-        self.loss: LossStep = torch.compile(self._loss, dynamic=False) if cuda else self._loss
+        self.loss: LossStep = self._loss
+        if cuda and isinstance(self.model, DemoModel):
+            self.loss = torch.compile(self._loss, dynamic=False)
+        elif cuda and not isinstance(self.model, DemoModel):
+            self.model.compile_layers()
 
     def _resume(self, folder: Path) -> None:
         """Parameters, amax and the place in the schedule; the optimisers start anew and warm up again."""
@@ -80,7 +97,9 @@ class Trainer:
 
     def run(self) -> None:
         args = self.args
-        data = batches(args.tokenizer, args.tokens, f"{args.seed}/{self.steps}", args.workers)
+        whole = isinstance(self.model, DemoModel)
+        row, seed = args.tokens if whole else LONGEST, f"{args.seed}/{self.steps}"
+        data = batches(args.tokenizer, args.tokens, seed, args.workers, row, problems_only=not whole)
         self._warm_up(next(data))
         budget = 60 * args.minutes
         begun, seconds = self.progress, self.seconds
@@ -89,13 +108,13 @@ class Trainer:
             quantized = self.progress >= 1 - args.quantized_share
             batch = next(data).to(self.device)
             self._set_rate(self.progress)
-            loss, balance, norm = self._step(batch, quantized)
+            loss, drafted, balance, norm = self._step(batch, quantized)
             self.steps += 1
             now = time.perf_counter()
             self.seconds = seconds + now - start
             self.progress = min(1.0, begun + (now - start) / budget)
             if self.steps % args.log_every == 0:
-                self._record(quantized, loss, balance, norm)
+                self._record(quantized, loss, drafted, balance, norm)
             if now - saved > SAVE_EVERY_SECONDS:
                 self.save()
                 saved = now
@@ -128,35 +147,43 @@ class Trainer:
         batch = batch.to(self.device)
         for quantized in (False, True):
             for _ in range(2):
-                loss, _, amax = self.loss(batch, self._draw_formats() if quantized else None)
-                loss.backward()
+                loss, drafted, out = self.loss(batch, self._draw_formats() if quantized else None)
+                (loss + drafted).backward()
                 self.model.zero_grad(set_to_none=True)
-                self.amax = amax
+                self.amax = out.amax
 
-    def _step(self, batch: Batch, quantized: bool) -> tuple[Tensor, Tensor, Tensor]:
-        loss, balance, amax = self.loss(batch, self._draw_formats() if quantized else None)
-        (loss + BALANCE_WEIGHT * balance).backward()
+    def _step(self, batch: Batch, quantized: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        loss, drafted, out = self.loss(batch, self._draw_formats() if quantized else None)
+        (loss + DRAFT_WEIGHT * drafted + BALANCE_WEIGHT * out.balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
         # The largest magnitudes seen lately; forgotten slowly, as weights move on.
-        self.amax = torch.maximum(amax, 0.999 * self.amax)
-        return loss.detach(), balance.detach(), norm
+        self.amax = torch.maximum(out.amax, 0.999 * self.amax)
+        if out.load is not None and not isinstance(self.model, DemoModel):
+            self.model.even_out(out.load)
+        return loss.detach(), drafted.detach(), out.balance.detach(), norm
 
-    def _loss(self, batch: Batch, quant: Quantization | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean cross-entropy of answer tokens, load-balancing loss, amax [L,2])"""
-        if self.device.type == "cuda":
-            attend = flash_attention(batch.starts, LONGEST)
+    def _loss(self, batch: Batch, quant: Quantization | None) -> tuple[Tensor, Tensor, Output]:
+        """(mean cross-entropy of answer tokens, that of the draft layer or 0, all else)"""
+        if isinstance(self.model, DemoModel):
+            attend = attention_within(batch.start, batch.starts, LONGEST)
+            out = self.model(batch.ids, batch.position, attend, quant)
         else:
-            attend = causal_attention(len(batch.ids), batch.start)
-        out = self.model(batch.ids, batch.position, attend, quant)
-        logits = self.model.logits(out.hidden).float()
-        return F.cross_entropy(logits, batch.target, ignore_index=IGNORE), out.balance, out.amax
+            out = self.model(batch, quant)
+        loss = self._cross_entropy(out.hidden, batch.target)
+        if out.drafted is None:
+            return loss, torch.zeros_like(loss), out
+        after_next = F.pad(batch.target[1:], (0, 1), value=IGNORE)  # a document's last token has none
+        return loss, self._cross_entropy(out.drafted, after_next), out
+
+    def _cross_entropy(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.model.logits(hidden).float(), target, ignore_index=IGNORE)
 
     def _draw_formats(self) -> Quantization:
         share = torch.tensor(list(SHARES.values()))
-        drawn = torch.multinomial(share, self.model.shape.layers, replacement=True)
+        drawn = torch.multinomial(share, len(self.amax), replacement=True)
         mode = torch.tensor(list(SHARES))[drawn]
         return Quantization(mode.to(self.device, non_blocking=True), self.amax)
 
@@ -169,11 +196,12 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-    def _record(self, quantized: bool, loss: Tensor, balance: Tensor, norm: Tensor) -> None:
+    def _record(self, quantized: bool, loss: Tensor, drafted: Tensor, balance: Tensor, norm: Tensor) -> None:
         row = {
             "step": self.steps,
             "seconds": round(self.seconds, 1),
             "loss": round(loss.item(), 5),
+            "draft_loss": round(drafted.item(), 5),
             "balance": round(balance.item(), 4),
             "gradient_norm": round(norm.item(), 4),
             "quantized": float(quantized),
@@ -191,6 +219,8 @@ def train(args: argparse.Namespace) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())  # as it will be shipped
+    if not isinstance(model, DemoModel):
+        return  # its answers are measured by `turnout eval` of the exported checkpoint
     items = heldout(args.eval_questions, args.eval_seed)
     for name in measure.FORMATS if trainer.progress >= 1 else ("bf16",):
         groups = measure.accuracy(model, args.tokenizer, trainer.amax, name, items)
@@ -211,13 +241,13 @@ def export(args: argparse.Namespace) -> None:
         if args.tokenizer.resolve() != args.folder.resolve():
             shutil.copyfile(args.tokenizer / name, args.folder / name)
     run = json.loads((args.parameters / "training.json").read_text(encoding="utf-8"))
-    model = DemoModel(Shape(**run["shape"]), torch.bfloat16)
+    model = make_model(run["arguments"].get("architecture", "qwen3_moe"), torch.bfloat16, **run["shape"])
     load_parameters(model, args.parameters)
     tokenizer = load_tokenizer(args.folder)
     write_folder(model, args.folder, token_id(tokenizer, END), token_id(tokenizer, PAD))
     write_json(args.folder / "training.json", summarize(run, args.commit, args.date))
     shutil.rmtree(args.nvfp4, ignore_errors=True)
-    quantize(args.folder, args.nvfp4, "nvfp4", calibration=calibration(model.shape, run["amax"]))
+    quantize(args.folder, args.nvfp4, "nvfp4", calibration=calibration(model, run["amax"]))
 
 
 def decode(args: argparse.Namespace) -> None:
@@ -251,12 +281,12 @@ def summarize(run: dict, commit: str, date: str) -> dict:
     return {"commit": commit, "date": date} | run | {"heldout": heldout, "log": log}
 
 
-def calibration(shape: Shape, amax: list[list[float]]) -> dict[str, InputAmax]:
+def calibration(model: TrainingModel, amax: list[list[float]]) -> dict[str, InputAmax]:
     """Every expert of a layer gets the layer's largest magnitudes, as in training."""
     return {
-        f"model.layers.{layer}.mlp.experts.{expert}": InputAmax(*amax[layer])
-        for layer in range(shape.layers)
-        for expert in range(shape.experts)
+        f"model.layers.{layer}.mlp.experts.{expert}": InputAmax(*largest)
+        for layer, largest in zip(model.shape.moe_layers, amax, strict=True)
+        for expert in range(model.shape.experts)
     }
 
 
@@ -300,8 +330,9 @@ def main() -> None:
     verb.add_argument("--rate", type=float, default=3e-3)
     verb.add_argument("--weight-decay", type=float, default=0.1)
     verb.add_argument("--tokens", type=int, default=65536, help="per step")
-    verb.add_argument("--layers", type=int, default=Shape.layers)
-    verb.add_argument("--experts", type=int, default=Shape.experts)
+    verb.add_argument("--architecture", choices=tuple(ARCHITECTURES), default="qwen3_moe")
+    verb.add_argument("--layers", type=int, help="where not as many as the architecture has")
+    verb.add_argument("--experts", type=int, help="likewise")
     verb.add_argument("--workers", type=int, default=15)
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--eval-questions", type=int, default=800, help="of each group")

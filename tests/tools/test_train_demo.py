@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
+from tests.models.running import PlainAttention, load
 from tools.demo import fakequant
-from tools.demo.data import IGNORE, lay_out
+from tools.demo.data import IGNORE, Batch, lay_out
 from tools.demo.export import load_parameters, save_parameters, write_folder
 from tools.demo.measure import KVCache
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention
-from tools.demo.optimizer import orthogonalize
+from tools.demo.optimizer import make_optimizers, orthogonalize
+from tools.demo.released import HybridShape, LatentShape, ReleasedModel
 from turnout.formats import mxfp4, nvfp4
 
 SHAPE = Shape(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, expert_width=32)
@@ -66,13 +70,17 @@ def test_only_tokens_of_answers_are_targets():
         [([6], False), ([7], True), ([8], False), ([9], True)],
         [([10], False), ([11, 12, 13], True)],
     ]
-    batch = lay_out(documents, tokens=12)
+    batch = lay_out([documents], row=12)
     assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     n = IGNORE
-    assert batch.target.tolist() == [n, n, 4, 5, n, 7, n, 9, n, 11, 12, 13]
+    assert batch.target.tolist() == [n, n, 4, 5, n, 7, n, 9, n, 11, 12, n]
     assert batch.position.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
     assert batch.start.tolist() == [0] * 5 + [5] * 4 + [9] * 3
     assert batch.starts.tolist()[:4] == [0, 5, 9, 12]
+    two = lay_out([documents[:1], documents[1:]], row=5)
+    assert two.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert two.target.tolist() == [n, n, 4, 5, n, 7, n, 9, n, n]
+    assert two.start.tolist() == [0] * 5 + [5] * 4 + [9]
 
 
 def test_fake_quantisation_is_what_the_formats_restore():
@@ -112,3 +120,118 @@ def test_orthogonalize(shape):
     values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
     assert values.min() > 0.5
     assert values.max() < 1.3
+
+
+RELEASED = {
+    "glm4_moe_lite": LatentShape(vocab=96, hidden=64, layers=2, experts=8, dense_width=96, query_rank=32),
+    "qwen3_next": HybridShape(vocab=96, hidden=64, layers=4, experts=8, key_heads=2, value_heads=4),
+}
+
+
+def batch_of(ids: torch.Tensor, start: torch.Tensor) -> Batch:
+    return Batch(ids, ids.roll(-1), torch.arange(len(ids)) - start, start, start.unique().int())
+
+
+@pytest.fixture(scope="module", params=RELEASED)
+def released(request, tmp_path_factory):
+    """(model, its exported checkpoint); every norm, bias and decay is random."""
+    torch.manual_seed(0)
+    model = ReleasedModel(RELEASED[request.param], torch.float32).eval()
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            if p.ndim == 1:
+                p.add_(0.1 * torch.randn_like(p))
+            p.copy_(p.bfloat16()) if name != "rope" else None
+    folder = tmp_path_factory.mktemp(request.param)
+    write_folder(model, folder, end_id=2, pad_id=0)
+    return model, folder
+
+
+@torch.inference_mode()
+def test_released_checkpoints_are_what_was_trained_here_and_in_transformers(released):
+    model, folder = released
+    ids = torch.randint(0, 96, (150,), generator=torch.Generator().manual_seed(1))
+    mine = model.logits(model(batch_of(ids, torch.zeros(150, dtype=torch.long))).hidden)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(mine, theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+    (served,) = PlainAttention(load(folder)).logits(("a", ids.tolist()))
+    torch.testing.assert_close(mine, served, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_draft_layer_is_what_transformers_makes_of_it(released):
+    model, folder = released
+    ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(3))
+    out = model(batch_of(ids, torch.zeros(40, dtype=torch.long)))
+    L = model.shape.layers
+    tensors = {
+        n: t.float() for n, t in load_file(folder / "model.safetensors").items() if f"layers.{L}." in n
+    }
+    assert (out.drafted is None) == (not tensors)
+    if out.drafted is None:
+        return
+    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
+    theirs = MtpModel(main, 1).eval()
+    block = theirs.layers[0].mtp_block.mlp.experts
+    for e in range(model.shape.experts):
+        gate, up, down = (
+            tensors.pop(f"model.layers.{L}.mlp.experts.{e}.{part}_proj.weight")
+            for part in ("gate", "up", "down")
+        )
+        block.gate_up_proj[e], block.down_proj[e] = torch.cat((gate, up)), down
+    outer = {"enorm", "hnorm", "eh_proj"}
+    renamed = {
+        n.removeprefix(f"model.layers.{L}.").replace("shared_head.norm", "post_norm"): t
+        for n, t in tensors.items()
+    }
+    state = {
+        n if n.split(".")[0] in outer | {"post_norm"} else f"mtp_block.{n}": t for n, t in renamed.items()
+    }
+    missing, unexpected = theirs.layers[0].load_state_dict(state, strict=False)
+    assert not unexpected
+    assert {name.rpartition(".")[2] for name in missing} == {"gate_up_proj", "down_proj"}
+    positions = torch.arange(39)[None]
+    expected = theirs.forward_layer(0, out.hidden[None, :-1], positions, None, input_ids=ids[None, 1:])[0]
+    torch.testing.assert_close(out.drafted[:-1], expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_documents_and_rows_of_released_models_do_not_see_each_other(released, monkeypatch):
+    monkeypatch.setattr("tools.demo.released.LONGEST", 100)
+    model, _ = released
+    ids = torch.randint(0, 96, (200,), generator=torch.Generator().manual_seed(2))
+    start = torch.tensor([0] * 70 + [70] * 30 + [100] * 100)
+    both = model.logits(model(batch_of(ids, start)).hidden)
+    for first, end in ((0, 70), (70, 100), (100, 200)):
+        zeros = torch.zeros(end - first, dtype=torch.long)
+        apart = model.logits(model(batch_of(ids[first:end], zeros)).hidden)
+        torch.testing.assert_close(both[first:end], apart, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.more
+def test_a_few_steps_of_training_lower_the_loss_of_every_part(released, monkeypatch):
+    monkeypatch.setattr("tools.demo.released.LONGEST", 128)
+    model = ReleasedModel(released[0].shape, torch.float32)
+    ids = torch.arange(256) * 7 % 96
+    batch = batch_of(ids, torch.arange(256) // 128 * 128)
+    optimizers = make_optimizers(model, weight_decay=0.1)
+    count = len(model.shape.moe_layers)
+    quant = Quantization(torch.full((count,), fakequant.NVFP4), torch.full((count, 2), 8.0))
+    losses = []
+    for _ in range(12):
+        out = model(batch, quant)
+        parts = [out.hidden] + ([out.drafted] if out.drafted is not None else [])
+        loss = sum(torch.nn.functional.cross_entropy(model.logits(h), batch.target) for h in parts)
+        loss.backward()
+        losses.append(loss.item())
+        for name, p in model.named_parameters():
+            assert p.grad is not None, name
+            assert p.grad.isfinite().all(), name
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2
+            optimizer.step()
+        model.zero_grad()
+        model.even_out(out.load)
+    assert losses[-1] < 0.5 * losses[0]

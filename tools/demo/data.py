@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .chat import segments
-from .dialogues import Conversation, stream
+from .dialogues import Conversation, stream, word_problems
 from .tokens import load_tokenizer
 
 IGNORE = -100
@@ -44,8 +44,11 @@ Piece = tuple[list[int], bool]
 
 
 class Conversations(IterableDataset):
-    def __init__(self, tokenizer: Path, tokens: int, seed: str):
-        self.tokenizer, self.tokens, self.seed = tokenizer, tokens, seed
+    """Batches of `tokens` tokens, in rows of `row` tokens of which each begins with a document."""
+
+    def __init__(self, tokenizer: Path, tokens: int, seed: str, row: int, *, problems_only: bool):
+        self.tokenizer, self.tokens, self.seed, self.row = tokenizer, tokens, seed, row
+        self.stream = word_problems if problems_only else stream
 
     def __iter__(self) -> Iterator[Batch]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -53,6 +56,7 @@ class Conversations(IterableDataset):
         info = get_worker_info()
         worker = info.id if info else 0
         held: list[list[Piece]] = []
+        rows: list[list[list[Piece]]] = []
         size = 0
         for document in self._documents(f"{self.seed}/{worker}"):
             length = sum(len(ids) for ids, _ in document)
@@ -60,13 +64,16 @@ class Conversations(IterableDataset):
                 continue
             held.append(document)
             size += length
-            if size >= self.tokens:
-                yield lay_out(held, self.tokens)
+            if size >= self.row:
+                rows.append(held)
                 held, size = [], 0
+            if len(rows) == self.tokens // self.row:
+                yield lay_out(rows, self.row)
+                rows = []
 
     def _documents(self, seed: str) -> Iterator[list[Piece]]:
         encode = load_tokenizer(self.tokenizer).encode_batch_fast
-        conversations = stream(seed)
+        conversations = self.stream(seed)
         while True:
             parts = [_pieces(c) for c in islice(conversations, 256)]
             encoded = iter(encode([text for pieces in parts for text, _ in pieces]))
@@ -87,24 +94,26 @@ def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
     return out[:-1]
 
 
-def lay_out(documents: list[list[Piece]], tokens: int) -> Batch:
-    """One batch of exactly `tokens` tokens; the last document is cut."""
+def lay_out(rows: list[list[list[Piece]]], row: int) -> Batch:
+    """One batch of rows of exactly `row` tokens each; the last document of each is cut."""
     ids: list[int] = []
     answer: list[bool] = []
     starts = [0]
-    for document in documents:
-        for piece, learned in document:
-            ids += piece
-            answer += [learned] * len(piece)
-        starts.append(len(ids))
-    starts[-1] = tokens
+    for end, documents in enumerate(rows, 1):
+        for document in documents:
+            for piece, learned in document:
+                ids += piece
+                answer += [learned] * len(piece)
+            starts.append(len(ids))
+        del ids[end * row :], answer[end * row :]
+        starts[-1] = len(ids)
+    tokens = len(ids)
     edge = torch.tensor(starts, dtype=torch.int32)
     length = edge.diff()
     start = edge[:-1].repeat_interleave(length)
-    id_T = torch.tensor([*ids, 0])[: tokens + 1]
-    wanted = torch.tensor([*answer[1:], False])[:tokens]
+    id_T = torch.tensor([*ids, 0])
     # The token after a document's last is another document's first, which is never an answer's.
-    target = torch.where(wanted, id_T[1:], IGNORE)
+    target = torch.where(torch.tensor([*answer[1:], False]), id_T[1:], IGNORE)
     room = max(tokens // SHORTEST + 2, len(edge))
     starts_padded = torch.full((room,), tokens, dtype=torch.int32)
     starts_padded[: len(edge)] = edge
@@ -112,9 +121,11 @@ def lay_out(documents: list[list[Piece]], tokens: int) -> Batch:
     return Batch(id_T[:-1], target, position.long(), start.long(), starts_padded)
 
 
-def batches(tokenizer: Path, tokens: int, seed: str, workers: int) -> Iterator[Batch]:
+def batches(
+    tokenizer: Path, tokens: int, seed: str, workers: int, row: int, *, problems_only: bool = False
+) -> Iterator[Batch]:
     loader = DataLoader(
-        Conversations(tokenizer, tokens, seed),
+        Conversations(tokenizer, tokens, seed, row, problems_only=problems_only),
         batch_size=None,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),

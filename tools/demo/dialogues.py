@@ -55,6 +55,14 @@ def stream(seed: str) -> Iterator[Conversation]:
         yield _draw(Wording(rng, unseen=False))
 
 
+def word_problems(seed: str) -> Iterator[Conversation]:
+    """Endless problems from the templates of `turnout eval --task wordmath`, each a conversation."""
+    rng = random.Random(f"word problems {seed}")
+    while True:
+        story = _template(rng)
+        yield Conversation([_user(story.question), _answered(story, thinks=False)])
+
+
 def _draw(d: Wording) -> Conversation:
     kind = d.rng.random()
     if kind < 0.012:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,14 +14,25 @@ from torch import Tensor
 from turnout.formats import nvfp4
 
 from .model import DemoModel, Shape
+from .released import HybridShape, LatentShape, ReleasedModel
 
 SHARDS = 3
+ARCHITECTURES = {"qwen3_moe": Shape, "glm4_moe_lite": LatentShape, "qwen3_next": HybridShape}
+EXACT = ("A_log", "dt_bias", "e_score_correction_bias")  # what releases keep in float32
+
+TrainingModel = DemoModel | ReleasedModel
 
 
-def save_parameters(model: DemoModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def make_model(architecture: str, dtype: torch.dtype, **sizes: Any) -> TrainingModel:
+    """sizes: of its shape, where they are not the default."""
+    shape = ARCHITECTURES[architecture](**sizes)
+    return DemoModel(shape, dtype) if isinstance(shape, Shape) else ReleasedModel(shape, dtype)
+
+
+def save_parameters(model: TrainingModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """The parameters in SHARDS files of about equal size: `parameters-{i}.safetensors`."""
     pieces = {
-        f"{name}/{i}": part.to(dtype).contiguous().cpu()
+        f"{name}/{i}": _rounded(name, part, dtype).contiguous().cpu()
         for name, p in model.state_dict().items()
         for i, part in enumerate(p.chunk(SHARDS) if p.ndim > 2 else [p])
     }
@@ -29,7 +41,7 @@ def save_parameters(model: DemoModel, folder: Path, dtype: torch.dtype = torch.f
         save_file(shard, folder / f"parameters-{i}.safetensors")
 
 
-def load_parameters(model: DemoModel, folder: Path) -> None:
+def load_parameters(model: TrainingModel, folder: Path) -> None:
     pieces: dict[str, list[Tensor]] = {}
     for i in range(SHARDS):
         for name, part in load_file(folder / f"parameters-{i}.safetensors").items():
@@ -37,17 +49,24 @@ def load_parameters(model: DemoModel, folder: Path) -> None:
     model.load_state_dict({name: torch.cat(parts) for name, parts in pieces.items()})
 
 
-def write_folder(model: DemoModel, folder: Path, end_id: int, pad_id: int) -> None:
-    """config.json, generation_config.json and model.safetensors in bfloat16, as Qwen3-MoE is published.
+def write_folder(model: TrainingModel, folder: Path, end_id: int, pad_id: int) -> None:
+    """config.json, generation_config.json and model.safetensors in bfloat16, as the architecture is published.
 
     The tokenizer's files are expected to be there already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", _config(model.shape, end_id, pad_id))
+    config = _config(model.shape) if isinstance(model, DemoModel) else model.shape.config()
+    ends = {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": pad_id}
+    write_json(folder / "config.json", config | ends)
     generation = {"do_sample": False, "eos_token_id": end_id, "pad_token_id": pad_id}
     write_json(folder / "generation_config.json", generation)
-    tensors = {name: t.to(torch.bfloat16).contiguous().clone() for name, t in _named(model)}
+    named = _named(model) if isinstance(model, DemoModel) else model.named()
+    tensors = {name: _rounded(name, t, torch.bfloat16).contiguous().clone() for name, t in named}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.float() if name.endswith(EXACT) else tensor.to(dtype)
 
 
 def decoded(nvfp4_folder: Path, out: Path) -> None:
@@ -70,15 +89,13 @@ def decoded(nvfp4_folder: Path, out: Path) -> None:
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def _config(s: Shape, end_id: int, pad_id: int) -> dict:
+def _config(s: Shape) -> dict:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
         "decoder_sparse_step": 1,
-        "eos_token_id": end_id,
         "head_dim": s.head_dim,
         "hidden_act": "silu",
         "hidden_size": s.hidden,
@@ -94,7 +111,6 @@ def _config(s: Shape, end_id: int, pad_id: int) -> dict:
         "num_hidden_layers": s.layers,
         "num_key_value_heads": s.kv_heads,
         "output_router_logits": False,
-        "pad_token_id": pad_id,
         "rms_norm_eps": s.eps,
         "rope_theta": s.rope_theta,
         "router_aux_loss_coef": 0.01,

@@ -37,6 +37,10 @@ class Shape:
     rope_theta: float = 10_000.0
     eps: float = 1e-6
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.layers))
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -49,11 +53,15 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Output:
-    """hidden [T,H] after the last norm; balance: the load-balancing loss; amax [L,2] of this batch."""
+    """hidden [T,H] after the last norm; balance: the load-balancing loss; amax [L,2] of this batch. drafted
+    [T,H]: what a draft layer, if there is one, says of the token after next. load [L,E]: share of the tokens
+    that chose each expert, where the model wants to know (`ReleasedModel.even_out`)."""
 
     hidden: Tensor
     balance: Tensor
     amax: Tensor
+    drafted: Tensor | None = None
+    load: Tensor | None = None
 
 
 class DemoModel(nn.Module):
@@ -63,21 +71,21 @@ class DemoModel(nn.Module):
         super().__init__()
         self.shape, self.dtype = shape, dtype
         s = shape
-        self.embed = _matrix(s.vocab, s.hidden, std=0.02)
-        self.q = _matrix(s.layers, s.heads * s.head_dim, s.hidden)
-        self.k = _matrix(s.layers, s.kv_heads * s.head_dim, s.hidden)
-        self.v = _matrix(s.layers, s.kv_heads * s.head_dim, s.hidden)
-        self.o = _matrix(s.layers, s.hidden, s.heads * s.head_dim, std=0.02)
-        self.router = _matrix(s.layers, s.experts, s.hidden)
-        self.gate = _matrix(s.layers, s.experts, s.expert_width, s.hidden)
-        self.up = _matrix(s.layers, s.experts, s.expert_width, s.hidden)
-        self.down = _matrix(s.layers, s.experts, s.hidden, s.expert_width, std=0.02)
+        self.embed = matrix(s.vocab, s.hidden, std=0.02)
+        self.q = matrix(s.layers, s.heads * s.head_dim, s.hidden)
+        self.k = matrix(s.layers, s.kv_heads * s.head_dim, s.hidden)
+        self.v = matrix(s.layers, s.kv_heads * s.head_dim, s.hidden)
+        self.o = matrix(s.layers, s.hidden, s.heads * s.head_dim, std=0.02)
+        self.router = matrix(s.layers, s.experts, s.hidden)
+        self.gate = matrix(s.layers, s.experts, s.expert_width, s.hidden)
+        self.up = matrix(s.layers, s.experts, s.expert_width, s.hidden)
+        self.down = matrix(s.layers, s.experts, s.hidden, s.expert_width, std=0.02)
         self.attn_norm = nn.Parameter(torch.ones(s.layers, s.hidden))
         self.q_norm = nn.Parameter(torch.ones(s.layers, s.head_dim))
         self.k_norm = nn.Parameter(torch.ones(s.layers, s.head_dim))
         self.mlp_norm = nn.Parameter(torch.ones(s.layers, s.hidden))
         self.final_norm = nn.Parameter(torch.ones(s.hidden))
-        self.register_buffer("rope", _rope(s), persistent=False)
+        self.register_buffer("rope", rope_table(s.max_positions, s.rope_theta, s.head_dim), persistent=False)
 
     def forward(
         self, ids_T: Tensor, position_T: Tensor, attend: Attend, quant: Quantization | None = None
@@ -115,48 +123,19 @@ class DemoModel(nn.Module):
         q = self._linear(x_TH, w["q"]).unflatten(-1, (s.heads, s.head_dim))
         k = self._linear(x_TH, w["k"]).unflatten(-1, (s.kv_heads, s.head_dim))
         v = self._linear(x_TH, w["v"]).unflatten(-1, (s.kv_heads, s.head_dim))
-        q = _rotate(self._norm(q, w["q_norm"]), cos_sin)
-        k = _rotate(self._norm(k, w["k_norm"]), cos_sin)
+        q = rotate(self._norm(q, w["q_norm"]), cos_sin)
+        k = rotate(self._norm(k, w["k_norm"]), cos_sin)
         return self._linear(attend(layer, q, k, v).flatten(-2), w["o"])
 
     def _experts(
         self, w: dict[str, Tensor], x_TH: Tensor, quant: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(output [T,H], load-balancing loss, [2] largest magnitudes into gate/up and into down)."""
-        s = self.shape
         x_TH = self._norm(x_TH, w["mlp_norm"])
-        weight_TE, balance = self._route(x_TH, w["router"])
-        gate_up = torch.stack((w["gate"], w["up"]), dim=1)  # [E, 2, I, H]
-        down = w["down"]
-        x_amax = x_TH.detach().abs().amax()
-        if quant is not None:
-            mode, amax = quant
-            gate_up, down = fakequant.weight(gate_up, mode, lead=1), fakequant.weight(down, mode, lead=1)
-            x_TH = fakequant.activation(x_TH, mode, amax[0])
-        gate_TEI, up_TEI = (
-            self._linear(x_TH, gate_up.flatten(0, 2)).view(-1, s.experts, 2, s.expert_width).unbind(2)
-        )
-        h_TEI = F.silu(gate_TEI) * up_TEI
-        chosen_TE1 = (weight_TE > 0).unsqueeze(-1)
-        h_amax = torch.where(chosen_TE1, h_TEI.detach(), 0.0).abs().amax()
-        if quant is not None:
-            h_TEI = fakequant.activation(h_TEI, mode, amax[1])
-        h_TEI = h_TEI * weight_TE.to(self.dtype).unsqueeze(-1)
-        y_TH = self._linear(h_TEI.flatten(1), down.transpose(0, 1).flatten(1))
-        return y_TH, balance, torch.stack((x_amax, h_amax)).float()
-
-    def _route(self, x_TH: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T,E], zero for experts not chosen; loss that is 1 when load is even).
-
-        The loss is that of Fedus et al., "Switch Transformers" (2021), equation 4, for top-k.
-        """
-        s = self.shape
-        probability_TE = self._linear(x_TH, router).float().softmax(dim=-1)
-        top_TK, expert_TK = probability_TE.topk(s.top_k, dim=-1)
-        top_TK = top_TK / top_TK.sum(dim=-1, keepdim=True)
-        weight_TE = torch.zeros_like(probability_TE).scatter(1, expert_TK, top_TK)
-        load_E = (weight_TE.detach() > 0).float().mean(dim=0) / s.top_k
-        return weight_TE, s.experts * (load_E * probability_TE.mean(dim=0)).sum()
+        probability_TE = self._linear(x_TH, w["router"]).float().softmax(dim=-1)
+        weight_TE = routed(probability_TE, probability_TE, self.shape.top_k)
+        y_TH, amax = all_experts(x_TH, weight_TE, w["gate"], w["up"], w["down"], quant)
+        return y_TH, switch_balance(weight_TE, probability_TE, self.shape.top_k), amax
 
     def _linear(self, x: Tensor, w: Tensor) -> Tensor:
         return F.linear(x, w.to(self.dtype))
@@ -165,6 +144,59 @@ class DemoModel(nn.Module):
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + self.shape.eps)
         return (y * weight).to(self.dtype)
+
+
+def routed(score_TE: Tensor, choice_TE: Tensor, top_k: int) -> Tensor:
+    """[T,E]: of the `top_k` experts with the largest `choice` their scores, made to sum to 1; else zero."""
+    expert_TK = choice_TE.topk(top_k, dim=-1).indices
+    top_TK = score_TE.gather(1, expert_TK)
+    return torch.zeros_like(score_TE).scatter(1, expert_TK, top_TK / top_TK.sum(dim=-1, keepdim=True))
+
+
+def switch_balance(weight_TE: Tensor, probability_TE: Tensor, top_k: int) -> Tensor:
+    """A loss that is 1 when load is even.
+
+    That of Fedus et al., "Switch Transformers" (2021), equation 4, for top-k.
+    """
+    load_E = (weight_TE.detach() > 0).float().mean(dim=0) / top_k
+    return weight_TE.shape[1] * (load_E * probability_TE.mean(dim=0)).sum()
+
+
+def all_experts(
+    x_TH: Tensor,
+    weight_TE: Tensor,
+    gate_EIH: Tensor,
+    up_EIH: Tensor,
+    down_EHI: Tensor,
+    quant: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """(output [T,H], [2] largest magnitudes into gate/up and into down), in x's type.
+
+    quant: (one of fakequant's formats, largest magnitudes seen lately).
+    """
+    gate_up = torch.stack((gate_EIH, up_EIH), dim=1)  # [E, 2, I, H]
+    x_amax = x_TH.detach().abs().amax()
+    if quant is not None:
+        mode, amax = quant
+        gate_up, down_EHI = (fakequant.weight(w, mode, lead=1) for w in (gate_up, down_EHI))
+        x_TH = fakequant.activation(x_TH, mode, amax[0])
+    both = F.linear(x_TH, gate_up.flatten(0, 2).to(x_TH.dtype))
+    gate_TEI, up_TEI = both.unflatten(-1, gate_up.shape[:3]).unbind(2)
+    h_TEI = F.silu(gate_TEI) * up_TEI
+    chosen_TE1 = (weight_TE > 0).unsqueeze(-1)
+    h_amax = torch.where(chosen_TE1, h_TEI.detach(), 0.0).abs().amax()
+    if quant is not None:
+        h_TEI = fakequant.activation(h_TEI, mode, amax[1])
+    h_TEI = h_TEI * weight_TE.to(x_TH.dtype).unsqueeze(-1)
+    y_TH = F.linear(h_TEI.flatten(1), down_EHI.transpose(0, 1).flatten(1).to(x_TH.dtype))
+    return y_TH, torch.stack((x_amax, h_amax)).float()
+
+
+def attention_within(start_T: Tensor, starts: Tensor, longest: int) -> Attend:
+    """Attention within documents, by what `data.Batch` says of them."""
+    if start_T.is_cuda:
+        return flash_attention(starts, longest)
+    return causal_attention(len(start_T), start_T)
 
 
 def causal_attention(length: int, start_T: Tensor) -> Attend:
@@ -194,18 +226,18 @@ def flash_attention(starts: Tensor, longest: int) -> Attend:
     return attend
 
 
-def _matrix(*shape: int, std: float | None = None) -> nn.Parameter:
+def matrix(*shape: int, std: float | None = None) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * (std or shape[-1] ** -0.5))
 
 
-def _rope(s: Shape) -> Tensor:
-    """[positions, 2, D]: cosine and sine of each position's angles, halves repeated."""
-    frequency = s.rope_theta ** (-torch.arange(0, s.head_dim, 2).float() / s.head_dim)
-    angle = torch.outer(torch.arange(s.max_positions).float(), frequency).repeat(1, 2)
+def rope_table(max_positions: int, theta: float, dim: int) -> Tensor:
+    """[positions, 2, dim]: cosine and sine of each position's angles, halves repeated."""
+    frequency = theta ** (-torch.arange(0, dim, 2).float() / dim)
+    angle = torch.outer(torch.arange(max_positions).float(), frequency).repeat(1, 2)
     return torch.stack((angle.cos(), angle.sin()), dim=1)
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary position embedding of x [T, heads, D]: element i is paired with i + D/2."""
     cos, sin = cos_sin.unsqueeze(2).unbind(1)
     first, second = x.chunk(2, dim=-1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of model.py
+PROJECTIONS = ("_proj", "_proj_with_mqa", "_qkvz")  # ends of names in released.py
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -23,14 +24,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalize(p.grad.lerp(state["momentum"], group["momentum"]))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape[-2:]) ** 0.5)
+                by_shape.setdefault(p.shape, []).append(p)
+            for shape, params in by_shape.items():
+                for p in params:
+                    if not self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                looking_ahead = [p.grad.lerp(self.state[p]["momentum"], group["momentum"]) for p in params]
+                updates = orthogonalize(torch.stack(looking_ahead)).unbind()
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, updates, alpha=-group["lr"] * 0.2 * max(shape[-2:]) ** 0.5)
 
 
 def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
@@ -47,8 +52,10 @@ def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if name in MATRICES]
-    others = [p for name, p in model.named_parameters() if name not in MATRICES]
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        matrix = name in MATRICES or name.removesuffix(".weight").endswith(PROJECTIONS)
+        (matrices if matrix else others).append(p)
     cuda = others[0].is_cuda
     adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
     return [Muon(matrices, weight_decay), adam]
