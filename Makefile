@@ -38,7 +38,7 @@ $(VENV)/.more: $(VENV)/.test
 test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel, Ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
 
-test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps what passed
+test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps outcomes, for tools.gpu_tests
 	$(PYTHON) -m pytest -m 'gpu or multigpu' $(if $(JUNIT),--junitxml=$(JUNIT))
 
 lint: $(VENV)/.lint

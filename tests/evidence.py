@@ -1,46 +1,62 @@
-"""What a test on GPUs shows, written into its junit XML: device, commit, the backends among its parameters.
+"""What a test on GPUs shows, written into its junit XML: the machine, the commit, and of its parameters those
+that name a runner, a dispatcher or a number format.
 
-tools/proven.py reads it back.
+tools/gpu_tests.py reads it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import pytest
 
 from turnout.bench import results
+from turnout.formats.spec import FORMATS
+from turnout.moe.capabilities.packages import versions_of
 
 MARKS = ("gpu", "multigpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if any(item.get_closest_marker(mark) for mark in MARKS) and (device := device_name()):
-        names = backends(getattr(getattr(item, "callspec", None), "params", {}))
-        item.user_properties += [("device", device), ("commit", commit())]
-        item.user_properties += [("backend", name) for name in names]
+    if any(item.get_closest_marker(mark) for mark in MARKS) and (about := machine()):
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        item.user_properties += [*about.items(), *combination(parameters).items()]
 
 
-def backends(parameters: Mapping[str, Any]) -> list[str]:
-    """Names in parameters called runner or dispatcher, or in such attributes of other parameters."""
+def combination(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """What parameters called runner, dispatcher, format and activation_format name, or attributes of these
+    names of other parameters and of their MoESpec."""
     from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 
-    values = [parameters.get("runner"), parameters.get("dispatcher")]
+    known = {
+        "runner": ("runner", RUNNERS),
+        "dispatcher": ("dispatcher", DISPATCHERS),
+        "weights": ("format", FORMATS),
+        "activations": ("activation_format", FORMATS),
+    }
+    return {
+        axis: str(holder[name])
+        for axis, (name, values) in known.items()
+        for holder in _holders(parameters)
+        if isinstance(holder.get(name), str) and holder[name] in values
+    }
+
+
+def _holders(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield parameters
     for value in parameters.values():
-        values += [getattr(value, "runner", None), getattr(value, "dispatcher", None)]
-    return sorted({v for v in values if isinstance(v, str)} & {*RUNNERS, *DISPATCHERS})
+        for holder in (value, getattr(value, "spec", None)):
+            yield getattr(holder, "__dict__", {})
 
 
 @cache
-def device_name() -> str:
-    """Of the first GPU, "" where there is none."""
+def machine() -> dict[str, str]:
+    """Device, number of GPUs, commit and versions; {} where there is no GPU."""
     import torch
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-@cache
-def commit() -> str:
-    return results.commit()
+    if not torch.cuda.is_available():
+        return {}
+    about = {"device": torch.cuda.get_device_name(0), "devices": str(torch.cuda.device_count())}
+    return about | {"commit": results.commit()} | versions_of(("torch", "triton"))

@@ -1,6 +1,7 @@
-"""Write the parts of the documentation that are facts of the code: docs/backends.md, docs/formats.md,
-docs/metrics.md, docs/grafana.json, and between their markers the tables of support and of architectures in
-README.md, the error bounds in docs/operations.md and the results in docs/performance.md and docs/notes.
+"""Write the parts of the documentation that are facts of the code or of results: docs/backends.md,
+docs/formats.md, docs/metrics.md, docs/gpu-tests.md, docs/grafana.json, and between their markers the tables
+of support and of architectures in README.md, the error bounds in docs/operations.md and the results in
+docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tools import gpu_tests
 from tools.architectures import architectures
 from tools.grafana import grafana
 from tools.headline import headline
@@ -101,6 +103,7 @@ def wanted(root: Path) -> dict[Path, str]:
         root / "docs" / "backends.md": backends(runs),
         root / "docs" / "formats.md": formats(),
         root / "docs" / "metrics.md": metrics(),
+        root / "docs" / "gpu-tests.md": gpu_tests.page(root),
         root / "docs" / "grafana.json": grafana(),
     }
     table_of_runs = root / "turnout" / "moe" / "planning" / "hardware_evidence.py"

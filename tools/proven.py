@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from xml.etree import ElementTree
+
+from tools import gpu_tests
 
 Runs = dict[str, dict[str, str]]  # backend -> {device: day of the latest result}
 TABLE = re.compile(r"^RUNS: .*?\}$", re.MULTILINE | re.DOTALL)
@@ -28,23 +29,12 @@ def backends_run(results: Path, names: Mapping[str, str]) -> Runs:
             for name in {row.get("runner"), row.get("dispatcher")} & set(names):
                 if not row.get("error_message"):
                     ran(name, result["device"], result["date"])
-    for file in sorted(results.glob("test-gpu-*.xml")):
-        for name, device, day in passed(file):
-            if name in names:
-                ran(name, device, day)
+    for _, result in gpu_tests.load(results):
+        for about in result["tests"].values():
+            for name in {about.get("runner"), about.get("dispatcher")} & set(names):
+                if about["outcome"] == "passed":
+                    ran(name, result["device"], result["started"][:10])
     return {name: dict(sorted(runs[name].items())) for name in sorted(runs)}
-
-
-def passed(file: Path) -> Iterator[tuple[str, str, str]]:
-    """(backend, device, day) of each test that passed, as tests/evidence.py wrote it into junit XML."""
-    for suite in ElementTree.parse(file).iter("testsuite"):
-        for case in suite.iter("testcase"):
-            found = [(p.get("name"), p.get("value", "")) for p in case.iter("property")]
-            device = dict(found).get("device")
-            if device and not any(case.find(end) is not None for end in ("failure", "error", "skipped")):
-                for name, value in found:
-                    if name == "backend":
-                        yield value, device, suite.get("timestamp", "")[:10]
 
 
 def with_runs(module: str, runs: Runs) -> str:
