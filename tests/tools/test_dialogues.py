@@ -12,11 +12,11 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.tools.test_wordmath import EQUATION, evaluate
-from tools.demo import paraphrase, sums
+from tools.demo import calls, fields, paraphrase, sums, words
 from tools.demo.chat import CHAT_TEMPLATE, END, prompt, segments
 from tools.demo.dialogues import Conversation, heldout, stream
 from tools.demo.numbers import spelled
-from tools.demo.stories import scenes, told, unseen
+from tools.demo.stories import frames, scenes, told, unseen
 from tools.demo.stories.draw import Draw
 from tools.demo.wording import HELDOUT_NOUNS, Wording
 
@@ -61,7 +61,7 @@ def test_every_equation_holds_and_leads_to_the_answer(unseen_words):
     rng = random.Random(3)
     for _ in range(COUNT):
         d = Wording(rng, unseen_words)
-        story = d.one(*told.STORIES, *scenes.STORIES, *sums.STORIES)(d)
+        story = d.one(*told.STORIES, *scenes.STORIES, *sums.STORIES, *frames.STORIES)(d)
         results = []
         for step in story.steps:
             equation = EQUATION.search(step)
@@ -87,8 +87,58 @@ def test_held_out_words_are_not_in_training(conversations):
     assert not [noun for noun in HELDOUT_NOUNS if re.search(rf"\b{noun}s?\b", text)]
     names = {tool["function"]["name"] for c in conversations for tool in c.tools}
     assert not names & {"arithmetic", "do_sum", "converter", "unit_convert"}
-    for phrase in ("do you know", "comes to how much", "figure out", "i wonder what", "let the machine"):
-        assert phrase not in text
+    assert not json_keys(conversations) & {"buyer", "article", "pieces", "price_each", "location"}
+    phrases = (
+        "do you know|comes to how much|figure out|i wonder what|let the machine|two things|turn it into json|"
+        "would be how many|together with|split by|reduced by|was born|is the home of|we shipped"
+    )
+    for phrase in phrases.split("|"):
+        assert phrase not in text, phrase
+
+
+def json_keys(conversations: list[Conversation]) -> set[str]:
+    answers = [c.messages[-1]["content"] for c in conversations]
+    return {key for text in answers if text.startswith("{") for key in json.loads(text)}
+
+
+def test_training_is_varied(conversations):
+    """Names and keys hardly come twice, so that they can only be copied from the prompt."""
+    offered = [tool["function"] for c in conversations for tool in c.tools]
+    assert len({tool["name"] for tool in offered}) > 0.4 * len(offered)
+    assert len({key for tool in offered for key in tool["parameters"]["properties"]}) > 300
+    assert len(json_keys(conversations)) > 300
+    openings = [" ".join(c.messages[-1]["content"].split()[:3]) for c in conversations]
+    assert len(set(openings)) > 1000
+
+
+def test_arguments_can_be_read_off_the_request():
+    rng = random.Random(6)
+    for _ in range(800):
+        t = calls.varied(Wording(rng, False))
+        offered = {
+            tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in t.offered.tools
+        }
+        assert len(offered) == len(t.offered.tools)
+        for call in t.calls:
+            assert list(call.arguments) == list(offered[call.name])
+            if call.name != t.offered.calculator[0]:
+                assert all(str(value).lower() in t.question.lower() for value in call.arguments.values()), t
+
+
+def test_facts_can_be_read_off_the_text():
+    rng = random.Random(7)
+    for _ in range(800):
+        question, value = fields.varied(Wording(rng, False))
+        for key, fact in value.items():
+            assert key in question
+            assert isinstance(fact, bool) or str(fact) in question, (question, value)
+
+
+def test_made_up_words_are_never_held_out_ones():
+    d = Wording(random.Random(8), False)
+    made = {words.made_up(d) for _ in range(30_000)}
+    assert len(made) > 25_000
+    assert not made & words.KEPT_OUT
 
 
 def test_no_training_question_is_told_like_a_held_out_template(conversations):

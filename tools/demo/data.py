@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -39,6 +40,9 @@ class Batch:
         return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
 
 
+# Some questions are split into smaller tokens than need be (I. Provilkov et al., "BPE-dropout", 2020), so that a word
+# that training never had resembles those that share parts with it.
+BROKEN_SHARE, MERGE_DROPOUT = 0.35, 0.15
 # The tokens of one piece, and whether they are learned.
 Piece = tuple[list[int], bool]
 
@@ -49,6 +53,7 @@ class Conversations(IterableDataset):
     def __init__(self, tokenizer: Path, tokens: int, seed: str, row: int, *, problems_only: bool):
         self.tokenizer, self.tokens, self.seed, self.row = tokenizer, tokens, seed, row
         self.stream = word_problems if problems_only else stream
+        self.broken_share = 0.0 if problems_only else BROKEN_SHARE
 
     def __iter__(self) -> Iterator[Batch]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -72,13 +77,25 @@ class Conversations(IterableDataset):
                 rows = []
 
     def _documents(self, seed: str) -> Iterator[list[Piece]]:
-        encode = load_tokenizer(self.tokenizer).encode_batch_fast
+        exact, broken = load_tokenizer(self.tokenizer), load_tokenizer(self.tokenizer)
+        broken.model.dropout = MERGE_DROPOUT
+        rng = random.Random(seed)
         conversations = self.stream(seed)
         while True:
             parts = [_pieces(c) for c in islice(conversations, 256)]
-            encoded = iter(encode([text for pieces in parts for text, _ in pieces]))
-            for pieces in parts:
-                yield [(next(encoded).ids, learned) for _, learned in pieces]
+            # What is asked; what is answered is always written in the usual tokens.
+            apart = [rng.random() < self.broken_share for _ in parts]
+            wanted = [
+                (text, other and not learned)
+                for pieces, other in zip(parts, apart, strict=True)
+                for text, learned in pieces
+            ]
+            encoded = {
+                other: iter(core.encode_batch_fast([text for text, kind in wanted if kind == other]))
+                for other, core in ((False, exact), (True, broken))
+            }
+            for pieces, other in zip(parts, apart, strict=True):
+                yield [(next(encoded[other and not learned]).ids, learned) for _, learned in pieces]
 
 
 def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:

@@ -1,7 +1,7 @@
 """What the demo model is trained on and measured with: conversations of every kind, drawn without end.
 
 Training draws from all stories (tools/demo/stories but unseen.py), retold (paraphrase.py), from plain arithmetic,
-tool calls and JSON answers. Held-out conversations use templates, phrasings, names of tools and keys that training
+tool calls and JSON answers; half of it with words, names and keys that are made up as it goes (words.py). Held-out conversations use templates, phrasings, names of tools and keys that training
 never sees.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.demo import calls, fields, sums, wordmath
+from tools.demo import calls, fields, sums, wordmath, words
 from tools.demo.chat import Message, Tools
 from tools.demo.paraphrase import paraphrased
-from tools.demo.stories import DRAWN, scenes, told, unseen
+from tools.demo.stories import DRAWN, frames, scenes, told, unseen
 from tools.demo.stories.draw import Draw, Story
-from tools.demo.wording import Wording
+from tools.demo.wording import Wording, cap
 from turnout.evals.wordmath import extract_answer
 
 SYSTEM_SHARE, THINKING_SHARE, OFFERED_ANYWAY = 0.08, 0.15, 0.03
@@ -67,12 +67,12 @@ def _draw(d: Wording) -> Conversation:
     kind = d.rng.random()
     if kind < 0.012:
         return Conversation([*_system(d), _user(d.one(*_GREETINGS)), _assistant(_INTRODUCTION)])
-    if kind < 0.14:
+    if kind < 0.24:
         return _tool_conversation(d)
-    if kind < 0.20:
+    if kind < 0.38:
         return _json_conversation(d)
     messages = _system(d)
-    tools = calls.offer(d).tools if d.chance(OFFERED_ANYWAY) else []
+    tools = calls.varied(d).offered.tools if d.chance(OFFERED_ANYWAY) else []
     for _ in range(d.one(1, 1, 1, 1, 1, 1, 1, 2)):
         story = problem(Wording(d.rng, d.unseen), sums_too=not tools)
         thinks = len(messages) <= 1 and d.chance(THINKING_SHARE)
@@ -88,10 +88,13 @@ def problem(d: Wording, sums_too: bool = True) -> Story:
     if kind < 0.16 and sums_too:
         story = d.one(*sums.STORIES)(d)
         return story if d.chance(0.85) else paraphrased(Wording(d.rng, d.unseen), story)
-    if kind < 0.46 and not d.unseen:
+    if kind < 0.36 and not d.unseen:
         story = _template(d.rng)
         return story if d.chance(0.25) else paraphrased(d, story)
-    story = d.one(*told.STORIES)(d) if kind < 0.80 or d.unseen else d.one(*scenes.STORIES)(d)
+    if kind < 0.70 and not d.unseen:
+        story = frames.framed(d)
+        return story if d.chance(0.4) else paraphrased(d, story)
+    story = d.one(*told.STORIES)(d) if kind < 0.90 or d.unseen else d.one(*scenes.STORIES)(d)
     return story if d.chance(0.3) else paraphrased(d, story)
 
 
@@ -112,7 +115,7 @@ def _answered(story: Story, thinks: bool) -> Message:
 
 
 def _tool_conversation(d: Wording) -> Conversation:
-    t = calls.dialogue(d)
+    t = calls.dialogue(d) if d.chance(0.25) else calls.varied(d)
     messages = [*_system(d), _user(t.question), _called(t.calls)]
     thinks = d.chance(THINKING_SHARE)
     thought = "I call " + " and ".join(call.name for call in t.calls) + "." if thinks else None
@@ -125,8 +128,10 @@ def _tool_conversation(d: Wording) -> Conversation:
 
 
 def _json_conversation(d: Wording) -> Conversation:
-    story = d.chance(0.35)
-    question, value = fields.worked(d, _short(d)) if story else fields.extraction(d)
+    if d.chance(0.2):
+        question, value = fields.worked(d, _short(d))
+    else:
+        question, value = fields.extraction(d) if d.chance(0.25) else fields.varied(d)
     thought = "The keys are " + ", ".join(value) + "." if d.chance(THINKING_SHARE) else None
     answer = _assistant(json.dumps(value, ensure_ascii=False), thought)
     return Conversation([*_system(d), _user(question), answer])
@@ -139,7 +144,10 @@ def _short(d: Wording) -> Story:
 
 
 def _system(d: Wording) -> list[Message]:
-    return [{"role": "system", "content": d.one(*_SYSTEMS)}] if d.chance(SYSTEM_SHARE) else []
+    if not d.chance(SYSTEM_SHARE):
+        return []
+    any_words = not d.unseen and d.chance(0.4)
+    return [{"role": "system", "content": cap(words.phrase(d, 9)) + "." if any_words else d.one(*_SYSTEMS)}]
 
 
 def _user(text: str) -> Message:

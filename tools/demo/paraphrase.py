@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tools.demo import words
 from tools.demo.numbers import spelled
 from tools.demo.stories.draw import Story
 from tools.demo.wording import Wording, plural_of
@@ -40,6 +41,7 @@ _IDLE = (
     "clouds in the sky.", "Next to it lies a book with {k} pages.", "{n} bought {k} {t} for somebody else last year.",
 )  # fmt: skip
 _NEW_IDLE = ("{n} wears size {k}.", "The trip there took {k} minutes.", "{n} plays football on Sundays.")
+_STRANGE = re.compile(r"(?<![$\w'{])[a-z]{3,}(?![\w'])")
 _SENTENCE = re.compile(r"(?<=[.?!]) (?=[A-Z0-9])")
 
 
@@ -48,6 +50,8 @@ def paraphrased(d: Wording, story: Story) -> Story:
     text = story.question
     if d.chance(0.35):
         text = _WORDS.sub(lambda m: d.one(*_SYNONYMS[m[1]]) if d.chance(0.4) else m[1], text)
+    if not d.unseen and d.chance(0.25):
+        text = _strange(d, text, set(" ".join(story.steps).lower().split()))
     if d.chance(0.2):
         text = _idle(d, text)
     if d.chance(0.3):
@@ -82,13 +86,37 @@ def _in_words(d: Wording, text: str) -> str:
     return out[:1].upper() + out[1:]
 
 
+def _strange(d: Wording, text: str, kept: set[str]) -> str:
+    """One to three words that the working does not repeat, replaced or with others put between. What an unknown word
+    means then follows from those around it."""
+    for _ in range(d.one(1, 1, 2, 3)):
+        found = [m for m in _STRANGE.finditer(text) if m[0] not in kept]
+        if not found:
+            return text
+        at = d.one(*found)
+        other = words.any_word(d)
+        kept = kept | {other}
+        text = text[: at.start()] + (f"{other} {at[0]}" if d.chance(0.4) else other) + text[at.end() :]
+    return text
+
+
 def _idle(d: Wording, text: str) -> str:
     """With a sentence that has nothing to do with the question."""
     name = d.someone().name
-    said = d.say(*_IDLE, new=_NEW_IDLE).format(n=name, k=d.number(2, 60), t=plural_of(d.thing("goods")))
+    idle = _made_up_idle(d) if not d.unseen and d.chance(0.5) else d.say(*_IDLE, new=_NEW_IDLE)
+    said = idle.format(n=name, k=d.number(2, 60), t=plural_of(d.thing("goods")))
     sentences = _SENTENCE.split(text)
     at = d.number(0, max(0, len(sentences) - 1))
     return " ".join([*sentences[:at], said[:1].upper() + said[1:], *sentences[at:]])
+
+
+def _made_up_idle(d: Wording) -> str:
+    """`{n} {verb} {k} ...`, of any words."""
+    verb = words.any_word(d)
+    return d.one(f"{{n}} {verb}s {words.phrase(d, 3)}.", f"{{n}} {verb}s {{k}} {words.phrase(d, 2)}.", f"The {words.any_word(d)} "
+                 f"is {words.any_word(d)}.", f"The {words.any_word(d)} {verb}s {{k}} {words.any_word(d)}.", f"{{n}}'s "
+                 f"{words.any_word(d)} is {words.any_word(d)}.", f"{{n}}'s {words.any_word(d)} is {{k}}.",
+                 f"There is {words.phrase(d, 2)} in the {words.any_word(d)}.").replace(" .", ".")  # fmt: skip
 
 
 def _question_first(text: str) -> str:

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+from tools.demo import calls
 from tools.demo.numbers import spelled
 from tools.demo.stories.arithmetic import divide, minus, percent, plus, times
 from tools.demo.stories.draw import Story
 from tools.demo.wording import Wording
 
 _SIGNS = {
-    "+": ((" + ", "+", " plus ", " and ", " added to "), (" together with ",)),
-    "-": ((" - ", "-", " minus ", " take away ", " less ", " − "), (" reduced by ",)),
-    "*": ((" * ", "*", " x ", "x", " × ", "×", " times ", " multiplied by ", " · "), (" lots of ",)),
-    "/": ((" / ", "/", " ÷ ", "÷", " divided by ", " over ", ":"), (" split by ",)),
+    "+": (
+        (" + ", "+", " plus ", " and ", " added to ", " increased by ", " combined with "),
+        (" together with ",),
+    ),
+    "-": (
+        (
+            " - ",
+            "-",
+            " minus ",
+            " take away ",
+            " less ",
+            " − ",
+            " decreased by ",
+            " lowered by ",
+            " without ",
+        ),
+        (" reduced by ",),
+    ),
+    "*": (
+        (
+            " * ",
+            "*",
+            " x ",
+            "x",
+            " × ",
+            "×",
+            " times ",
+            " multiplied by ",
+            " · ",
+            " multiplied with ",
+            " groups of ",
+            " sets of ",
+        ),
+        (" lots of ",),
+    ),
+    "/": (
+        (" / ", "/", " ÷ ", "÷", " divided by ", " over ", ":", " divided into ", " shared by "),
+        (" split by ",),
+    ),
 }
 _FRAMES = (
     "{e}", "{e}", "{e}", "{e}=", "{e} =", "{e} = ?", "{e}?", "What is {e}?", "what is {e}", "what's {e}?", "What's {e}?",
@@ -30,6 +66,8 @@ _NEW_FRAMES = (
 
 
 def asked(d: Wording, expression: str) -> str:
+    if not d.unseen and d.chance(0.5):
+        return calls.sum_request(d, expression)
     return d.say(*_FRAMES, new=_NEW_FRAMES).format(e=expression)
 
 
