@@ -93,6 +93,7 @@ ORDER = {
         "verify",
         "llm",
         "worker",
+        "fork_server",
     ],
     # Nothing imports a backend by name: capabilities/declared.py finds them through turnout/registry.py.
     "moe": [
@@ -394,6 +395,7 @@ TORCH_FREE = [
     "turnout.engine.scheduler.scheduler",
     "turnout.engine.tokenizer",
     "turnout.engine.worker",
+    "turnout.engine.fork_server",
     "turnout.evals.wordmath",
     *sorted(m for m in MODULES if part_of(m) == "server"),
 ]

@@ -38,8 +38,15 @@ def free_port() -> int:
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     """The rank processes that have not ended, in the order of their start."""
     children = psutil.Process(server.process.pid).children()
-    ranks = [process for process in children if "turnout.engine.worker" in _cmdline(process)]
+    fork_servers = [process for process in children if "turnout.engine.fork_server" in _cmdline(process)]
+    ranks = [rank for fork_server in fork_servers for rank in _children(fork_server)]
     return sorted(ranks, key=lambda process: process.create_time())
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children()
+    return []
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

@@ -41,5 +41,5 @@ def install() -> None:
         signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
 
 
-if "turnout.engine.worker" in sys.orig_argv:
+if "turnout.engine.fork_server" in sys.orig_argv:
     install()

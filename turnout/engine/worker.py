@@ -1,4 +1,4 @@
-"""The engine process of one rank: `python -m turnout.engine.worker`, started by the server.
+"""The engine process of one rank: a copy of the fork server (fork_server.py), started by the server.
 
 Standard input brings one line of JSON, a `Start`, and then stays open; its end means that the server is
 gone. Signals are the server's business: a terminal or a service manager sends them to the whole group, and
@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -98,8 +98,13 @@ def main() -> int:
         signal.signal(name, signal.SIG_IGN)
     startup = StartupTimes()
     place_temporary_files()
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    orders = sys.stdin.buffer.readline()
+    if not orders:  # the server has ended
+        return 1
+    start = msgspec.json.decode(orders, type=Start)
     leave_with_launcher(sys.stdin.fileno(), start.folder)
+    if sys.platform == "linux":
+        Path("/proc/self/comm").write_text(f"turnout rank {start.rank}")
     context = zmq.Context()
     commands = _connect(context, zmq.DEALER, start.commands, start.curve, start.identity)
     events = _connect(context, zmq.PUSH, start.events, start.curve)
@@ -269,7 +274,18 @@ def _connect(
     return socket
 
 
+def main_and_exit() -> NoReturn:
+    """`main`, and then the end of this process: taking torch apart in order takes seconds, and the server
+    waits."""
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # taking torch apart in order takes seconds, and the server waits
+    main_and_exit()

@@ -97,6 +97,11 @@ def process_of(root: str, rank: int) -> psutil.Process:
     return psutil.Process(httpx.get(f"{root}/server_info").json()["ranks"][rank]["pid"])
 
 
+def starter_of(rank: psutil.Process) -> psutil.Process:
+    """The `turnout rank` whose fork server made the process."""
+    return rank.parents()[1]
+
+
 def test_answers_are_those_of_one_rank(served: str, root: str):
     for prompt in PROMPTS:
         body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -113,7 +118,7 @@ def test_a_killed_one_is_replaced_by_one_that_dials_in(dialled: Dialled, served:
     """Requests wait meanwhile; the process of the killed one's rank has ended with it."""
     running = [Background(served, tokens=TOKENS, prompt=prompt) for prompt in ("one", "another")]
     orphan = process_of(served, 0)
-    killed = next(rank for rank in dialled.ranks if rank.pid == orphan.ppid())
+    killed = next(rank for rank in dialled.ranks if rank.pid == starter_of(orphan).pid)
     killed.kill()
     assert eventually(lambda: not is_ready(served), 5)
     assert eventually(lambda: has_ended(orphan))
@@ -131,10 +136,10 @@ def test_a_spare_takes_over(dialled: Dialled, served: str):
     assert eventually(lambda: psutil.Process(spare.pid).net_connections())
     running = Background(served, tokens=TOKENS)
     worker = process_of(served, 1)
-    psutil.Process(worker.ppid()).terminate()  # told to stop, it says so
+    starter_of(worker).terminate()  # told to stop, it says so
     assert running.result()[-1] == "[DONE]"
     assert "it was told to stop" in httpx.get(f"{served}/server_info").json()["last_failure"]
-    assert spare.pid in {process_of(served, rank).ppid() for rank in (0, 1)}
+    assert spare.pid in {starter_of(process_of(served, rank)).pid for rank in (0, 1)}
 
 
 def test_those_without_the_secret_are_refused(dialled: Dialled, served: str, tmp_path: Path):

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
@@ -28,13 +28,24 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when the t
 OnExit = Callable[[int, int], None]  # rank, exit code (negative: of the signal that ended it)
 
 
+class RankProcess(Protocol):
+    """What is needed of a subprocess.Popen. pid: None if it is not known yet."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 class LocalLauncher:
     """The processes of some ranks. Not thread-safe."""
 
     def __init__(self, purpose: str):
         """purpose: of the folder, for the error where none can be made. Raises UserError."""
         self.folder = private_folder(purpose)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, RankProcess] = {}
 
     def start(
         self,
@@ -58,9 +69,13 @@ class LocalLauncher:
             env=dict(environment),
             pass_fds=pass_fds,
         )
+        self.watch(rank, process, on_exit)
+        return process
+
+    def watch(self, rank: int, process: RankProcess, on_exit: OnExit) -> None:
+        """`process` is `rank`, see `start`."""
         self.processes[rank] = process
         threading.Thread(target=lambda: on_exit(rank, process.wait()), daemon=True).start()
-        return process
 
     def kill(self) -> None:
         """End all processes at once; `wait` for them to be gone."""
@@ -89,8 +104,7 @@ def leave_with_launcher(lifeline: int, folder: str) -> None:
     lifeline: a descriptor on which nothing comes before its end. folder: the launcher's, removed then.
     """
 
-    if sys.platform == "linux":  # a process that is stopped does not see the end of its lifeline
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    resume_when_parent_ends()
 
     def watch() -> None:
         while os.read(lifeline, 1):
@@ -99,6 +113,12 @@ def leave_with_launcher(lifeline: int, folder: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def resume_when_parent_ends() -> None:
+    """Let this process run on, if it is stopped, when its parent ends: it would not see that otherwise."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def network_environment(towards: str = "127.0.0.1") -> dict[str, str]:

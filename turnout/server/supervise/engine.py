@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from turnout.config import ServerConfig
+from turnout.engine.fork_server import ForkServer
 from turnout.engine.messages import AddRequest, EngineStats, Ready, RequestOutput
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
@@ -51,6 +52,7 @@ class EngineSupervisor:
         self.ledger = Ledger(config.max_request_restarts, config.random_seed)
         self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
+        self._fork_server = ForkServer()
         self._others = RemoteRanks(config, secret)
         self._leaving = False
         self._told_to_stop = asyncio.Event()
@@ -104,6 +106,7 @@ class EngineSupervisor:
             self.ledger.fail(self.failure)
             raise
         finally:
+            self._fork_server.close()
             await self._others.close(reason)
 
     async def _live(self) -> None:
@@ -212,7 +215,8 @@ class EngineSupervisor:
         return "running" if group.busy else "idle"
 
     def _make_group(self, life: int, config: ServerConfig, remote: Sequence[RemoteRank]) -> EngineGroup:
-        local = self._local = LocalRanks(config, range(config.tp_size - len(remote)), secret=self._secret)
+        ranks = range(config.tp_size - len(remote))
+        local = self._local = LocalRanks(config, ranks, self._fork_server, secret=self._secret)
         try:
             return EngineGroup(config, [local, *remote], self._rendezvous(life, local.folder), self._secret)
         except UserError:

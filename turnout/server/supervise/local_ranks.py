@@ -10,8 +10,6 @@ import asyncio
 import json
 import logging
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from turnout.config import Config, ServerConfig
+from turnout.engine.fork_server import ForkServer
 from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, network_environment
 from turnout.parallel.health import Board, Reading
 from turnout.server.supervise.secret import curve_keys
@@ -83,12 +82,14 @@ class LocalRanks:
         self,
         config: ServerConfig,
         ranks: range,
+        fork_server: ForkServer,
         *,
         secret: bytes = b"",
         environment: Mapping[str, str] | None = None,
     ):
         """secret: for sockets that reach other hosts, see secret.py. environment: beyond ours."""
         self.ranks = ranks
+        self._fork_server = fork_server
         self._secret, self._environment = secret, dict(environment or {})
         self.where = socket.gethostname()
         self._launcher = LocalLauncher("the sockets between the processes of the server")
@@ -117,16 +118,9 @@ class LocalRanks:
 
         environment = network_environment(rendezvous.towards) | self._environment
         for rank in self.ranks:
-            process = self._launcher.start(
-                rank,
-                ["-m", "turnout.engine.worker"],
-                report,
-                environment=environment,
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-            )
+            process = self._fork_server.fork(environment)
+            self._launcher.watch(rank, process, report)
             self._running += 1
-            assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended already, as `report` says
                 process.stdin.write(self._orders(rendezvous, rank))
 

@@ -27,6 +27,7 @@ from turnout.cache import place_temporary_files
 from turnout.checkpoint.fingerprint import fingerprint
 from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
+from turnout.engine.fork_server import ForkServer
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import split_address
@@ -63,11 +64,18 @@ class RankAgent:
         self._head, self._address = head, address
         self._secret, self._hello, self._own, self._patience = secret, hello, own, patience
         self._ranks: LocalRanks | None = None
+        self._fork_server = ForkServer()
         self._rank = self._number = 0
         self._contact = time.monotonic()  # with the head, the last one
 
     async def run(self) -> int:
         """The exit code. Raises UserError."""
+        try:
+            return await self._serve_heads()
+        finally:
+            self._fork_server.close()
+
+    async def _serve_heads(self) -> int:
         while True:
             try:
                 code = await self._connect()
@@ -159,7 +167,11 @@ class RankAgent:
         environment = {"CUDA_VISIBLE_DEVICES": start.gpus} if start.gpus else {}
         self._rank = start.rank
         self._ranks = LocalRanks(
-            config, range(start.rank, start.rank + 1), secret=self._secret, environment=environment
+            config,
+            range(start.rank, start.rank + 1),
+            self._fork_server,
+            secret=self._secret,
+            environment=environment,
         )
         await self._ranks.start(start.rendezvous, on_exit)
 

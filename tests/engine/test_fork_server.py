@@ -1,0 +1,99 @@
+"""The fork server by itself: what its copies are, and how each of them, it, or its starter may end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.server.processes import eventually, has_ended
+from turnout.engine.fork_server import ForkedProcess, ForkServer
+
+
+class Forked:
+    """A rank without orders: it waits for them on its standard input. A thread waits for its end."""
+
+    def __init__(self, server: ForkServer):
+        self.process: ForkedProcess = server.fork(dict(os.environ))
+        self.codes: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.codes.append(self.process.wait()), daemon=True)
+        self._thread.start()
+
+    def system(self) -> psutil.Process:
+        """Once it runs."""
+        assert eventually(lambda: self.process.pid is not None)
+        return psutil.Process(self.process.pid)
+
+    def code(self) -> int:
+        self._thread.join(60)
+        return self.codes[0]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+def test_copies_have_imported_torch_and_tell_how_they_end(server: ForkServer):
+    ranks = [Forked(server) for _ in range(3)]
+    first, second, third = (rank.system() for rank in ranks)
+    assert first.parent() == second.parent() == third.parent()
+    assert any("libtorch_cpu" in mapped.path for mapped in first.memory_maps())
+    assert first.num_threads() == 1
+    first.send_signal(signal.SIGSEGV)
+    assert ranks[0].code() == -signal.SIGSEGV
+    ranks[1].process.stdin.close()  # as when the server ends before it gave orders
+    assert ranks[1].code() == 1
+    assert third.is_running()
+    ranks[2].process.kill()
+    assert ranks[2].code() == -signal.SIGKILL
+    assert eventually(lambda: not any(has_ended(child) for child in psutil.Process().children()))
+
+
+def test_ranks_end_when_the_fork_server_is_killed_and_another_takes_its_place(server: ForkServer):
+    rank = Forked(server)
+    process = rank.system()
+    process.parent().kill()
+    assert rank.code() == -signal.SIGKILL
+    assert eventually(lambda: has_ended(process))
+    again = Forked(server)
+    assert again.system().is_running()
+    again.process.kill()
+    assert again.code() == -signal.SIGKILL
+
+
+def test_killed_before_it_runs():
+    server = ForkServer()
+    rank = Forked(server)
+    rank.process.kill()
+    start = time.monotonic()
+    assert rank.code() == -signal.SIGKILL
+    assert time.monotonic() - start < 30
+    server.close()
+
+
+def test_a_killed_starter_takes_the_fork_server_along():
+    code = (
+        "import os, time\n"
+        "from turnout.engine.fork_server import ForkServer\n"
+        "server = ForkServer()\n"
+        "server.fork(dict(os.environ))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "ready\n"
+        children = psutil.Process(starter.pid).children(recursive=True)
+        assert children
+        starter.kill()
+    assert eventually(lambda: all(has_ended(child) for child in children))

@@ -1,0 +1,207 @@
+"""Rank processes as copies of one process that has imported what they need, which takes seconds otherwise.
+
+A fork server is single-threaded, computes nothing and opens no device, so that copies of it are as good as
+processes of their own; they share the memory of what was imported. For each rank it gets a message with two
+descriptors: the rank's standard input, and a pipe on which it tells the rank's process id and, once that has
+ended, how. It ends when its starter does, and a rank does by its standard input. Torch-free until it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from turnout.cache import place_temporary_files
+from turnout.engine import worker
+from turnout.engine.ranks.local_launcher import resume_when_parent_ends
+
+NUMBER = 8  # bytes of a process id or exit code on a pipe
+IMPORTED = (
+    "torch.distributed",
+    "turnout.engine.builder",
+    "turnout.engine.engine_plan",
+    "turnout.engine.ranks.rendezvous",
+    "turnout.models.decoder",
+    "turnout.moe.backends.local.dispatcher",
+)
+IMPORTED_ON_CPU = (
+    "turnout.kernels.cpu.attention",
+    "turnout.kernels.cpu.route",
+    "turnout.kernels.cpu.rows",
+    "turnout.moe.backends.cpu.runner",
+)
+
+
+class ForkedProcess:
+    """A rank process, used like a subprocess.Popen. pid: None until it runs. stdin: its standard input."""
+
+    def __init__(self, server: subprocess.Popen[bytes], stdin: int, status: int):
+        """stdin: where to write. status: where the fork server tells of it. Both are closed here."""
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
+        self.pid: int | None = None
+        self._server, self._status = server, status
+        self._process: psutil.Process | None = None
+        self._killed = False
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        """End it at once; if it does not run yet, the fork server too, which is importing."""
+        with self._lock:
+            self._killed = True
+            if self.pid is None:
+                self._server.kill()
+            self._kill()
+
+    def wait(self) -> int:
+        """The exit code once it has ended, negative: of the signal that did it. To be called once."""
+        with os.fdopen(self._status, "rb", buffering=0) as status:
+            pid = status.read(NUMBER)
+            if not pid:  # the fork server failed, or was killed
+                return self._server.wait()
+            with self._lock:
+                self.pid = int.from_bytes(pid, "little")
+                with suppress(psutil.NoSuchProcess):
+                    self._process = psutil.Process(self.pid)
+                if self._killed:
+                    self._kill()
+            if code := status.read(NUMBER):
+                return int.from_bytes(code, "little", signed=True)
+        with self._lock:  # without the fork server there is no one to tell how it ends: it ends now
+            self._kill()
+        if self._process is not None:
+            self._process.wait()
+        return -signal.SIGKILL
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(psutil.NoSuchProcess):
+                self._process.kill()
+
+
+class ForkServer:
+    """The starter's side; starts a server process when one is needed, and another one if that has ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._commands: socket.socket | None = None
+        self._environment: dict[str, str] = {}
+
+    def fork(self, environment: Mapping[str, str]) -> ForkedProcess:
+        """A rank process (worker.py) with these environment variables and our standard error."""
+        if self._process is None or self._process.poll() is not None or self._environment != environment:
+            self.close()
+            self._start(dict(environment))
+        assert self._process is not None
+        assert self._commands is not None
+        stdin, ours = os.pipe()
+        status, theirs = os.pipe()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended meanwhile, as `wait` finds
+            socket.send_fds(self._commands, [b"f"], [stdin, theirs])
+        os.close(stdin)
+        os.close(theirs)
+        return ForkedProcess(self._process, ours, status)
+
+    def close(self) -> None:
+        """End the server process; ranks go on."""
+        if self._commands is not None:
+            self._commands.close()
+            self._commands = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._commands, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "turnout.engine.fork_server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+
+def main(commands: socket.socket) -> NoReturn:
+    """Import, and then fork as told, until `commands` ends."""
+    resume_when_parent_ends()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    place_temporary_files()
+    can_fork = sys.platform == "linux"  # elsewhere system libraries do not survive it
+    if can_fork:
+        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+        for module in IMPORTED if has_gpu else IMPORTED + IMPORTED_ON_CPU:
+            importlib.import_module(module)
+        can_fork = not _driver_is_open()
+        gc.collect()
+        gc.freeze()  # a collection in a copy would write to the memory that all share
+    running: dict[int, int] = {}  # process id: its status pipe
+
+    def reap(number: int, frame: FrameType | None) -> None:
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            _tell(running[pid], os.waitstatus_to_exitcode(status))
+            os.close(running.pop(pid))
+
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        message, (*descriptors,), _, _ = socket.recv_fds(commands, 1, 2)
+        if not message:
+            os._exit(0)
+        stdin, status = descriptors
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for descriptor in (commands.detach(), status, *running.values()):
+                os.close(descriptor)
+            _become_rank(stdin, can_fork)
+        running[pid] = status
+        os.close(stdin)
+        _tell(status, pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _become_rank(stdin: int, can_fork: bool) -> NoReturn:
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    if not can_fork:
+        os.execv(sys.executable, [sys.executable, "-m", "turnout.engine.worker"])
+    worker.main_and_exit()
+
+
+def _tell(status: int, number: int) -> None:
+    with suppress(BrokenPipeError):
+        os.write(status, number.to_bytes(NUMBER, "little", signed=True))
+
+
+def _driver_is_open() -> bool:
+    """Whether an import has opened NVIDIA's driver, which does not work in copies of this process."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if str(descriptor.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
