@@ -83,7 +83,7 @@ def load_model(
     if torch.device(device).type == "cuda":
         redirect_compilers()
     from turnout.kernels.common import rowwise
-    from turnout.models.decoder import Decoder
+    from turnout.models.decoder_weights import DecoderReader
     from turnout.models.weights import Weights
 
     spec = _read_spec(checkpoint.config, drafts)
@@ -92,7 +92,7 @@ def load_model(
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     multiply = rowwise.linear if plan.deterministic else torch.nn.functional.linear
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
-    model = Decoder(spec, weights, plan, groups, progress or _silent, make_runner)
+    model = DecoderReader(spec, weights, plan, groups, make_runner).read(progress or _silent)
     _skip(checkpoint, spec)
     _refuse_unread(checkpoint, spec)
     return model

@@ -1,4 +1,4 @@
-"""The decoder that all families share, built from its `DecoderSpec`.
+"""The decoder that all families share, of parts that models/decoder_weights.py reads.
 
     x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  logits = head(norm(x))
 
@@ -13,48 +13,25 @@ the time of a small model on a CPU.
 Ranks that share requests (attention TP) split heads, dense MLPs and the vocabulary, and sum what they get
 wherever the residual stream is added to, so that it is whole, and the same bits, on each of them.
 
-Legend: N tokens of a step, S rows whose logits are wanted, H hidden, V vocabulary, E experts,
-Hq/Hkv query/KV heads, G = Hq + Hkv, D head size.
+Legend: N tokens of a step, S rows whose logits are wanted, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from turnout.attention import interface
-from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
-from turnout.checkpoint import ExpertShape
-from turnout.formats.experts import ExpertWeights, shard
 from turnout.kernels.common.rowwise import Linear
-from turnout.models.blocks import (
-    Attention,
-    Embedding,
-    GatedMLP,
-    GatedSharedExpert,
-    Head,
-    Norm,
-    Rotaries,
-    RotaryEmbedding,
-    WholeNorm,
-)
-from turnout.models.delta_net import read_delta_net
-from turnout.models.interface import ProgressFn, Step
-from turnout.models.latent_attention import LatentAttention, read_latent_attention
-from turnout.models.rope import NOPE
-from turnout.models.shares import Heads, Share, split, whole
-from turnout.models.spec import DecoderSpec
-from turnout.models.weights import Weights, release_freed_memory
+from turnout.models.blocks import Embedding, Head, Norm, Rotaries, RotaryEmbedding
+from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
-from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
-from turnout.moe.plan import MoEPlan
-from turnout.parallel.groups import SINGLE_RANK, Groups, shares
-from turnout.vocabulary import Phase, QKNorm, SharedExpert
+from turnout.vocabulary import Phase
 
 # The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
@@ -146,40 +123,25 @@ class DraftLayer:
 
 
 class Decoder:
-    """An `interface.Model`: the decoder of one rank, with its weights."""
+    """An `interface.DraftingModel` (with `draft`; else an `interface.Model`): the decoder of one rank."""
 
     def __init__(
         self,
-        spec: DecoderSpec,
-        weights: Weights,
-        plan: MoEPlan,
-        groups: Groups,
-        progress: ProgressFn,
-        make_runner: Callable[[int], Experts] | None = None,
+        shape: ModelShape,
+        *,
+        embed: Embedding,
+        head: Head,
+        ropes: Mapping[str, RotaryEmbedding],
+        layers: Sequence[DecoderLayer],
+        moe_layers: Sequence[MoELayer],
+        norm: Norm,
+        draft: DraftLayer | None = None,
     ):
-        """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
-        self._group = groups.attention_tp
-        ranks = self._group.size
-        local = tuple(layer.split(ranks) for layer in spec.shape.attention)
-        self.shape = shape = replace(spec.shape, attention=local)
-        self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
-        self._make_runner = make_runner
+        """shape: with this rank's heads. ropes: by name, as `AttentionSpec.rope` has it. moe_layers: those
+        among `layers` and the draft layer."""
+        self.shape, self._embed, self._head, self._ropes = shape, embed, head, ropes
+        self._layers, self._moe_layers, self._norm, self._draft = layers, moe_layers, norm, draft
         self.layers_begun = 0
-        self._embed, self._head = self._read_vocabulary()
-        ropes = {"default": spec.rope, NOPE: spec.rope.still()}
-        self._ropes = {
-            name: RotaryEmbedding(ropes[name], device=weights.device, dtype=weights.dtype)
-            for name in {layer.rope for layer in local}
-        }
-        self._layers: list[DecoderLayer] = []
-        self._moe_layers: list[MoELayer] = []
-        for i in range(shape.num_layers):
-            progress("loading layers", i, shape.num_layers)
-            self._layers.append(self._layer(i))
-            release_freed_memory()
-        progress("loading layers", shape.num_layers, shape.num_layers)
-        self._norm = self._read_norm(f"{spec.names.model}.norm")
-        self._draft = self._read_draft_layer(self._layers.pop()) if spec.drafts else None
 
     def forward(self, step: Step) -> Tensor:
         """See `interface.Model.forward`."""
@@ -221,206 +183,3 @@ class Decoder:
 
     def _rotary(self, positions_N: Tensor) -> Rotaries:
         return {name: rope(positions_N) for name, rope in self._ropes.items()}
-
-    def _layer(self, i: int) -> DecoderLayer:
-        names = self._spec.names
-        prefix = names.layer(i)
-        mlp: MLP
-        if i in self._spec.moe_layers:
-            mlp = moe = self._read_moe(i, f"{prefix}.{names.moe}")
-            self._moe_layers.append(moe)
-        else:
-            mlp = self._read_dense(f"{prefix}.{names.dense}")
-        return DecoderLayer(
-            attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
-            attention=self._read_mixer(i, prefix),
-            mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
-            mlp=mlp,
-        )
-
-    def _read_draft_layer(self, layer: DecoderLayer) -> DraftLayer:
-        hidden, prefix = self.shape.hidden_size, self._spec.names.layer(self.shape.num_layers - 1)
-        return DraftLayer(
-            token_norm=self._read_norm(f"{prefix}.enorm"),
-            hidden_norm=self._read_norm(f"{prefix}.hnorm"),
-            projection=self._weights.linear(f"{prefix}.eh_proj", whole(hidden), whole(2 * hidden)),
-            multiply=self._weights.multiply,
-            layer=layer,
-            norm=self._read_norm(f"{prefix}.shared_head.norm"),
-        )
-
-    def _read_vocabulary(self) -> tuple[Embedding, Head]:
-        size, hidden = self.shape.vocab_size, whole(self.shape.hidden_size)
-        rows = split(size, self._group)
-        names = self._spec.names
-        embedding_VH = self._weights.linear(f"{names.model}.embed_tokens", rows, hidden)
-        head_VH = embedding_VH
-        if not self._spec.tied_embeddings:
-            head_VH = self._weights.linear(names.head, rows, hidden)
-        embed = Embedding(embedding_VH, rows, self._group)
-        head = Head(head_VH, shares(size, self._group.size), self._group, self._weights.multiply)
-        return embed, head
-
-    def _read_norm(self, prefix: str) -> Norm:
-        weight_H = self._norm_weight(prefix, self.shape.hidden_size)
-        return Norm(weight_H, self._spec.norm_eps, self._weights.dtype)
-
-    def _norm_weight(self, prefix: str, size: int) -> Tensor:
-        """What a norm multiplies by [size]. 1 + weight is float32: bfloat16 would lose small weights."""
-        if not self._spec.norms_around_one:
-            return self._weights.tensor(f"{prefix}.weight", size)
-        stored = self._weights.checkpoint.tensor(f"{prefix}.weight", (size,), torch.float32)
-        return 1 + stored.to(self._weights.device)
-
-    def _read_mixer(self, i: int, prefix: str) -> Mixer:
-        layer = self._spec.shape.attention[i]
-        if not isinstance(layer, DeltaNetSpec):
-            return self._read_attention(i, f"{prefix}.self_attn")
-        prefix = f"{prefix}.{self._spec.names.recurrent}"
-        return read_delta_net(i, prefix, self._spec, layer, self._weights, self._group)
-
-    def _read_attention(self, i: int, prefix: str) -> Attention | LatentAttention:
-        spec, weights = self._spec, self._weights
-        H, heads = self.shape.hidden_size, Heads.of(spec.shape.attention[i], self._group)
-        if spec.latent:
-            return read_latent_attention(
-                i,
-                prefix,
-                heads,
-                spec.latent,
-                order=spec.rope.order,
-                weights=weights,
-                hidden=H,
-                group=self._group,
-            )
-        rows = {f"{prefix}.q_proj": heads.queries, f"{prefix}.k_proj": heads.keys}
-        rows[f"{prefix}.v_proj"] = heads.values
-        out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None
-        order = None if heads.spec.rope == NOPE else spec.rope.order
-        if spec.output_gate:
-            rows[f"{prefix}.q_proj"] = heads.queries.times(2)
-        qkv, gate = weights.fused(rows, whole(H)), None
-        if spec.output_gate:
-            qkv, gate = _without_gate(qkv, heads.spec)
-        return Attention(
-            i,
-            heads.spec,
-            qkv=self._in_order(qkv, order, heads.spec),
-            qkv_bias=self._in_order(weights.fused_bias(rows), order, heads.spec) if spec.qkv_bias else None,
-            out=weights.linear(f"{prefix}.o_proj", whole(H), heads.outputs),
-            out_bias=out_bias if self._group.rank == 0 else None,
-            qk_norm=self._read_qk_norm(i, prefix, order, heads),
-            sinks=self._read_sinks(prefix, heads.heads) if heads.spec.sinks else None,
-            gate=gate,
-            group=self._group,
-            linear=weights.multiply,
-        )
-
-    def _in_order(self, fused: Tensor, order: Sequence[int] | None, layer: AttentionSpec) -> Tensor:
-        """Rows of queries, keys and values, those of each query and key head in this order (`Rope.order`)."""
-        if order is None:
-            return fused
-        D, num_qk = layer.head_dim, layer.num_heads + layer.num_kv_heads
-        heads_GDx = fused[: num_qk * D].unflatten(0, (num_qk, D))
-        heads_GDx.copy_(heads_GDx[:, list(order)])
-        return fused
-
-    def _read_qk_norm(
-        self, i: int, prefix: str, order: Sequence[int] | None, heads: Heads
-    ) -> Norm | WholeNorm | None:
-        kind, local, whole_layer = self._spec.qk_norm, heads.spec, self._spec.shape.attention[i]
-        D, num_qk = local.head_dim, local.num_heads + local.num_kv_heads
-        if kind == QKNorm.NONE or (kind == QKNorm.UNIT and local.rope == NOPE):
-            return None
-        if kind == QKNorm.UNIT:
-            ones_GD = torch.ones(num_qk, D, dtype=self._weights.dtype, device=self._weights.device)
-            return Norm(ones_GD, self._spec.norm_eps)
-        parts = []
-        for name, share in ((f"{prefix}.q_norm", heads.queries), (f"{prefix}.k_norm", heads.keys)):
-            if kind == QKNorm.WHOLE:
-                weight = self._weights.tensor(f"{name}.weight", share.total)
-                parts.append(weight.narrow(0, share.start, share.size).view(-1, D))
-            else:
-                parts.append(self._norm_weight(name, D).expand(share.size // D, D))
-        weight_GD = torch.cat(parts)
-        if order is not None:
-            weight_GD = weight_GD[:, list(order)].contiguous()
-        if kind == QKNorm.HEAD:
-            return Norm(weight_GD, self._spec.norm_eps, self._weights.dtype)
-        return WholeNorm(
-            weight_GD,
-            self._spec.norm_eps,
-            num_q=local.num_heads,
-            total_q=whole_layer.num_heads,
-            total_k=whole_layer.num_kv_heads,
-            copies=self._group.size * local.num_kv_heads // whole_layer.num_kv_heads,
-            group=self._group,
-        )
-
-    def _read_sinks(self, prefix: str, heads: Share) -> Tensor:
-        sinks_H = self._weights.tensor(f"{prefix}.sinks", heads.total)
-        return sinks_H.narrow(0, heads.start, heads.size).float()
-
-    def _read_dense(self, prefix: str) -> GatedMLP:
-        inner = split(self._spec.dense_intermediate_size, self._group)
-        return self._weights.gated_mlp(prefix, self.shape.hidden_size, inner, self._group)
-
-    def _read_moe(self, i: int, prefix: str) -> MoELayer:
-        spec, names, weights = self._spec.moe, self._spec.names, self._weights
-        experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
-        dtype = torch.float32 if self._spec.router_float32 else None
-        bias_E = None
-        if self._spec.correction_bias:
-            name = f"{prefix}.{names.correction_bias}"
-            bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
-        router = f"{prefix}.{names.router}"
-        return MoELayer(
-            spec,
-            self._plan,
-            router_weight=weights.linear(router, experts, hidden, dtype=dtype),
-            router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
-            experts=self._read_experts(names.experts_of(i)),
-            correction_bias=bias_E,
-            shared_expert=self._read_shared(prefix),
-            groups=self._groups,
-            runner=self._make_runner(i) if self._make_runner else None,
-        )
-
-    def _read_experts(self, prefix: str) -> ExpertWeights:
-        spec, plan, topology = self._spec.moe, self._plan, self._groups.topology
-        experts = self._weights.checkpoint.experts(
-            prefix,
-            ExpertShape(
-                num_experts=spec.num_experts,
-                hidden=spec.hidden_size,
-                intermediate=spec.intermediate_size,
-                gated=spec.activation.gated,
-                biased=spec.expert_bias,
-            ),
-            first=plan.first_expert,
-            count=plan.num_local_experts,
-        )
-        return shard(experts, topology.expert_tp_rank, topology.expert_tp)
-
-    def _read_shared(self, prefix: str) -> GatedMLP | GatedSharedExpert | None:
-        """Its output is not summed here: a shard of it is part of the sum that the MoE layer makes."""
-        shared, H = self._spec.shared_expert, self.shape.hidden_size
-        if shared is None:
-            return None
-        inner = split(shared.intermediate_size, self._groups.world)
-        if self._plan.shared_expert == SharedExpert.WHOLE:
-            inner = whole(shared.intermediate_size)
-        name = f"{prefix}.{self._spec.names.shared_expert}"
-        mlp = self._weights.gated_mlp(name, H, inner, SINGLE_RANK.world)
-        if not shared.gated:
-            return mlp
-        gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))
-        return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)
-
-
-def _without_gate(rows: Tensor, layer: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """(queries, keys and values; gates), of rows in which each query head is followed by its gate."""
-    D, num_q = layer.head_dim, layer.num_heads
-    queries_H2DX = rows[: 2 * num_q * D].unflatten(0, (num_q, 2, D))
-    queries, gates = (queries_H2DX[:, i].flatten(0, 1) for i in (0, 1))
-    return torch.cat((queries, rows[2 * num_q * D :])), gates.contiguous()
