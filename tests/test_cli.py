@@ -23,7 +23,8 @@ from tests.test_cli_flags import ROOT, SHARED, commands
 from turnout import LLM, SamplingParams, __version__
 from turnout.checkpoint.locate import locate
 from turnout.cli import app, main
-from turnout.config import PANELS, Config, ServerConfig, flag_name
+from turnout.config import PANELS, Config, ServerConfig
+from turnout.flags import flag_name
 
 COMMANDS = sorted(commands().keys() - {SHARED, ROOT})
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import typer.main
 
 from turnout.cli import app
-from turnout.config import Config, ServerConfig, flag_name
+from turnout.config import Config, ServerConfig
+from turnout.flags import flag_name
 
 FROZEN = Path(__file__).with_name("cli_flags.txt")
 ROOT = "turnout"

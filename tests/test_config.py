@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnout.config import Config, ServerConfig, field_type, flag_name, load
+from turnout.config import Config, ServerConfig, load
 from turnout.errors import UserError
+from turnout.flags import field_type, flag_name
 
 
 @pytest.fixture(autouse=True)
@@ -150,9 +151,7 @@ def test_a_key_that_would_let_in_everybody_or_nobody_is_refused(key, tmp_path, m
 def test_every_field_has_help_and_a_default_of_its_type():
     for field in dataclasses.fields(ServerConfig):
         assert field.metadata["help"], field.name
-        assert type(field.default) is field_type(ServerConfig, field.name) or field.default is None, (
-            field.name
-        )
+        assert type(field.default) is field_type(field) or field.default is None, field.name
         assert flag_name(field.name).startswith("--")
 
 

@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "turnout").rglob("*.py"))
 
 # "" is turnout itself: its version, and lazy names.
-LEAVES = {"errors", "config", "cache", "registry", "vocabulary", ""}
+LEAVES = {"errors", "flags", "config", "cache", "registry", "vocabulary", ""}
 BOTTOM = {"parallel", "formats", "kernels"}
 BELOW_ENGINE = {"models", "attention", "moe", "checkpoint", *BOTTOM}
 MAY_IMPORT = {
     "errors": set(),
-    "config": {"errors"},
+    "flags": {"errors"},
+    "config": {"errors", "flags"},
     "cache": {"errors"},
     "registry": {"errors"},
     "vocabulary": set(),

@@ -11,33 +11,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from turnout.errors import UserError
+from turnout.flags import check_field, flag, parse_field
 
 C = TypeVar("C", bound="Config")
 
 DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
-
-
-def flag(
-    default: Any,
-    help: str,
-    *alias: str,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """A configuration field: its default, help line, alias flags and allowed values."""
-    metadata = {"help": help, "alias": alias, "choices": choices, "min": minimum, "max": maximum}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +171,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _check_field(f, getattr(self, f.name))
+            check_field(f, getattr(self, f.name))
 
     def describe(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -344,7 +330,7 @@ def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = No
     for name, f in known.items():
         raw = os.environ.get(f"TURNOUT_{name.upper()}")
         if raw is not None:
-            values[name] = _parse(f, raw, f"TURNOUT_{name.upper()}")
+            values[name] = parse_field(f, raw, f"TURNOUT_{name.upper()}")
     values |= {name: value for name, value in flags.items() if value is not None}
     return cls(**values)
 
@@ -379,18 +365,6 @@ def launched() -> Launched | None:
     return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
 
 
-def field_type(cls: type, name: str) -> type:
-    """The plain type (str, int, float or bool) of a field."""
-    hint = typing.get_type_hints(cls)[name]
-    if isinstance(hint, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    return hint
-
-
-def flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -409,25 +383,6 @@ def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _parse(f: dataclasses.Field, raw: str, where: str) -> Any:
-    kind = {"str": str, "int": int, "float": float, "bool": bool}[_type_name(f)]
-    if kind is bool:
-        if raw.lower() in ("1", "true", "yes", "on"):
-            return True
-        if raw.lower() in ("0", "false", "no", "off", ""):
-            return False
-        raise UserError(f"{where}={raw!r}: must be true or false")
-    try:
-        return kind(raw)
-    except ValueError:
-        raise UserError(f"{where}={raw!r}: must be of type {kind.__name__}") from None
-
-
-def _type_name(f: dataclasses.Field) -> str:
-    """`str`, `int`, `float` or `bool`; a field whose default is None (not given) may hold None, too."""
-    return str(f.type).removesuffix(" | None")
-
-
 def _check_key(key: str) -> None:
     """Raise UserError, without showing the key, if it would admit everyone or no one."""
     if not key:
@@ -441,24 +396,3 @@ def _check_key(key: str) -> None:
             f"--api-key: holds U+{ord(wrong):04X}, but clients can send only printable ASCII without spaces "
             "in the Authorization header; take such a key, e.g. from `openssl rand -hex 32`"
         )
-
-
-def _check_field(f: dataclasses.Field, value: Any) -> None:
-    if value is None and f.default is None:
-        return
-    where, kind = flag_name(f.name), _type_name(f)
-    kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,),
-        "int": (int,),
-        "float": (int, float),
-        "bool": (bool,),
-    }
-    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise UserError(f"{where} {value!r}: must be of type {kind}")
-    choices, low, high = f.metadata["choices"], f.metadata["min"], f.metadata["max"]
-    if choices and value not in choices:
-        raise UserError(f"{where} {value!r}: must be one of {', '.join(choices)}")
-    fits = (low is None or value >= low) and (high is None or value <= high)
-    if not fits:  # NaN never fits
-        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise UserError(f"{where} {value!r}: must be {allowed}")

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
-from turnout.config import Config, ServerConfig, flag_name
+from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
+from turnout.flags import flag_name
 from turnout.server.run import READY
 
 LAST_LINES = 20
