@@ -14,7 +14,7 @@ import pytest
 
 from turnout.bench import results
 from turnout.formats.spec import FORMATS
-from turnout.moe.capabilities.packages import versions_of
+from turnout.packages import versions_of
 
 MARKS = ("gpu", "multigpu")
 

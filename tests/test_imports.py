@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "turnout").rglob("*.py"))
 
 # "" is turnout itself: its version, and lazy names.
-LEAVES = {"errors", "flags", "config", "cache", "registry", "vocabulary", ""}
+LEAVES = {"errors", "flags", "config", "cache", "registry", "packages", "vocabulary", ""}
 BOTTOM = {"parallel", "formats", "kernels"}
 BELOW_ENGINE = {"models", "attention", "moe", "checkpoint", *BOTTOM}
 MAY_IMPORT = {
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "cache": {"errors"},
     "registry": {"errors"},
     "vocabulary": set(),
+    "packages": set(),
     "kernels": set(),
     "formats": set(),
     "parallel": {"formats", "kernels"},
@@ -59,6 +60,7 @@ ORDER = {
         "torch",
         "latent",
         "cpu",
+        "flash_attn_4",
         "triton",
         "caches",
     ],
@@ -138,6 +140,7 @@ OPTIONAL = {
     "deep_ep",
     "deep_gemm",
     "cutlass",
+    "flash_attn",
     "uvloop",
     "matplotlib",
     "opentelemetry",

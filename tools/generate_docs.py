@@ -21,12 +21,14 @@ from tools.headline import headline
 from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
+from turnout.attention.backends import BACKENDS as ATTENTION
+from turnout.attention.backends import AttentionBackend
 from turnout.formats.spec import FORMATS
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
-from turnout.moe.capabilities.packages import Package
 from turnout.moe.planning.hardware_evidence import RUNS, evidence
+from turnout.packages import Package
 from turnout.parallel.hardware import PRESETS
 from turnout.server.metric_list import METRICS, Group
 
@@ -170,6 +172,7 @@ def dispatchers() -> list[DispatcherCapability]:
 def _packages() -> list[Package]:
     """Those of all backends, each once."""
     needed = [p for declared in (*runners(), *dispatchers()) for p in declared.requires]
+    needed += [declared.package for declared in ATTENTION if declared.package]
     return list(dict.fromkeys(needed))
 
 
@@ -191,6 +194,11 @@ def backends(runs: Runs = RUNS) -> str:
             _columns([_runner(r, runs) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",
             _columns([_dispatcher(d, runs) for d in dispatchers()]),
+            "## Attention (`--attention-backend`)",
+            "Layers of one kind and shape get the first that takes them. One that computes prompts only "
+            "leaves decoding to another; `auto` takes it from the length of prompts on from which it was "
+            "measured faster.",
+            _columns([_attention(declared) for declared in ATTENTION]),
             "## Packages that they need",
             "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles "
             "most of its kernels on first use, for which it needs CUDA's compiler.",
@@ -267,6 +275,23 @@ def _dispatcher(d: DispatcherCapability, runs: Runs) -> dict[str, str]:
         "`--deterministic`": _yes(d.batch_invariant),
         "needs": _code(str(p) for p in d.requires) or "-",
         "proof": evidence(d.name, d.checked, runs),
+    }
+
+
+def _attention(a: AttentionBackend) -> dict[str, str]:
+    generations = " and ".join(f"{major}.x" for major in sorted(a.architectures))
+    capability = f", compute capability {generations}" if generations else ""
+    multiples = f", multiples of {a.head_multiple}" if a.head_multiple > 1 else ""
+    return {
+        "": f"`{a.name}`",
+        "computes": f"prompts, for `{a.prompts_for}`" if a.prompts_for else "prompts and decoding",
+        "devices": ", ".join(sorted(a.devices)) + capability,
+        "computes in": _list(a.dtypes),
+        "attention": _list(kind.replace("_", " ") for kind in a.kinds),
+        "sinks": _yes(a.sinks),
+        "heads": (f"up to {a.most_head_dim}" if a.most_head_dim else "any size") + multiples,
+        "pages": f"multiples of {a.page_multiple} tokens" if a.page_multiple > 1 else "any",
+        "needs": f"`{a.package}`" if a.package else "-",
     }
 
 

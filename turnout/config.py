@@ -71,6 +71,7 @@ class Config:
         "packed: experts as in the checkpoint, decoded at every use; decoded: once, at load",
         choices=("auto", "packed", "decoded"),
     )
+    attention_backend: str = flag("auto", "what computes attention; see `turnout plan`")
     deterministic: bool = flag(
         False,
         "a request's tokens and log-probabilities are the same bits in every run and in every batch; slower",
@@ -258,6 +259,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "num_threads",
         "load_progress",
     ),
+    "Attention": ("attention_backend",),
     "Experts": (
         "moe_runner_backend",
         "moe_a2a_backend",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnout.attention.backends import Place, choose, refusals
+from turnout.attention.backends import FLASH_ATTN_4, Chosen, Place, choose, refusals
 from turnout.attention.kinds import AttentionSpec, cache_groups
 
 SPEC = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -33,7 +33,9 @@ HOST = Place(device="cpu", dtype="float32", page_size=16)
     ],
 )
 def test_choice(spec: AttentionSpec, place: Place, chosen: str) -> None:
-    assert choose(spec, place) == chosen
+    found = choose(spec, place)
+    assert found is not None
+    assert found.backend == found.prompts == chosen
     assert refusals(cache_groups([spec]), place) == []
 
 
@@ -44,3 +46,78 @@ def test_a_layer_that_none_takes_is_refused_by_name() -> None:
     assert "torch keeps values as large as keys (192), not 128" in refusal.limit
     assert "cpu runs on cpu, computes in float32, not bfloat16" in refusal.limit
     assert refusal.remedy
+
+
+HOPPER = replace(H200, architecture=90)
+WIDE = AttentionSpec.full(num_heads=32, num_kv_heads=4, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "prompts", "tokens"),
+    [
+        (WIDE, HOPPER, "flash-attn-4", 512),
+        (SPEC, HOPPER, "flash-attn-4", 1024),
+        (SPEC.sliding(128), HOPPER, "triton", 0),  # where it was not measured
+        (WIDE, replace(HOPPER, architecture=100), "triton", 0),
+        (LATENT, HOPPER, "triton", 0),
+        (SPEC.sliding(128), replace(HOPPER, asked="flash-attn-4"), "flash-attn-4", 0),
+        (WIDE, replace(HOPPER, architecture=100, asked="flash-attn-4"), "flash-attn-4", 0),
+        (WIDE, replace(HOPPER, asked="triton"), "triton", 0),
+    ],
+)
+def test_long_prompts_go_to_the_library_where_it_was_measured_faster(
+    spec: AttentionSpec, place: Place, prompts: str, tokens: int
+) -> None:
+    found = choose(spec, place)
+    assert found is not None
+    assert (found.backend, found.prompts, found.prompt_tokens) == ("triton", prompts, tokens)
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_it_would_bring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("turnout.packages._is_here", lambda module: module != "flash_attn")
+    here = replace(HOPPER, present=True)
+    found = choose(WIDE, here)
+    assert found is not None
+    assert str(found) == (
+        "triton (flash-attn-4 is faster for prompts of 512 tokens or more, but needs "
+        "flash-attn-4>=4.0.0b36, not installed here)"
+    )
+    (refusal,) = refusals(cache_groups([WIDE]), replace(here, asked="flash-attn-4"))
+    assert refusal.limit == "flash-attn-4 needs flash-attn-4>=4.0.0b36, not installed here"
+    assert refusal.remedy == f"use --attention-backend auto, or {FLASH_ATTN_4.install}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "limit"),
+    [
+        (
+            WIDE,
+            replace(HOPPER, architecture=80),
+            "runs on GPUs of compute capability 9.x and 10.x",
+        ),
+        (WIDE, replace(HOST, asked=""), "flash-attn-4 runs on cuda"),
+        (LATENT, HOPPER, "flash-attn-4 has no latent attention"),
+        (
+            replace(SPEC, head_dim=60, value_dim=60),
+            HOPPER,
+            "takes heads of multiples of 8, not 60",
+        ),
+    ],
+)
+def test_what_was_asked_for_is_used_or_refused(spec: AttentionSpec, place: Place, limit: str) -> None:
+    place = replace(place, asked="flash-attn-4")
+    (refusal,) = refusals(cache_groups([spec]), place)
+    assert refusal.asked.startswith("--attention-backend flash-attn-4, layer 0: ")
+    assert limit in refusal.limit
+    assert refusal.remedy.startswith("use --attention-backend auto")
+
+
+def test_pages_and_names_that_do_not_fit_are_refused() -> None:
+    (refusal,) = refusals(cache_groups([SPEC]), replace(HOST, page_size=8, asked="cpu"))
+    assert refusal.limit == "cpu takes pages of multiples of 16 tokens"
+    assert refusal.remedy == "use --attention-backend auto, or use --page-size 16"
+    (refusal,) = refusals(cache_groups([SPEC]), replace(HOST, asked="fa5"))
+    assert refusal.remedy == "use one of auto, triton, cpu, torch, flash-attn-4"
+    assert choose(SPEC, replace(HOST, asked="torch")) == Chosen(backend="torch", prompts="torch")

@@ -242,3 +242,47 @@ def test_plans_that_pages_show_are_those_made(model, page, fields, flags):
     assert len(shown) > 10
     printed = {line.strip() for line in text.splitlines()}
     assert [line for line in shown if line != "..." and line not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("auto", "triton, and flash-attn-4 for prompts of 512 tokens or more"),
+        ("triton", "triton"),
+        ("flash-attn-4", "triton, and flash-attn-4 for prompts"),
+        ("torch", "torch"),
+    ],
+)
+def test_what_computes_attention_is_explained(model, backend: str, said: str):
+    config = model(QWEN3_30B, attention_backend=backend)
+    code, text = run(config, hardware="h200")
+    lines = text.splitlines()
+    assert code == 0
+    said += " (faster from there on, as measured)" if backend == "auto" else ""
+    assert f"attention over whole contexts in 48 layers: {said}" in lines
+    eager = "decoding runs eagerly: --attention-backend torch computes outside of graphs"
+    assert (eager in lines) == (backend == "torch")
+    (group,) = json.loads(run(config, hardware="h200", as_json=True)[1])["kv"]["groups"]
+    assert group["backend"] == ("torch" if backend == "torch" else "triton")
+    assert group["prompt_tokens"] == (512 if backend == "auto" else 0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flags", "limit", "remedy"),
+    [
+        ("a100", {}, "flash-attn-4 runs on GPUs of compute capability 9.x and 10.x", "use such a GPU"),
+        (
+            "h200",
+            {"dtype": "float32"},
+            "flash-attn-4 computes in bfloat16, float16, not float32",
+            "use --dtype",
+        ),
+        ("h200", {"deterministic": True}, "is not batch-invariant", "use --attention-backend auto or triton"),
+    ],
+)
+def test_attention_that_was_asked_for_is_refused_with_remedies(model, hardware, flags, limit, remedy):
+    config = model(QWEN3_30B, attention_backend="flash-attn-4", **flags)
+    code, text = run(config, hardware=hardware)
+    assert code == 2
+    assert limit in text
+    assert remedy in text

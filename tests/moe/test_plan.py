@@ -21,9 +21,9 @@ from tests.moe.made_up import (
 from turnout.errors import PlanRefused
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.limits import Limits
-from turnout.moe.capabilities.packages import Package
 from turnout.moe.plan import PlanRequest, Wishes
 from turnout.moe.spec import Activation, MoESpec
+from turnout.packages import Package
 from turnout.parallel.hardware import GB
 from turnout.parallel.topology import Topology
 

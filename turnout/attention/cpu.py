@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.attention.backends import choose
+from turnout.attention.backends import Chosen, choose
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup
 from turnout.attention.latent import LatentAttention
@@ -24,14 +24,20 @@ from turnout.vocabulary import AttentionKind
 
 
 def paged_attention(
-    group: CacheGroup, *, page_size: int, device: torch.device, dtype: torch.dtype, **rest: Any
+    group: CacheGroup,
+    *,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    chosen: Chosen | None = None,
+    **rest: Any,
 ) -> PagedAttention:
     """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
-    chosen = choose(group.spec, place_of(device, dtype, page_size))
-    kind = CompiledAttention if chosen == "cpu" else PagedAttention
+    chosen = chosen or choose(group.spec, place_of(device, dtype, page_size))
+    kind = CompiledAttention if chosen and chosen.backend == "cpu" else PagedAttention
     if group.spec.kind == AttentionKind.LATENT:
         kind = LatentAttention
-    return kind(group, page_size=page_size, device=device, dtype=dtype, **rest)
+    return kind(group, page_size=page_size, device=device, dtype=dtype, chosen=chosen, **rest)
 
 
 class CompiledAttention(PagedAttention):

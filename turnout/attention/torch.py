@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.backends import Place
+from turnout.attention.backends import Chosen, Place, choose
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import AttentionSpec, CacheGroup
 
@@ -69,12 +69,14 @@ class PagedAttention:
         device: torch.device,
         dtype: torch.dtype,
         fixed_spans: int = 0,
+        chosen: Chosen | None = None,
     ):
-        """group: its heads are those of this rank. number: of the group in `PagedSequence.kv`.
+        """group: its heads are those of this rank. number: of the group in `PagedSequence.kv`. chosen: what
+        computes it; None: what suits the device.
         fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch.
         """
         self.number, self.spec = number, group.spec
-        self.place = place_of(device, dtype, page_size)
+        self.chosen = chosen or choose(group.spec, place_of(device, dtype, page_size))
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
         self.page_size, self.fixed_spans = page_size, fixed_spans

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turnout.attention.backends import choose
+from turnout.attention.flash_attn_4 import FlashAttn4Prompts, takes_prompts
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.latent import LatentAttention
 from turnout.attention.torch import PagedAttention, to_device
@@ -134,6 +134,10 @@ class StepAttention(_Stored):
         cache = paged.cache
         places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
         self._num_decoding = at = sum(chunk.length for chunk in decoding)
+        self._prompts = None
+        if takes_prompts(paged, chunks):
+            self._prompts = FlashAttn4Prompts(paged, chunks, table_BP[len(decoding) :])
+            chunks = ()
         spans = []
         for owner, chunk in enumerate(chunks, len(decoding)):
             spans.append((at, chunk.start, chunk.end, owner))
@@ -169,6 +173,9 @@ class StepAttention(_Stored):
             sinks_H=sinks_H,
             out_BHD=out_NHD[:M],
         )
+        if self._prompts is not None:
+            self._prompts.attend(layer, q_NHD[M:], out_NHD[M:], sinks_H)
+            return out_NHD
         prefill.attend(
             q_NHD,
             cache_HS2D,
@@ -194,4 +201,4 @@ def step_attention(
 
 def has_kernels(paged: PagedAttention) -> bool:
     """Whether `step_attention` serves this cache; in float32 tiles would not fit."""
-    return choose(paged.spec, paged.place) == "triton"
+    return paged.chosen is not None and paged.chosen.backend == "triton"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turnout.errors import UserError
-from turnout.moe.capabilities.packages import versions_of
+from turnout.packages import versions_of
 from turnout.parallel.hardware import Hardware, cpu_name, detect
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnout.attention.backends import choose, recurrence
+from turnout.attention.backends import recurrence
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
@@ -110,14 +110,13 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"multiplies in: they are decoded to {moe.format} while they load, and take its memory"
         )
     place = engine_plan.attention_place
-    for group in engine_plan.cache_groups:
+    for group, chosen in zip(engine_plan.cache_groups, engine_plan.attention_backends, strict=True):
         spec = group.spec
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
         if spec.kind == AttentionKind.LATENT:
             kind += f" of latent vectors ({spec.latent_dim} + {spec.rope_dim})"
         lines.append(
-            f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: "
-            f"{choose(spec, place)}"
+            f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: {chosen}"
         )
     for states in engine_plan.state_groups:
         steps = recurrence(states.spec, place.device, place.dtype, present=place.present)

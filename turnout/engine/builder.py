@@ -188,9 +188,15 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
                 device=device,
                 dtype=dtype,
                 fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
+                chosen=chosen,
             )
-            for number, (group, num_pages) in enumerate(
-                zip(engine_plan.cache_groups, engine_plan.group_pages, strict=True)
+            for number, (group, num_pages, chosen) in enumerate(
+                zip(
+                    engine_plan.cache_groups,
+                    engine_plan.group_pages,
+                    engine_plan.attention_backends,
+                    strict=True,
+                )
             )
         ],
         [

@@ -35,8 +35,11 @@ def why_no_decode_graphs(
         return "drafts differ in number from step to step"
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
-    if any(g.spec.kind == AttentionKind.LATENT and choose(g.spec, place) != "triton" for g in groups):
+    chosen = [(group.spec.kind, choose(group.spec, place)) for group in groups]
+    if any(kind == AttentionKind.LATENT and c and c.backend != "triton" for kind, c in chosen):
         return "latent attention computes with torch"
+    if config.attention_backend == "torch":
+        return "--attention-backend torch computes outside of graphs"
     return _what_waits(moe, moe.decode.dispatcher)
 
 

@@ -42,10 +42,10 @@ from turnout.models import describe
 from turnout.models.interface import ModelDescription
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.capabilities.packages import TRITON
 from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
+from turnout.packages import TRITON
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import AttentionKind, ComputeDtype
@@ -130,14 +130,18 @@ class EnginePlan(Rank):
                         "kind": group.spec.kind,
                         "layers": len(group.layers),
                         "window": group.spec.window,
+                        "backend": chosen.backend,
+                        "prompts": chosen.prompts,
+                        "prompt_tokens": chosen.prompt_tokens,
                         "num_pages": pages,
                         "token_bytes": group.token_bytes(ITEMSIZE[self.compute_dtype]),
                         "bytes": size,
                     }
-                    for group, pages, size in zip(
+                    for group, pages, size, chosen in zip(
                         self.cache_groups,
                         self.group_pages,
                         self.group_bytes(self.num_pages, self.budget),
+                        self.attention_backends,
                         strict=True,
                     )
                 ],
@@ -358,25 +362,8 @@ def _contradictions(config: Config, description: ModelDescription, hardware: Har
                 remedy=f"use --context-length {longest} or less, or 0 for the model's",
             )
         )
-    latent = AttentionKind.LATENT in {layer.kind for layer in description.shape.attention}
-    if config.deterministic and hardware.device == "cuda" and latent:
-        found.append(
-            Refusal(
-                who="model",
-                asked="--deterministic",
-                limit="latent attention on CUDA has products by head that are not batch-invariant",
-                remedy="leave --deterministic out, or use --device cpu",
-            )
-        )
-    if config.deterministic and hardware.device == "cuda" and hardware.present and TRITON.lacking():
-        found.append(
-            Refusal(
-                who="model",
-                asked="--deterministic",
-                limit=f"attention and dense layers: {TRITON.lacking()}",
-                remedy=f"{TRITON.install}, or leave --deterministic out",
-            )
-        )
+    if config.deterministic and hardware.device == "cuda":
+        found += _not_deterministic(config, description, hardware)
     if config.device not in ("auto", hardware.device):
         found.append(
             Refusal(
@@ -387,3 +374,24 @@ def _contradictions(config: Config, description: ModelDescription, hardware: Har
             )
         )
     return found
+
+
+def _not_deterministic(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
+    """What stands against --deterministic on CUDA."""
+    limits = {}
+    if AttentionKind.LATENT in {layer.kind for layer in description.shape.attention}:
+        limits["latent attention on CUDA has products by head that are not batch-invariant"] = (
+            "leave --deterministic out, or use --device cpu"
+        )
+    if hardware.present and TRITON.lacking():
+        limits[f"attention and dense layers: {TRITON.lacking()}"] = (
+            f"{TRITON.install}, or leave --deterministic out"
+        )
+    if config.attention_backend not in ("auto", "triton"):
+        limits[f"--attention-backend {config.attention_backend} is not batch-invariant"] = (
+            "use --attention-backend auto or triton, or leave --deterministic out"
+        )
+    return [
+        Refusal(who="model", asked="--deterministic", limit=limit, remedy=remedy)
+        for limit, remedy in limits.items()
+    ]

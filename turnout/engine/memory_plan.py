@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from turnout.attention.backends import Place, choose, workspace_bytes
+from turnout.attention.backends import Chosen, Place, choose, workspace_bytes
 from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache_groups, state_groups
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
@@ -120,8 +120,16 @@ class Rank:
             device=self.hardware.device,
             dtype=self.compute_dtype,
             page_size=self.config.page_size,
+            architecture=self.hardware.architecture,
             present=self.hardware.present,
+            asked=self.config.attention_backend,
         )
+
+    @property
+    def attention_backends(self) -> tuple[Chosen, ...]:
+        """What computes each cache group, once none is refused."""
+        found = (choose(group.spec, self.attention_place) for group in self.cache_groups)
+        return tuple(chosen for chosen in found if chosen is not None)
 
     def group_bytes(self, num_pages: int, budget: Budget) -> tuple[int, ...]:
         """Of each cache group, where those of whole contexts have so many pages."""
@@ -175,7 +183,7 @@ class Rank:
             max(heads * spec.head_dim for spec, heads in each)
             for each in ([(s, s.num_heads) for s in specs], [(s, s.num_kv_heads) for s in specs])
         )
-        stored = all(choose(spec, self.attention_place) == "triton" for spec in specs)
+        stored = all(chosen.backend == "triton" for chosen in self.attention_backends)
         handed = 2 * q + (0 if stored else 2 * kv) + H
         rotaries = 2 * len({spec.rope for spec in specs}) * max(spec.head_dim for spec in specs)
         attention = 2 * (q + kv)  # products of a layer, and queries turned

@@ -15,9 +15,9 @@ from turnout.formats.spec import WEIGHT_FORMATS
 from turnout.moe.budget import Budget, aligned, rows_seen
 from turnout.moe.capabilities.cost import Cost
 from turnout.moe.capabilities.limits import NO_LIMITS, Limits
-from turnout.moe.capabilities.packages import Package
 from turnout.moe.capabilities.rank_share import DispatchShare, Share, received_bytes
 from turnout.moe.capabilities.tuning import Tuning
+from turnout.packages import Package
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import (

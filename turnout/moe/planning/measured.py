@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from turnout.moe.capabilities.capability import RunnerCapability
-from turnout.moe.capabilities.packages import versions_of
 from turnout.moe.spec import MoESpec
+from turnout.packages import versions_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 

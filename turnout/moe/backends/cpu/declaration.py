@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from turnout.moe.backends.cpu.workspace import workspace_bytes
 from turnout.moe.capabilities.capability import Backend, RunnerCapability
-from turnout.moe.capabilities.packages import Package
+from turnout.packages import NUMBA
 from turnout.vocabulary import Format, Layout
-
-NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="pip install 'numba>=0.61'")
 
 RUNNER = RunnerCapability(
     name="numba",

@@ -8,7 +8,7 @@ from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.backends.deepep.buffers import low_latency_bytes, normal_bytes
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability, WireNeed
 from turnout.moe.capabilities.limits import Limits
-from turnout.moe.capabilities.packages import Package
+from turnout.packages import Package
 from turnout.vocabulary import Exchange, Format, Layout, Phase
 
 DEEPEP = Package(

@@ -13,7 +13,7 @@ from turnout.moe.backends.flashinfer.workspace_blackwell import (
 from turnout.moe.backends.flashinfer.workspace_cutlass import workspace_bytes as cutlass_workspace_bytes
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability, RunnerCapability
 from turnout.moe.capabilities.limits import Limits
-from turnout.moe.capabilities.packages import Package
+from turnout.packages import Package
 from turnout.vocabulary import ActivationKind, Exchange, Format, Layout, WeightStorage
 
 FLASHINFER = Package(

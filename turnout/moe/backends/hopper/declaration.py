@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnout.moe.backends.hopper.tuning import HopperTuning
 from turnout.moe.backends.hopper.workspace import workspace_bytes
 from turnout.moe.capabilities.capability import Backend, RunnerCapability
-from turnout.moe.capabilities.packages import TRITON
+from turnout.packages import TRITON
 from turnout.vocabulary import Format, Layout, WeightStorage
 
 RUNNER = RunnerCapability(

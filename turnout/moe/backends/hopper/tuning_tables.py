@@ -29,7 +29,7 @@ from turnout.errors import UserError
 from turnout.moe.backends.hopper.kernels import AnyConfig, refuse
 from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
-from turnout.moe.capabilities.packages import versions_of
+from turnout.packages import versions_of
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "tuning"

@@ -9,7 +9,7 @@ from turnout.moe.backends.nvlink.buffers import buffer_bytes
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability
 from turnout.moe.capabilities.cost import Cost
 from turnout.moe.capabilities.limits import Limits
-from turnout.moe.capabilities.packages import TRITON
+from turnout.packages import TRITON
 from turnout.vocabulary import Exchange, Format, Layout
 
 TOKENS = DispatcherCapability(

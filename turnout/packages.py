@@ -66,8 +66,11 @@ def _version(distribution: str) -> str:
 
 
 def _is_at_least(found: str, minimum: str) -> bool:
-    """Compares releases: 0.7.2.post1, 0.7.2.dev3 and 0.7.2+cu130 are 0.7.2."""
-    return Version(Version(found).base_version) >= Version(minimum)
+    """Compares releases, of which 0.7.2.post1, 0.7.2.dev3 and 0.7.2+cu130 are 0.7.2, or pre-releases with one
+    that is needed."""
+    here, needed = Version(found), Version(minimum)
+    return (here if needed.is_prerelease else Version(here.base_version)) >= needed
 
 
 TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")
+NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="pip install 'numba>=0.61'")

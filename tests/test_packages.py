@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-from turnout.moe.capabilities.packages import Package, _is_at_least
+from turnout.packages import Package, _is_at_least
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,9 @@ from turnout.moe.capabilities.packages import Package, _is_at_least
         ("3.6.0", "3.6", True),
         ("0.7.1.post9", "0.7.2", False),
         ("2.29.7", "2.30", False),
+        ("4.0.0b36", "4.0.0b36", True),
+        ("4.0.0", "4.0.0b36", True),
+        ("4.0.0b20", "4.0.0b36", False),
     ],
 )
 def test_releases_are_compared(found: str, minimum: str, enough: bool):

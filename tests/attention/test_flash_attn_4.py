@@ -1,0 +1,156 @@
+"""Prompts by flash-attn-4 against a softmax written out, while all that is not their request's is NaN.
+
+On a GPU the library itself computes. Elsewhere what it promises is written out in its place: whole tiles are
+loaded, and what a row does not see is multiplied by zero.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnout.attention.backends import FLASH_ATTN_4, Chosen
+from turnout.attention.kinds import AttentionSpec, cache_groups
+from turnout.attention.torch import PagedAttention
+from turnout.attention.triton import StepAttention
+from turnout.engine.scheduler.request import GroupPages
+
+TILE = 64  # tokens; of the library's, 64 to 128
+
+
+@dataclass(frozen=True)
+class Sequence:
+    row: int
+    kv: list[GroupPages] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Span:
+    request: Sequence
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def library(q, k, v, *, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size_left,
+            learnable_sink, out) -> None:  # fmt: skip
+    """As `_flash_attn_fwd` says of itself."""
+    assert causal
+    assert {x.dtype for x in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
+    rows, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[2]
+    for b, end in enumerate(seqused_k.tolist()):
+        mine = slice(rows[b], rows[b + 1])
+        place_T = torch.arange(end - (rows[b + 1] - rows[b]), end)[:, None]
+        first = 0 if window_size_left is None else max(0, int(place_T[0]) - window_size_left)
+        place_L = torch.arange(first // TILE * TILE, -(-end // k.shape[1]) * k.shape[1])
+        page_L, at_L = page_table[b, place_L // k.shape[1]].long(), place_L % k.shape[1]
+        keys, values = (x[page_L, at_L].repeat_interleave(group, 1) for x in (k, v))
+        seen = place_L <= place_T
+        if window_size_left is not None:
+            seen &= place_L >= place_T - window_size_left
+        scores = torch.einsum("thd,lhd->htl", q[mine], keys) * softmax_scale
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if learnable_sink is not None:
+            column = learnable_sink.view(-1, 1, 1).expand(-1, len(place_T), 1)
+            scores = torch.cat((scores, column), -1)
+        shares = scores.softmax(-1)[..., : len(place_L)]
+        out[mine] = torch.einsum("htl,lhd->thd", shares, values)
+
+
+def wanted(
+    spec: AttentionSpec, cache_HS2D: Tensor, slots_L: Tensor, span: Span, q_THD: Tensor, sinks
+) -> Tensor:
+    """In float64, of what each row sees alone."""
+    rows = []
+    for row, place in enumerate(range(span.start, span.end)):
+        first = spec.first_seen(place)
+        k, v = cache_HS2D[:, slots_L[first : place + 1]].double().unbind(2)
+        scores = torch.einsum("hgd,hld->hgl", q_THD[row].double().unflatten(0, (len(k), -1)), k) * spec.scale
+        scores = scores.flatten(0, 1)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), 1)
+        shares = scores.softmax(-1)[:, : place + 1 - first].unflatten(0, (len(k), -1))
+        rows.append(torch.einsum("hgl,hld->hgd", shares, v).flatten(0, 1))
+    return torch.stack(rows)
+
+
+def error(device: str, dtype: torch.dtype, *, heads, size: int, page: int, window: int, sinks: bool) -> float:
+    """The largest difference over chunks of four requests, in a layer behind another one."""
+    draw = torch.Generator().manual_seed(page + size)
+    spec = AttentionSpec.full(num_heads=heads[0], num_kv_heads=heads[1], head_dim=size)
+    spec = spec.sliding(window) if window else spec
+    (group,) = cache_groups([spec, spec])
+    spans, pages = [(0, 130), (300, 333), (257, 401), (0, 1)], -(-401 // page)
+    paged = PagedAttention(
+        group, num_pages=4 * pages + 1, page_size=page, max_running=4, max_context=401,
+        device=torch.device(device), dtype=dtype, chosen=Chosen(backend="triton", prompts="flash-attn-4"),
+    )  # fmt: skip
+    free = 1 + torch.randperm(4 * pages, generator=draw).view(4, pages)  # 0 stands for a freed page
+    paged.cache.copy_(torch.randn(paged.cache.shape, generator=draw))
+    used = torch.zeros(paged.cache.shape[2], dtype=torch.bool)
+    chunks, every_slot = [], []
+    for row, (start, end) in enumerate(spans):
+        first, last = spec.first_seen(start), (end - 1) // page
+        slots = (free[row, :, None] * page + torch.arange(page)).flatten()
+        used[slots[first // page * page : end]] = True
+        held = [0] * (first // page) + free[row, first // page : last + 1].tolist()
+        chunks.append(Span(Sequence(row, [GroupPages(pages=held, freed=first // page)]), start, end))
+        every_slot.append(slots.to(device))
+    paged.cache[:, :, ~used.to(device)] = torch.nan
+    q = torch.randn(sum(c.length for c in chunks), heads[0], size, generator=draw).to(device, dtype)
+    logits = torch.randn(heads[0], generator=draw).to(device) if sinks else None
+    clean = torch.nan_to_num(paged.layer_cache(1)).clone()
+    found = StepAttention(paged, [], chunks).attend(1, q, logits)
+    worst, at = 0.0, 0
+    for chunk, slots_L in zip(chunks, every_slot, strict=True):
+        mine = slice(at, at + chunk.length)
+        difference = found[mine].double() - wanted(spec, clean, slots_L, chunk, q[mine], logits)
+        worst, at = max(worst, float(difference.abs().max())), mine.stop
+    return worst if not found.isnan().any() else float("nan")
+
+
+CASES = [
+    {"heads": (8, 2), "size": 128, "page": 16, "window": 0, "sinks": False},
+    {"heads": (8, 1), "size": 64, "page": 16, "window": 128, "sinks": True},
+    {"heads": (8, 1), "size": 64, "page": 128, "window": 100, "sinks": True},
+    {"heads": (4, 4), "size": 128, "page": 128, "window": 0, "sinks": True},
+    {"heads": (16, 2), "size": 256, "page": 16, "window": 0, "sinks": False},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_library_is_given(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd", library, raising=False)
+    assert error("cpu", torch.float32, **case) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_library(case, dtype: torch.dtype) -> None:
+    if FLASH_ATTN_4.lacking():
+        pytest.skip(f"{FLASH_ATTN_4.lacking()}: {FLASH_ATTN_4.install}")
+    assert error("cuda", dtype, **case) < 2e-2
+
+
+def test_short_prompts_stay_with_our_kernels() -> None:
+    from turnout.attention.flash_attn_4 import takes_prompts
+
+    paged = SimpleNamespace(chosen=Chosen(backend="triton", prompts="flash-attn-4", prompt_tokens=512))
+    long, short = Span(Sequence(0), 0, 1000), Span(Sequence(1), 16000, 16100)
+    assert takes_prompts(paged, [long])
+    assert takes_prompts(paged, [long, short])
+    assert not takes_prompts(paged, [long, short, short])
+    assert not takes_prompts(paged, [])
+    paged.chosen = Chosen(backend="triton", prompts="triton")
+    assert not takes_prompts(paged, [long])
