@@ -15,7 +15,7 @@ from tests.tiny import write_tokenizer
 from turnout.config import ServerConfig
 from turnout.engine.messages import AddRequest
 from turnout.engine.tokenizer import Tokenizer
-from turnout.server.api import service
+from turnout.server.api import turns
 from turnout.server.api.errors import ApiError
 from turnout.server.api.protocol import CompletionBody
 from turnout.server.api.service import Service
@@ -72,7 +72,7 @@ class Ticks:
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, Engine]:
     """A service that lets in 2048 sequences and gives up its turn after each."""
-    monkeypatch.setattr(service, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
     write_tokenizer(tmp_path)
     engine = Engine()
     config = ServerConfig(model=str(tmp_path), max_running_requests=48, max_queued_requests=2000)

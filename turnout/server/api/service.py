@@ -7,8 +7,7 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,24 @@ from turnout import __version__
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
-from turnout.engine.grammar import Reasoning
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
+from turnout.server.api.answer_parsing import Parsing
 from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
-from turnout.server.api.parsing.calls import Schemas
-from turnout.server.api.parsing.family import Family
-from turnout.server.api.parsing.parts import Parser
 from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
 from turnout.server.api.scoring import LabelRequest, ScoreBody, scores
 from turnout.server.api.sizes import Limits
-from turnout.server.api.structured import Restrictions, compiled
-from turnout.server.api.tools import forced_calls
+from turnout.server.api.structured import compiled
+from turnout.server.api.turns import Turn
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import INCOMING, Incoming, Observer, RequestRecord, SequenceRecord
 from turnout.server.supervise.engine import EngineSupervisor
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-OPENING_TOKENS = 128  # of a prompt's end, which may open the answer: a mark and an empty thought
-TURN_SECONDS = 0.002  # of the event loop, for one request to start what it asks for
 
 
 class Service:
@@ -117,32 +111,8 @@ class Service:
         """As `complete`."""
         if body.max_tokens == 0:
             raise invalid("max_tokens: must be at least 1", "max_tokens")
-        return await self._start("chatcmpl", body, prompts, None, self._parsing(body), given_id)
-
-    def _parsing(self, body: ChatBody) -> Parsing:
-        """Raises ApiError for tools whose calls could not be read."""
-        if body.offered and self.parsers.calls is None:
-            raise invalid(
-                "tools: it is not known how this model writes calls; start the server with "
-                "--tool-call-parser and the name of its family, or leave tools out",
-                "tools",
-            )
-        parsers = Parsers(
-            self.parsers.calls if body.offered else None,
-            self.parsers.reasoning if body.separate_reasoning is not False else None,
-        )
-        schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
-        tokenizer = self.check_open()
-        names = tokenizer.added_in(self.parsers.marks())
-        return Parsing(
-            parsers=parsers,
-            schemas=schemas,
-            kept=frozenset(tokenizer.added_in(parsers.marks()).values()),
-            one_call=body.parallel_tool_calls is False,
-            thoughts=self.parsers.reasoning,
-            names=names,
-            forced=forced_calls(body, self.parsers.calls, names) if body.offered else {},
-        )
+        parsing = Parsing.of(body, self.parsers, self.check_open())
+        return await self._start("chatcmpl", body, prompts, None, parsing, given_id)
 
     async def score(self, body: ScoreBody, prompts: list[list[int]]) -> dict[str, Any]:
         """The answer to /v1/score; `prompts` are token ids of the items with their query. Raises ApiError."""
@@ -388,53 +358,6 @@ class Service:
                 "context_length_exceeded",
             )
         return asked
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parsing:
-    """How the answers to one request are taken apart; by default not at all.
-
-    kept:     tokens that the parsers must see, special or not
-    thoughts: the family that says how the model reasons, whether or not answers hold it apart
-    names:    tokens in the marks of reasoning and calls
-    forced:   calls that the answer must consist of
-    """
-
-    parsers: Parsers = field(default_factory=Parsers)
-    schemas: Schemas = field(default_factory=dict)
-    kept: frozenset[int] = frozenset()
-    one_call: bool = False
-    thoughts: Family | None = None
-    names: Mapping[str, int] = field(default_factory=dict)
-    forced: Restrictions = field(default_factory=dict)
-
-    def thinking(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
-        """What may come before an answer that must have a form."""
-        return Parsers(reasoning=self.thoughts).thoughts(_end(tokenizer, prompt_ids), self.names)
-
-    def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:
-        if self.parsers == Parsers():
-            return None
-        return self.parsers.parser(self.schemas, _end(tokenizer, prompt_ids))
-
-
-def _end(tokenizer: Tokenizer, prompt_ids: list[int]) -> str:
-    return tokenizer.decode(prompt_ids[-OPENING_TOKENS:], skip_special_tokens=False)
-
-
-class Turn:
-    """One task's use of the event loop, a little at a time."""
-
-    def __init__(self) -> None:
-        self._end = time.perf_counter() + TURN_SECONDS
-
-    async def share(self) -> bool:
-        """Let others run if this turn has been long enough; whether that was so."""
-        if time.perf_counter() < self._end:
-            return False
-        await asyncio.sleep(0)
-        self._end = time.perf_counter() + TURN_SECONDS
-        return True
 
 
 def model_name(model: str) -> str:

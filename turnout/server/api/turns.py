@@ -1,8 +1,10 @@
-"""Requests that come together begin a few at a time, and probes before them."""
+"""Turns of the event loop: requests that come together begin a few at a time, probes before them, and one of
+many sequences starts a few of them at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -10,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 # Requests of 0.3 to 1 ms each in one turn of the event loop. With 16, 256 clients on an H200 got 12,600
 # tokens/s; with 64 they get 14,700, as without a limit (benchmarks/results/serve-starts-nvidia-h200-*).
 BEGUN_AT_ONCE = 64
+TURN_SECONDS = 0.002  # for one request to start what it asks for
 PROBES = ("/health", "/ready", "/metrics")
 
 
@@ -49,3 +52,18 @@ class Turns:
         self._counting = bool(self._waiting)
         if self._counting:
             asyncio.get_running_loop().call_soon(self._next)
+
+
+class Turn:
+    """One task's use of the event loop, a little at a time."""
+
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + TURN_SECONDS
+
+    async def share(self) -> bool:
+        """Let others run if this turn has been long enough; whether that was so."""
+        if time.perf_counter() < self._end:
+            return False
+        await asyncio.sleep(0)
+        self._end = time.perf_counter() + TURN_SECONDS
+        return True
