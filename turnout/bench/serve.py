@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,7 +25,7 @@ from turnout.bench.events import post
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
-from turnout.evals.client import served_model
+from turnout.evals.client import counter, served_model
 from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import launch
 
@@ -111,26 +110,16 @@ def place(base_url: str) -> dict[str, Any]:
     return {"device": hardware["name"], "devices": len(ranks), "driver": gpu_driver()}
 
 
-def cached_prompt_tokens(base_url: str) -> float | None:
-    """Prompt tokens taken from the prefix cache since the server started; None: the server does not say."""
-    url = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
-    try:
-        families = list(text_string_to_metric_families(httpx.get(url, timeout=10).text))
-    except (httpx.HTTPError, ValueError):
-        return None
-    found = [s.value for f in families for s in f.samples if s.name == "turnout:cached_prompt_tokens_total"]
-    return sum(found) if found else None
-
-
 def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
     """Apply the load once; a row with throughputs per second and latencies in milliseconds.
 
     cached_prompt_tokens: prompt tokens that the server took from its prefix cache meanwhile, None where it
     does not say.
     """
-    before, start = cached_prompt_tokens(base_url), time.perf_counter()
+    cached, start = "cached_prompt_tokens_total", time.perf_counter()
+    before = counter(base_url, cached)
     traces = asyncio.run(_load(bench, base_url))
-    seconds, after = time.perf_counter() - start, cached_prompt_tokens(base_url)
+    seconds, after = time.perf_counter() - start, counter(base_url, cached)
     tokens = sum(trace.tokens for trace in traces)
     row: dict[str, Any] = {
         "num_prompts": bench.num_prompts,

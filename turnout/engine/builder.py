@@ -104,7 +104,9 @@ def build_engine(
         grammars=GrammarCompiler(engine_plan.folder, model.shape.vocab_size, model.shape.eos_token_ids),
         step_sync=step_sync,
         watch=watch or Unwatched(),
-        drafter=_make_drafter(engine_plan, model, forward, scheduler.kv) if config.drafts_by_layer else None,
+        drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync)
+        if config.drafts_by_layer
+        else None,
         loaded={"num_threads": num_threads, "verify": verified},
         compilations=count_compilations(device),
     )
@@ -139,11 +141,14 @@ def _load(
     return model, check.run(model) if check else {"extent": "off"}
 
 
-def _make_drafter(engine_plan: EnginePlan, model: Model, forward: Forward, kv: KVCache) -> LayerDrafter:
+def _make_drafter(
+    engine_plan: EnginePlan, model: Model, forward: Forward, kv: KVCache, step_sync: StepSync
+) -> LayerDrafter:
     return LayerDrafter(
         cast(DraftingModel, model),
         forward,
         kv,
+        step_sync,
         num_steps=engine_plan.config.speculative_num_steps,
         max_context=engine_plan.max_context,
     )

@@ -246,7 +246,7 @@ def _decide(
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
         *state_refusals(config, description, hardware),
-        *draft_layer_refusals(config, topology),
+        *draft_layer_refusals(config),
     ]
     hardware = hardware.with_bf16_units(config.cpu_bf16_units)
     budget = _budget(config, topology, hardware, dtype)

@@ -93,26 +93,17 @@ def _heads_fit(description: ModelDescription, attention_tp: int) -> bool:
     return all(layer.splits(attention_tp) for layer in set(description.shape.attention))
 
 
-def draft_layer_refusals(config: Config, topology: Topology) -> list[Refusal]:
+def draft_layer_refusals(config: Config) -> list[Refusal]:
     """What a draft layer is not computed with."""
-    obstacles = (
-        (
-            topology.dp_size > 1,
-            f"--dp-size {topology.dp_size}",
-            "ranks with requests of their own do not agree on the tokens of the draft layer",
-        ),
-        (config.deterministic, "--deterministic", "the draft layer computes all tokens of a step together"),
-    )
-    flag = f"--speculative-algorithm {config.speculative_algorithm}"
+    if not (config.drafts_by_layer and config.deterministic):
+        return []
     return [
         Refusal(
             who="draft layer",
-            asked=f"{flag} with {other}",
-            limit=limit,
-            remedy=f"leave {other} out, or use --speculative-algorithm ngram",
+            asked=f"--speculative-algorithm {config.speculative_algorithm} with --deterministic",
+            limit="the draft layer computes all tokens of a step together",
+            remedy="leave --deterministic out, or use --speculative-algorithm ngram",
         )
-        for stands, other, limit in obstacles
-        if stands and config.drafts_by_layer
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from turnout.errors import UserError
 from turnout.evals.tasks import Question, is_correct
@@ -69,6 +70,17 @@ async def ask(client: httpx.AsyncClient, model: str, question: Question, max_tok
         seconds=time.perf_counter() - start,
         finish_reason=finish_reason,
     )
+
+
+def counter(base_url: str, name: str) -> float | None:
+    """A metric of a Turnout server, summed over its ranks; None: the server does not say."""
+    url = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+    try:
+        families = list(text_string_to_metric_families(httpx.get(url, timeout=10).text))
+    except (httpx.HTTPError, ValueError):
+        return None
+    found = [s.value for family in families for s in family.samples if s.name == f"turnout:{name}"]
+    return sum(found) if found else None
 
 
 async def ask_all(

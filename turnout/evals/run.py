@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from turnout.config import Config
 from turnout.errors import UserError
-from turnout.evals.client import Answer, ask_all
+from turnout.evals.client import Answer, ask_all, counter
 from turnout.evals.score import Accuracy
 from turnout.evals.tasks import Question, load_task
 from turnout.server.launch import launch
@@ -52,6 +52,12 @@ def run(options: EvalOptions, *, config: Config | None, base_url: str = "", api_
     server: AbstractContextManager[str] = launch(config) if config else nullcontext(base_url)
     with server as url:
         accuracies = [_round(questions, i, options, url, api_key) for i, questions in enumerate(rounds)]
+        if config and config.speculative_algorithm != "none":
+            drafted, accepted = (
+                counter(url, f"spec_{kind}_tokens_total") or 0 for kind in ("draft", "accepted")
+            )
+            share = f"{accepted / drafted:.1%}" if drafted else "-"
+            console.print(f"drafts accepted: {accepted:.0f} of {drafted:.0f} ({share})", highlight=False)
     if options.repeat > 1:
         values = [100 * accuracy.value for accuracy in accuracies]
         console.print(f"mean of {options.repeat}: {statistics.mean(values):.2f} %", end=" ")

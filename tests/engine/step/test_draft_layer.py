@@ -37,6 +37,8 @@ NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
 def published(folder: Path, family: str = "glm4_moe") -> tuple[Built, MtpModel]:
     """A random model with a random draft layer, and transformers' model of that."""
     built = build(folder, FAMILIES[family], seed=1, vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
+    if family == "glm4_moe_lite":
+        built.model.config.num_mtp_layers, built.model.config.mtp_mlp_layer_types = 1, ["sparse"]
     drafts = MtpModel(built.model, 1).eval().float()
     tensors = {}
     for name, tensor in drafts.state_dict().items():
@@ -55,9 +57,9 @@ def glm(tmp_path_factory) -> tuple[Built, MtpModel]:
     return published(tmp_path_factory.mktemp("glm") / "model")
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory) -> tuple[Built, MtpModel]:
-    return published(tmp_path_factory.mktemp("deepseek") / "model", "deepseek_v3")
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe_lite"])
+def latent(request, tmp_path_factory) -> tuple[Built, MtpModel]:
+    return published(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
 def core(folder: Path, **flags) -> EngineCore:
@@ -133,13 +135,13 @@ def simulated(glm, prompt: list[int], answer: list[int], num_steps: int) -> tupl
     return drafted, accepted
 
 
-def test_drafts_through_latent_attention_change_no_answer(deepseek):
+def test_drafts_through_latent_attention_change_no_answer(latent):
     asked = prompts(4)
-    plain = run(core(deepseek[0].folder), asked)
-    engine = core(deepseek[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
+    plain = run(core(latent[0].folder), asked)
+    engine = core(latent[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
     assert run(engine, asked) == plain
     stats = engine.stats()
-    counts = [simulated(deepseek, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
+    counts = [simulated(latent, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
     assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
 
 
@@ -196,6 +198,37 @@ def test_ranks_that_share_requests_draft_alike(glm, ranks: Pools, tmp_path: Path
     assert sum(rank.spec_accepted_tokens for rank in cluster.stats.values()) > 0
 
 
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {"dp_size": 2, "ep_size": 2}),
+        pytest.param(4, {"dp_size": 4, "ep_size": 4}, marks=pytest.mark.more),
+        pytest.param(4, {"dp_size": 2, "ep_size": 4}, marks=pytest.mark.more),
+    ],
+)
+def test_ranks_with_requests_of_their_own_draft_together(glm, ranks: Pools, tmp_path: Path, size, flags):
+    """First one rank has all requests and the others none, then the first has few and the last many."""
+    asked = prompts(5)
+    plain = run(core(glm[0].folder), asked)
+    flags = flags | {"speculative_algorithm": "MTP", "speculative_num_steps": 3}
+    with Cluster(ranks(size), tmp_path, glm[0].folder, **flags) as cluster:
+        last = flags["dp_size"] - 1
+        for i, prompt in enumerate(asked[:2]):
+            cluster.add(str(i), prompt, dp_rank=last, max_tokens=20, ignore_eos=True)
+        cluster.wait(map(str, range(2)), 120)
+        idle = cluster.stats[0]
+        for i, prompt in enumerate(asked[2:], 2):
+            cluster.add(str(i), prompt, dp_rank=min(i - 2, last), max_tokens=20, ignore_eos=True)
+        cluster.wait(map(str, range(len(asked))), 120)
+    assert {id: output.token_ids for id, output in cluster.outputs.items()} == plain
+    assert idle.spec_draft_tokens == 0
+    counts = [simulated(glm, prompt, plain[str(i)], 3) for i, prompt in enumerate(asked)]
+    found = [(rank.spec_draft_tokens, rank.spec_accepted_tokens) for rank in cluster.stats.values()]
+    assert [sum(column) for column in zip(*found, strict=True)] == [
+        sum(column) for column in zip(*counts, strict=True)
+    ]
+
+
 def test_models_without_the_layer_are_refused_for_the_flag_alone(glm, tmp_path):
     folder = glm[0].folder
     config = json.loads((folder / "config.json").read_text())
@@ -211,14 +244,11 @@ def test_models_without_the_layer_are_refused_for_the_flag_alone(glm, tmp_path):
         core(tmp_path / "never", speculative_algorithm="MTP")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [{"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}, {"deterministic": True}],
-)
-def test_what_the_layer_is_not_computed_with_is_refused(glm, flags):
-    values = {"model": str(glm[0].folder), "device": "cpu", "speculative_algorithm": "MTP"}
+def test_what_the_layer_is_not_computed_with_is_refused(glm):
     with pytest.raises(PlanRefused) as refused:
-        resolve(Config(**(values | flags)))
+        resolve(
+            Config(model=str(glm[0].folder), device="cpu", speculative_algorithm="MTP", deterministic=True)
+        )
     assert any(r.who == "draft layer" and "ngram" in r.remedy for r in refused.value.refusals)
 
 

@@ -100,6 +100,11 @@ class StepSync:
         lengths = [record.near_tie_tokens for record in records[:: self.topology.attention_tp]]
         return next(((rank, n) for rank, n in enumerate(lengths) if n), (0, 0))
 
+    def share_count(self, count: int) -> tuple[int, ...]:
+        """That of each data-parallel rank. Collective."""
+        records = self._exchange(StepRecord(tokens=count))
+        return tuple(record.tokens for record in records[:: self.topology.attention_tp])
+
     def _check_digests(self, records: Sequence[StepRecord]) -> None:
         for first in range(0, len(records), self.topology.attention_tp):
             digests = [record.digest for record in records[first : first + self.topology.attention_tp]]

@@ -9,8 +9,9 @@ that leaves behind the request's last token is overwritten by the next step.
 
 The model verifies drafts as it does others (commit.py): a wrong one costs time, never a token.
 
-Ranks that share requests draft alike, for they get the same bits. Ranks with requests of their own would have
-to agree on how many tokens the layer's experts get, which they do not yet (parallel_config.py refuses them).
+Ranks that share requests draft alike, for they get the same bits. Ranks with requests of their own tell each
+other, before each further pass, how many tokens the layer's experts get from them; one without requests takes
+part with none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
@@ -33,9 +35,16 @@ class LayerDrafter:
     """num_steps: drafts of a request and step."""
 
     def __init__(
-        self, model: DraftingModel, forward: Forward, kv: KVCache, *, num_steps: int, max_context: int
+        self,
+        model: DraftingModel,
+        forward: Forward,
+        kv: KVCache,
+        step_sync: StepSync,
+        *,
+        num_steps: int,
+        max_context: int,
     ):
-        self._model, self._forward, self._kv = model, forward, kv
+        self._model, self._forward, self._kv, self._step_sync = model, forward, kv, step_sync
         self._num_steps, self._max_context = num_steps, max_context
 
     def propose(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> None:
@@ -58,21 +67,25 @@ class LayerDrafter:
                 drafting.append(request)
                 last.append(first_row + place - chunk.start)
         hidden_SH = hidden_NH[last]
-        for further in range(self._num_steps):
-            if further:
-                drafting, hidden_SH = self._once_more(drafting, hidden_SH)
-            if not drafting:
-                return
-            drafts = self._model.logits(hidden_SH).argmax(dim=-1).tolist()
-            for request, token in zip(drafting, drafts, strict=True):
-                request.proposed.append(token)
+        self._choose(drafting, hidden_SH)
+        for _ in range(self._num_steps - 1):
+            drafting, hidden_SH = self._once_more(drafting, hidden_SH)
+            self._choose(drafting, hidden_SH)
+
+    def _choose(self, drafting: Sequence[Request], hidden_SH: Tensor) -> None:
+        """The next draft of each request, from the layer's hidden state [S, H]."""
+        if not drafting:
+            return
+        drafts = self._model.logits(hidden_SH).argmax(dim=-1).tolist()
+        for request, token in zip(drafting, drafts, strict=True):
+            request.proposed.append(token)
 
     def _drafts_for(self, request: Request) -> bool:
         decodes = request.row >= 0 and not request.ended and request.remaining == 1
         return decodes and request.most_drafts > 0 and len(request.tokens) > 1
 
     def _once_more(self, drafting: Sequence[Request], hidden_SH: Tensor) -> tuple[list[Request], Tensor]:
-        """The layer's hidden states at the next position of those requests that have a page for it."""
+        """The layer's hidden states at the next position of requests that have a page for it. Collective."""
         kept: list[int] = []
         chunks: list[Chunk] = []
         for i, request in enumerate(drafting):
@@ -82,10 +95,11 @@ class LayerDrafter:
                 kept.append(i)
                 chunks.append(Chunk(request, place, place + 1))
         requests = [drafting[i] for i in kept]
-        if not requests:
-            return [], hidden_SH
+        tokens = self._step_sync.share_count(len(requests))
+        if not any(tokens):
+            return [], hidden_SH[kept]
         ids = [request.proposed[-1] for request in requests]
-        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids), hidden_SH[kept])
+        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids, tokens), hidden_SH[kept])
         for request in requests:
             self._kv.trim(request)  # the pages are others' until the drafts are verified
         return requests, hidden_SH

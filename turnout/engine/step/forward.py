@@ -96,12 +96,12 @@ class Forward:
         step = self._whole_step(chunks, synced)
         return Computed(hidden_NH=self._model.forward(step), step=step)
 
-    def draft_step(self, chunks: Sequence[Chunk], ids: Sequence[int]) -> Step:
-        """One token of each chunk, `ids`, for the draft layer of a model on one data-parallel rank."""
+    def draft_step(self, chunks: Sequence[Chunk], ids: Sequence[int], tokens: tuple[int, ...]) -> Step:
+        """One token of each chunk, `ids`, for a draft layer. tokens: of each data-parallel rank."""
         places_N, attention = self._laid_out(chunks, [], [chunk.start for chunk in chunks])
         (ids_N,) = to_device([_integers(ids)], self._attention.device)
         return Step(
-            input_ids=ids_N, positions=places_N, attention=attention, phase=Phase.DECODE, tokens=(len(ids),)
+            input_ids=ids_N, positions=places_N, attention=attention, phase=Phase.DECODE, tokens=tokens
         )
 
     def drop_graphs(self) -> None:
