@@ -132,11 +132,11 @@ class Config:
     disable_prefill_graph: bool | None = flag(
         None,
         "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
-        "CUDA graphs; by default with several ranks, where no gain has been measured",
+        "CUDA graphs",
     )
     overlap_schedule: str = flag(
         "auto",
-        "launch a step before the host has read the tokens of the one before; auto: on one GPU",
+        "launch a step before the host has read the tokens of the one before; auto: on GPUs",
         choices=("auto", "on", "off"),
     )
     speculative_algorithm: str = flag(

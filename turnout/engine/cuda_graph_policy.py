@@ -52,10 +52,6 @@ def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kind
         return "there are graphs on CUDA only"
     if config.disable_prefill_graph:
         return "asked for with --disable-prefill-graph"
-    if config.disable_prefill_graph is None and config.tp_size > 1:
-        return (
-            "by default with several ranks, where no gain has been measured; --no-disable-prefill-graph asks"
-        )
     if config.deterministic:
         return "--deterministic computes each token apart"
     if moe.two_batches:

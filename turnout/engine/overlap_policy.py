@@ -18,6 +18,4 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
         return "asked for with --overlap-schedule off"
     if config.overlap_schedule == "auto" and engine_plan.hardware.device == "cpu":
         return "--overlap-schedule auto: on a CPU the host is what computes"
-    if config.overlap_schedule == "auto" and config.tp_size > 1:
-        return "--overlap-schedule auto: off with several ranks, where no gain has been measured"
     return ""
