@@ -327,9 +327,11 @@ def formats() -> str:
                     for f in FORMATS
                 ],
             ),
-            "Dense layers are decoded to the compute dtype while they load, from every one of these "
-            "formats. So are experts in FP8 with a scale per row, and in INT4 with zero points, with columns "
-            "that GPTQ reordered (`weight_g_idx`), or with float16 or float32 scales, since no runner "
+            "Dense layers are decoded to the compute dtype while they load, from every one of these formats, "
+            "but for FP8 on CUDA GPUs of compute capability 9.0 or later: there projections of attention, "
+            "dense MLPs and shared experts stay FP8 in memory, and are decoded where they are multiplied. "
+            "Decoded at load are also experts in FP8 with a scale per row, in INT4 with zero points, with "
+            "columns that GPTQ reordered (`weight_g_idx`), or with float16 or float32 scales, as no runner "
             "multiplies in those: they then take the memory of unquantised ones, which `turnout plan` counts "
             "and the log says. Other INT4 stays packed: a scale for 64 or 128 columns or for a row is "
             "repeated for every 32. Activations are quantised only in formats that the table above has a "

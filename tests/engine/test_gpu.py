@@ -13,6 +13,8 @@ from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.engine.sampling.near_ties import find_near_ties
 from turnout.engine.sampling.sampler import Sampler
+from turnout.models import weights
+from turnout.models.dense import Fp8Weight
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +119,37 @@ def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Pat
         assert first == [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
     tokens = sum(len(prompt) for prompt in prompts(9)) + 9 * 39
     assert routed == tokens * 2 * 2  # layers, experts of a token
+
+
+def test_dense_layers_kept_in_fp8_score_like_decoded_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts long and short, and decode steps in graphs; half of the prompts are of one token."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 16}
+    config = QWEN3_30B | sizes | {"vocab_size": 4096, "eos_token_id": 4095}
+    write(tmp_path / "model", config, format="fp8")
+    draw = random.Random(0)
+    lengths = [*(1 for _ in range(12)), 2, 40, 70, 300, 900]
+    ids = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=5)
+    found = []
+    for kept in (True, False):
+        if not kept:
+            monkeypatch.setattr(weights, "keeps_fp8", lambda *_: False)
+        with LLM(str(tmp_path / "model"), **(SETTINGS | {"max_total_tokens": 4096})) as llm:
+            qkv = llm._open()._model._layers[0].attention._qkv
+            assert isinstance(qkv, Fp8Weight) == kept
+            found.append(llm.generate(ids, sampling))
+    compared = 0
+    for ours, theirs in zip(*found, strict=True):
+        for step in range(2):
+            if ours.token_ids[:step] == theirs.token_ids[:step]:
+                a, b = (dict(completion.logprobs[step].top) for completion in (ours, theirs))
+                shared = a.keys() & b.keys()
+                assert len(shared) >= 2
+                assert all(abs(a[token] - b[token]) < 0.1 for token in shared)
+                compared += 1
+    assert compared >= len(ids) + 8
 
 
 @pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"disable_prefill_graph": True}])

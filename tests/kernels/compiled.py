@@ -9,8 +9,9 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from turnout.moe.backends.hopper.tile_config import SHARED_BYTES
 
@@ -45,7 +46,8 @@ def compiled(
             if name in multiples:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     options = {"num_warps": warps} | ({} if most_registers is None else {"maxnreg": most_registers})
-    source = GluonASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(kernel, signature=signature, constexprs=values, attrs=attributes)
     done = compile_kernel(source, target=TARGET, options=options)
     assert done.metadata.shared <= SHARED_BYTES
     return done

@@ -156,8 +156,16 @@ class Checkpoint:
         if self._is_plain(module):
             self._files.expect(f"{module}.weight", shape, FLOATS, why=bf16.WHY)
             return self.tensor(f"{module}.weight", shape, dtype, first=first, count=count)
-        decoded = decode_by_rows(self._reader.linear(self._files, module, *shape), dtype)
+        decoded = decode_by_rows(self.packed(module, shape), dtype)
         return decoded if count in (None, len(decoded)) else decoded[first : first + count].clone()
+
+    def is_fp8(self, module: str) -> bool:
+        """Whether the dense layer called `module` is stored in FP8."""
+        return self.quantization.is_fp8(module) and not self._is_plain(module)
+
+    def packed(self, module: str, shape: tuple[int, int]) -> PackedTensor:
+        """The weight [N, K] of a dense layer that is stored quantised, as it is stored."""
+        return self._reader.linear(self._files, module, *shape)
 
     def experts(
         self, prefix: str, shape: ExpertShape, *, first: int = 0, count: int | None = None

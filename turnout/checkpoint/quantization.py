@@ -56,6 +56,10 @@ class Quantization:
             return False
         return self.targets.matches(module) and not self.ignore.matches(module)
 
+    def is_fp8(self, module: str) -> bool:
+        """Whether the linear layer called `module` is stored in FP8."""
+        return self.stored == Format.FP8 and self.quantizes(module)
+
     def format_of(self, module: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the linear layer called `module`."""
         return (self.format, self.quantized_activations) if self.quantizes(module) else (Format.BF16, False)

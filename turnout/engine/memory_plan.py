@@ -22,8 +22,8 @@ from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
 from turnout.errors import PlanRefused, Refusal
-from turnout.formats.spec import ITEMSIZE
-from turnout.models.interface import ModelDescription
+from turnout.formats.spec import FORMATS, ITEMSIZE
+from turnout.models.interface import DenseParameters, ModelDescription
 from turnout.moe.budget import (
     Budget,
     fewer_tokens,
@@ -45,7 +45,7 @@ REUSED_SHARE = 16  # of the pages of whole contexts: as many of a window's are k
 class MemoryTable:
     """Planned bytes of one rank. `available` is --mem-fraction-static of the device."""
 
-    dense: int  # all parameters but the routed experts', in the compute dtype
+    dense: int  # all parameters but the routed experts', in the compute dtype or as stored in FP8
     experts: int  # routed experts of all layers, as stored for use
     kv: int
     attention: int  # of one layer's attention, beyond queries and results
@@ -161,7 +161,7 @@ class Rank:
         config, description = self.config, self.description
         rows = config.max_running_requests * budget.tokens_per_request
         return MemoryTable(
-            dense=dense_bytes(description, self.topology, moe, ITEMSIZE[self.compute_dtype]),
+            dense=dense_bytes(self, moe),
             experts=moe.weight_bytes * len(description.moe_layers),
             kv=0,
             attention=workspace_bytes(self.cache_groups, budget.local, ITEMSIZE[self.compute_dtype]),
@@ -233,20 +233,28 @@ def memory_table(
     return table, pages, min(longest, pages * config.page_size)
 
 
-def dense_bytes(description: ModelDescription, topology: Topology, moe: MoEPlan, itemsize: int) -> int:
-    """Of all parameters of one rank but the routed experts'. itemsize: of the compute type."""
+def dense_bytes(rank: Rank, moe: MoEPlan) -> int:
+    """Of all parameters of one rank but the routed experts'."""
+    description, itemsize = rank.description, ITEMSIZE[rank.compute_dtype]
     wider = description.dense.in_float32 * (4 - itemsize)
-    return dense_parameters(description, topology, moe) * itemsize + wider
+    plain = dense_parameters(description, description.dense, rank.topology, moe) * itemsize + wider
+    if not (rank.hardware.device == "cuda" and rank.hardware.architecture >= 90 and itemsize == 2):
+        return plain
+    fp8 = FORMATS[Format.FP8]  # each row has scales of its own (kernels/common/fp8_weights.py)
+    kept = dense_parameters(description, description.dense_in_fp8, rank.topology, moe)
+    return plain - kept * (itemsize - fp8.bits // 8) + kept * fp8.scale_bytes // fp8.group
 
 
-def dense_parameters(description: ModelDescription, topology: Topology, moe: MoEPlan) -> int:
-    """Parameters of one rank but the routed experts'.
+def dense_parameters(
+    description: ModelDescription, dense: DenseParameters, topology: Topology, moe: MoEPlan
+) -> int:
+    """How many of these parameters one rank has.
 
     Matrices of attention, dense MLPs and the vocabulary are split over attention TP, as evenly as can be;
     a KV head is whole, and held by several ranks where there are more of them than heads. A shared expert
     is split over all ranks, or whole, as the plan says.
     """
-    dense, shape = description.dense, description.shape
+    shape = description.shape
     split = topology.attention_tp
     rows = -(-shape.vocab_size // split)
     kv, local_kv = (

@@ -55,8 +55,9 @@ def describe(
     elsewhere; otherwise `quantization_config` says. Raises UserError naming the architecture that is not
     implemented, or the field that is missing, malformed or not implemented.
     """
-    spec = _read_spec(config, drafts)
-    return _with_format(spec, experts_format or _experts_format(parse_quantization(config), spec)).describe()
+    spec, quantization = _read_spec(config, drafts), parse_quantization(config)
+    spec = _with_format(spec, experts_format or _experts_format(quantization, spec))
+    return spec.describe(quantization.is_fp8)
 
 
 def load_model(
@@ -82,7 +83,7 @@ def load_model(
 
     if torch.device(device).type == "cuda":
         redirect_compilers()
-    from turnout.kernels.common import rowwise
+    from turnout.models import dense
     from turnout.models.decoder_weights import DecoderReader
     from turnout.models.weights import Weights
 
@@ -90,7 +91,7 @@ def load_model(
     if drafts:
         _require_draft_layer(checkpoint, spec)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
-    multiply = rowwise.linear if plan.deterministic else torch.nn.functional.linear
+    multiply = dense.invariant_linear if plan.deterministic else dense.linear
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
     model = DecoderReader(spec, weights, plan, groups, make_runner).read(progress or _silent)
     _skip(checkpoint, spec)

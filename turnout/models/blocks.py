@@ -22,8 +22,8 @@ from torch import Tensor
 
 from turnout.attention.kinds import AttentionSpec
 from turnout.kernels import cpu
-from turnout.kernels.common.rowwise import Linear, product
 from turnout.models import interface
+from turnout.models.dense import Dense, Linear, linear, product
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished
@@ -33,17 +33,16 @@ from turnout.parallel.groups import SINGLE_RANK, Group
 Rotaries = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def one_kernel(weight: Tensor, size: int, dtype: torch.dtype | None = None) -> ModuleType | None:
-    """The kernels, one each for what torch composes, for activations like `weight`; None if there are none.
+def one_kernel(device: torch.device, dtype: torch.dtype, size: int) -> ModuleType | None:
+    """The kernels, one each for what torch composes, for activations of this type; None if there are none.
 
-    size: of what they go through; on a CPU it must be a multiple of 16. dtype: of activations.
+    size: of what they go through; on a CPU it must be a multiple of 16.
     """
-    dtype = dtype or weight.dtype
-    if weight.device.type == "cuda" and find_spec("triton") is not None:
+    if device.type == "cuda" and find_spec("triton") is not None:
         from turnout.kernels.common import rows
 
         return rows
-    if weight.device.type == "cpu" and dtype == torch.float32 and size % 16 == 0 and cpu.available():
+    if device.type == "cpu" and dtype == torch.float32 and size % 16 == 0 and cpu.available():
         from turnout.kernels.cpu import rows as rows_on_cpu
 
         return rows_on_cpu
@@ -68,7 +67,7 @@ class Embedding:
 class Head:
     """Logits of the whole vocabulary. weight: [V, H], or counts[rank] rows of it on each rank of `group`."""
 
-    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = F.linear):
+    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = linear):
         self._weight_VH, self._counts, self._group = weight_VH, counts, group
         self._linear = linear
 
@@ -92,7 +91,7 @@ class Norm:
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None):
         K = weight.shape[-1]
         self.weight, self.eps, self._shape = weight, eps, (K,)
-        self._fused = one_kernel(weight, K, dtype) if weight.dim() == 1 else None
+        self._fused = one_kernel(weight.device, dtype or weight.dtype, K) if weight.dim() == 1 else None
         self._composed = weight.device.type == "cpu"
         self._scaled = weight.float() * math.sqrt(K)
         self._floor = torch.tensor(math.sqrt(K * eps), device=weight.device)
@@ -198,15 +197,15 @@ class Attention:
         layer: int,
         spec: AttentionSpec,
         *,
-        qkv: Tensor,
+        qkv: Dense,
         qkv_bias: Tensor | None = None,
-        out: Tensor,
+        out: Dense,
         out_bias: Tensor | None = None,
         qk_norm: Norm | WholeNorm | None = None,
         sinks: Tensor | None = None,
-        gate: Tensor | None = None,
+        gate: Dense | None = None,
         group: Group = SINGLE_RANK.attention_tp,
-        linear: Linear = F.linear,
+        linear: Linear = linear,
     ):
         self._gate = gate
         self._layer, self._group, self._linear = layer, group, linear
@@ -216,7 +215,7 @@ class Attention:
         self._qkv, self._qkv_bias = qkv, qkv_bias
         self._out, self._out_bias = out, out_bias
         self._qk_norm, self._sinks = qk_norm, sinks
-        self._fused = one_kernel(qkv, spec.head_dim // 2)
+        self._fused = one_kernel(qkv.device, qkv.dtype, spec.head_dim // 2)
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
@@ -277,17 +276,22 @@ class GatedMLP:
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Dense,
+        down: Dense,
         group: Group = SINGLE_RANK.attention_tp,
-        linear: Linear = F.linear,
+        linear: Linear = linear,
     ):
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
+        self._rows = one_kernel(gate_up.device, gate_up.dtype, len(gate_up) // 2)
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
         """[N, H] to [N, H]. step: for the arguments of an MoE layer, which is called in the same way."""
-        gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
-        return self._group.all_reduce(self._linear(F.silu(gate_NI) * up_NI, self._down))
+        if self._rows and x_NH.device.type == "cuda":
+            h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype)
+        else:
+            gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
+            h_NI = F.silu(gate_NI) * up_NI
+        return self._group.all_reduce(self._linear(h_NI, self._down))
 
     def begin(self, x_NH: Tensor, *step: object) -> Finished:
         """A call, where an MoE layer begins to exchange tokens."""
@@ -300,7 +304,7 @@ class GatedSharedExpert:
     The gate of a share of the MLP is whole: it scales each part of the sum.
     """
 
-    def __init__(self, mlp: GatedMLP, gate_1H: Tensor, linear: Linear = F.linear):
+    def __init__(self, mlp: GatedMLP, gate_1H: Tensor, linear: Linear = linear):
         self._mlp, self._gate_1H, self._linear = mlp, gate_1H, linear
 
     def __call__(self, x_NH: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from turnout.attention import interface
-from turnout.kernels.common.rowwise import Linear
 from turnout.models.blocks import Embedding, Head, Norm, Rotaries, RotaryEmbedding
+from turnout.models.dense import Linear
 from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
 from turnout.moe.layer import MoELayer

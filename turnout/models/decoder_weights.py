@@ -26,6 +26,7 @@ from turnout.models.blocks import (
 )
 from turnout.models.decoder import MLP, Decoder, DecoderLayer, DraftLayer, Mixer
 from turnout.models.delta_net import read_delta_net
+from turnout.models.dense import Dense, ordered_rows
 from turnout.models.interface import ProgressFn
 from turnout.models.latent_attention import LatentAttention, read_latent_attention
 from turnout.models.rope import NOPE
@@ -161,15 +162,21 @@ class DecoderReader:
         order = None if heads.spec.rope == NOPE else spec.rope.order
         if spec.output_gate:
             rows[f"{prefix}.q_proj"] = heads.queries.times(2)
-        qkv, gate = weights.fused(rows, whole(H)), None
+        qkv, gate = weights.dense(rows, whole(H)), None
+        qkv_bias = weights.fused_bias(rows) if spec.qkv_bias else None
         if spec.output_gate:
             qkv, gate = _without_gate(qkv, heads.spec)
+        if order is not None:
+            D = heads.spec.head_dim
+            starts = range(0, (heads.spec.num_heads + heads.spec.num_kv_heads) * D, D)
+            turned = ordered_rows(qkv, starts, order)
+            qkv, qkv_bias = qkv[turned], None if qkv_bias is None else qkv_bias[turned]
         return Attention(
             i,
             heads.spec,
-            qkv=self._in_order(qkv, order, heads.spec),
-            qkv_bias=self._in_order(weights.fused_bias(rows), order, heads.spec) if spec.qkv_bias else None,
-            out=weights.linear(f"{prefix}.o_proj", whole(H), heads.outputs),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            out=weights.dense({f"{prefix}.o_proj": whole(H)}, heads.outputs),
             out_bias=out_bias if self._group.rank == 0 else None,
             qk_norm=self._read_qk_norm(i, prefix, order, heads),
             sinks=self._read_sinks(prefix, heads.heads) if heads.spec.sinks else None,
@@ -177,15 +184,6 @@ class DecoderReader:
             group=self._group,
             linear=weights.multiply,
         )
-
-    def _in_order(self, fused: Tensor, order: Sequence[int] | None, layer: AttentionSpec) -> Tensor:
-        """Rows of queries, keys and values, those of each query and key head in this order (`Rope.order`)."""
-        if order is None:
-            return fused
-        D, num_qk = layer.head_dim, layer.num_heads + layer.num_kv_heads
-        heads_GDx = fused[: num_qk * D].unflatten(0, (num_qk, D))
-        heads_GDx.copy_(heads_GDx[:, list(order)])
-        return fused
 
     def _read_qk_norm(
         self, i: int, prefix: str, order: Sequence[int] | None, heads: Heads
@@ -280,9 +278,9 @@ class DecoderReader:
         return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)
 
 
-def _without_gate(rows: Tensor, layer: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _without_gate(weight: Dense, layer: AttentionSpec) -> tuple[Dense, Dense]:
     """(queries, keys and values; gates), of rows in which each query head is followed by its gate."""
     D, num_q = layer.head_dim, layer.num_heads
-    queries_H2DX = rows[: 2 * num_q * D].unflatten(0, (num_q, 2, D))
-    queries, gates = (queries_H2DX[:, i].flatten(0, 1) for i in (0, 1))
-    return torch.cat((queries, rows[2 * num_q * D :])), gates.contiguous()
+    rows = torch.arange(len(weight), device=weight.device)
+    queries, gates = rows[: 2 * num_q * D].view(num_q, 2, D).unbind(1)
+    return weight[torch.cat((queries.flatten(), rows[2 * num_q * D :]))], weight[gates.flatten()]

@@ -16,8 +16,8 @@ from torch import Tensor
 from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
-from turnout.kernels.common.rowwise import Linear
 from turnout.models.blocks import Rotaries
+from turnout.models.dense import Linear
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights

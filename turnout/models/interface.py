@@ -86,6 +86,7 @@ class ModelDescription:
     moe: MoESpec  # of every MoE layer; they are all alike
     moe_layers: tuple[int, ...]  # which of the `shape.num_layers` layers are MoE layers
     dense: DenseParameters
+    dense_in_fp8: DenseParameters = DenseParameters()  # those of them that stay so on a GPU that decodes it
     experts_prefix: str = "model.layers.{}.mlp.experts"  # of a layer's experts in its checkpoints
 
 

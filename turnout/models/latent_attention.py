@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.attention.kinds import AttentionSpec
 from turnout.attention.up_projection import UpProjection
-from turnout.kernels.common.rowwise import Linear
 from turnout.models import interface
 from turnout.models.blocks import Norm, Rotaries, rotate
+from turnout.models.dense import Dense, Linear, linear, ordered_rows
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import LatentProjections
 from turnout.models.weights import Weights
@@ -41,14 +40,14 @@ class LatentAttention:
         layer: int,
         spec: AttentionSpec,
         *,
-        down: Tensor,
+        down: Dense,
         query_norm: Norm | None,
-        query_up: Tensor | None,
+        query_up: Dense | None,
         latent_norm: Norm,
         up: UpProjection,
-        out: Tensor,
+        out: Dense,
         group: Group,
-        linear: Linear = F.linear,
+        linear: Linear = linear,
     ):
         self._layer, self._spec, self._group, self._linear = layer, spec, group, linear
         self._down, self._query_norm, self._query_up = down, query_norm, query_up
@@ -89,12 +88,17 @@ def read_latent_attention(
     nope, made = spec.head_dim - spec.rope_dim, spec.head_dim - spec.rope_dim + spec.value_dim
     queries = {f"{prefix}.q_a_proj": whole(rank)} if rank else {f"{prefix}.q_proj": heads.queries}
     kept = {f"{prefix}.kv_a_proj_with_mqa": whole(spec.latent_dim + spec.rope_dim)}
-    down = weights.fused(queries | kept, whole(hidden))
-    query_up = weights.linear(f"{prefix}.q_b_proj", heads.queries, whole(rank)) if rank else None
+    down = weights.dense(queries | kept, whole(hidden))
+    query_up = weights.dense({f"{prefix}.q_b_proj": heads.queries}, whole(rank)) if rank else None
     if order is not None:
-        _order_rows(down[None], spec.rope_dim, order)
-        of_heads = down[: heads.queries.size] if query_up is None else query_up
-        _order_rows(of_heads.unflatten(0, (spec.num_heads, -1)), spec.rope_dim, order)
+        ends = range(spec.head_dim, heads.queries.size + 1, spec.head_dim)
+        of_heads = [end - spec.rope_dim for end in ends]
+        of_down = [len(down) - spec.rope_dim]
+        if query_up is None:
+            of_down += of_heads
+        else:
+            query_up = query_up[ordered_rows(query_up, of_heads, order)]
+        down = down[ordered_rows(down, of_down, order)]
     weight = weights.linear(f"{prefix}.kv_b_proj", heads.heads.times(made), whole(spec.latent_dim))
     return LatentAttention(
         layer,
@@ -104,13 +108,7 @@ def read_latent_attention(
         query_up=query_up,
         latent_norm=Norm(weights.tensor(f"{prefix}.kv_a_layernorm.weight", spec.latent_dim), eps),
         up=UpProjection(weight.unflatten(0, (spec.num_heads, made)), nope),
-        out=weights.linear(f"{prefix}.o_proj", whole(hidden), heads.outputs),
+        out=weights.dense({f"{prefix}.o_proj": whole(hidden)}, heads.outputs),
         group=group,
         linear=weights.multiply,
     )
-
-
-def _order_rows(weight_GXK: Tensor, size: int, order: Sequence[int]) -> None:
-    """The last `size` rows of each [X, K] in this order, in place."""
-    turned_GRK = weight_GXK[:, -size:]
-    turned_GRK.copy_(turned_GRK[:, list(order)])

@@ -6,6 +6,7 @@ model from it. Does not import torch, so that a plan costs no more than reading 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from turnout.attention.kinds import DeltaNetSpec
@@ -117,13 +118,56 @@ class DecoderSpec:
             drafts=True,
         )
 
-    def describe(self) -> ModelDescription:
+    def describe(self, is_fp8: Callable[[str], bool] = lambda _: False) -> ModelDescription:
+        """is_fp8: whether the checkpoint stores the linear layer of this name in FP8."""
         return ModelDescription(
             shape=self.shape,
             moe=self.moe,
             moe_layers=self.moe_layers,
             experts_prefix=self.names.experts_of("{}"),
             dense=self._dense_parameters(),
+            dense_in_fp8=self._parameters_in_fp8(is_fp8),
+        )
+
+    def _parameters_in_fp8(self, is_fp8: Callable[[str], bool]) -> DenseParameters:
+        """Of the matrices that `Weights.dense` reads, each of layers that read the same input."""
+        H, queries, keys_values, mlps, shared_experts, replicated = self.shape.hidden_size, 0, 0, 0, 0, 0
+
+        def stored(count: int, prefix: str, *modules: str) -> int:
+            return count * all(is_fp8(f"{prefix}.{module}") for module in modules)
+
+        def gated_mlp(inner: int, prefix: str) -> int:
+            up = stored(2 * inner * H, prefix, "gate_proj", "up_proj")
+            return up + stored(inner * H, prefix, "down_proj")
+
+        for i, layer in enumerate(self.shape.attention):
+            prefix, names = self.names.layer(i), self.names
+            if i not in self.moe_layers:
+                mlps += gated_mlp(self.dense_intermediate_size, f"{prefix}.{names.dense}")
+            elif self.shared_expert:
+                inner = self.shared_expert.intermediate_size
+                shared_experts += gated_mlp(inner, f"{prefix}.{names.moe}.{names.shared_expert}")
+            if isinstance(layer, DeltaNetSpec):
+                continue
+            prefix, q = f"{prefix}.self_attn", layer.num_heads * layer.head_dim
+            queries += stored(layer.num_heads * layer.value_dim * H, prefix, "o_proj")
+            if self.latent:
+                rank = self.latent.query_rank
+                down = "q_a_proj" if rank else "q_proj", "kv_a_proj_with_mqa"
+                keys_values += stored((layer.latent_dim + layer.rope_dim) * H, prefix, *down)
+                replicated += stored(rank * H, prefix, *down)
+                queries += stored(q * rank, prefix, "q_b_proj") if rank else stored(q * H, prefix, *down)
+                continue
+            together = "q_proj", "k_proj", "v_proj"
+            queries += stored(q * H * (1 + self.output_gate), prefix, *together)
+            kv = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
+            keys_values += stored(kv * H, prefix, *together)
+        return DenseParameters(
+            queries=queries,
+            keys_values=keys_values,
+            mlps=mlps,
+            shared_experts=shared_experts,
+            replicated=replicated,
         )
 
     def _dense_parameters(self) -> DenseParameters:

@@ -6,12 +6,11 @@ import ctypes
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.checkpoint import Checkpoint
-from turnout.kernels.common.rowwise import Linear
 from turnout.models.blocks import GatedMLP
+from turnout.models.dense import Dense, Fp8Weight, Linear, keeps_fp8, linear
 from turnout.models.shares import Share, whole
 from turnout.parallel.groups import Group
 
@@ -28,10 +27,11 @@ class Weights:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        multiply: Linear = F.linear,
+        multiply: Linear = linear,
     ):
         """multiply: what linear layers made of these weights compute with."""
         self.checkpoint, self.device, self.dtype, self.multiply = checkpoint, device, dtype, multiply
+        self._keeps_fp8 = keeps_fp8(device, dtype)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
@@ -39,6 +39,10 @@ class Weights:
     def linear(self, prefix: str, rows: Share, columns: Share, *, dtype: torch.dtype | None = None) -> Tensor:
         """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it. dtype: not the model's."""
         return self._read(prefix, rows, columns, dtype or self.dtype).contiguous().to(self.device)
+
+    def dense(self, rows: Mapping[str, Share], columns: Share) -> Dense:
+        """As `fused`, but in FP8 where that is what all of them are stored in and the device decodes."""
+        return self._packed(rows, columns) or self.fused(rows, columns)
 
     def fused(self, rows: Mapping[str, Share], columns: Share) -> Tensor:
         """The weights of several linear layers of the same input, stacked by rows in the order given."""
@@ -59,9 +63,21 @@ class Weights:
     def gated_mlp(self, prefix: str, hidden: int, intermediate: Share, group: Group) -> GatedMLP:
         """group: the ranks that sum up their shares of it."""
         outer = whole(hidden)
-        gate_up = self.fused({f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}, outer)
-        down = self.linear(f"{prefix}.down_proj", outer, intermediate)
+        gate_up = self.dense({f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}, outer)
+        down = self.dense({f"{prefix}.down_proj": outer}, intermediate)
         return GatedMLP(gate_up, down, group, self.multiply)
+
+    def _packed(self, rows: Mapping[str, Share], columns: Share) -> Fp8Weight | None:
+        if not self._keeps_fp8 or not all(self.checkpoint.is_fp8(prefix) for prefix in rows):
+            return None
+        parts = []
+        for prefix, share in rows.items():
+            packed = self.checkpoint.packed(prefix, (share.total, columns.total))
+            part = Fp8Weight.of(packed, share, columns)
+            if part is None:
+                return None
+            parts.append(part.to(self.device))
+        return Fp8Weight.stacked(parts)
 
     def _read(self, prefix: str, rows: Share, columns: Share, dtype: torch.dtype) -> Tensor:
         shape = rows.total, columns.total

@@ -89,7 +89,7 @@ def parts(N: int, M: int, K: int, piece: int, *, biased: bool = False) -> bool:
     bias = torch.randn(M, generator=draw)
     y = torch.full((-(-K // piece), N, M), torch.nan)
     multiply_part[(-(-M // 64), len(y))](
-        x, w, bias, y, N, M, K, x.stride(0), K, 16, 64, piece, K % piece != 0, biased, False
+        x, w, w, bias, y, N, M, K, x.stride(0), K, 16, 64, piece, 1, K % piece != 0, biased, 0, False
     )
     return torch.allclose(y.sum(0), F.linear(x, w, bias if biased else None), atol=1e-4)
 

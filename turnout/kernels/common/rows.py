@@ -105,6 +105,47 @@ def rotate_heads(
         tl.store(k_ptr + (row * HK + g - HQ)[:, None] * D + d[None, :], out, mask=keys)
 
 
+@triton.jit(do_not_specialize=["N"])
+def add_parts(
+    parts_ptr, bias_ptr, out_ptr, N, M,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [N, M] = the sum of parts [PARTS, N, M], plus bias [M]."""
+    size = N.to(tl.int64) * M
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < size
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + at % M, mask=held, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        x += tl.load(parts_ptr + part * size + at, mask=held, other=0.0)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_rows(
+    x_ptr, out_ptr, N, M, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out [N, M] = silu(x[:, :M]) * x[:, M:], of x [N, 2M], or of the sum of parts [PARTS, N, 2M]."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = c < M
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = x_ptr + (part * N.to(tl.int64) + row) * 2 * M + c
+        gate += tl.load(at, mask=held, other=0.0).to(tl.float32)
+        up += tl.load(at + M, mask=held, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * M + c, out.to(out_ptr.dtype.element_ty), mask=held)
+
+
 def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMS norm times weight), [N, H] in x's dtype; without delta the sum is x itself.
 
@@ -158,3 +199,29 @@ def rotate(
             len(heads) if heads.dim() == 3 else 1, early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD
+
+
+def add(parts_PNM: Tensor, bias_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[N, M] in `dtype`: the sum of float32 parts, and of a bias."""
+    P, N, M = parts_PNM.shape
+    out_NM = torch.empty(N, M, dtype=dtype, device=parts_PNM.device)
+    if N:
+        block, early = 512, launches_early(parts_PNM.device)
+        add_parts[(triton.cdiv(N * M, block),)](
+            parts_PNM, parts_PNM if bias_M is None else bias_M, out_NM, N, M,
+            P, bias_M is not None, block, early, num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+    return out_NM
+
+
+def gate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, M] in `dtype` of [N, 2M], or of [P, N, 2M], whose sum over P is meant; see `gate_rows`."""
+    N, M = x.shape[-2], x.shape[-1] // 2
+    out_NM = torch.empty(N, M, dtype=dtype, device=x.device)
+    if N:
+        block, early = min(1024, triton.next_power_of_2(M)), launches_early(x.device)
+        gate_rows[(N, triton.cdiv(M, block))](
+            x.contiguous(), out_NM, N, M, len(x) if x.dim() == 3 else 1, block, early,
+            num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+    return out_NM

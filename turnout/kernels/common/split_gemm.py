@@ -19,33 +19,40 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.fp8_weights import scaled
 
 OUTPUTS = 64  # of a program: the rows of a tensor-core instruction
 NARROW = 256  # outputs, of which even 64 rows make few parts
 WIDTHS = (16, 32, 64)
-COLUMNS = (256, 128)  # of a part; the first also where the last part is shorter
+COLUMNS = (256, 128)  # of a step, the only one of its part or one of several; 256 where the last is shorter
+PROGRAMS = 512  # that keep an H200 loading weights
 ALIGNED = 16  # inputs, so that rows of weights begin where vector loads can
 
 
 @triton.jit(do_not_specialize=["N"])
 def multiply_part(
-    x_ptr, w_ptr, bias_ptr, y_ptr, N, M, K, x_stride, w_stride,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
-    SHORT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, N, M, K, x_stride, w_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    SHORT: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of COLUMNS inputs.
+    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of STEPS x COLUMNS inputs.
 
-    SHORT: the last piece has fewer. BIAS: y[0] has bias [M] in it.
+    SHORT: the last piece has fewer; STEPS is 1. BIAS: y[0] has bias [M] in it. GROUP: w is e4m3, and has
+    scales [G, M] for as many inputs each; 0: it is of x's type.
     """
     part = tl.program_id(1)
     m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     n = tl.arange(0, ROWS)
-    c = part * COLUMNS + tl.arange(0, COLUMNS)
+    first = part * STEPS * COLUMNS
+    c = first + tl.arange(0, COLUMNS)
     w_at = w_ptr + m.to(tl.int64)[:, None] * w_stride + c[None, :]
+    kind: tl.constexpr = x_ptr.dtype.element_ty
     if SHORT:
         w = tl.load(w_at, mask=(m[:, None] < M) & (c[None, :] < K), other=0.0)
     else:
         w = tl.load(w_at, mask=m[:, None] < M, other=0.0)
+    if GROUP:
+        w = scaled(w, scale_ptr, m, first, M, K, M, GROUP, OUTPUTS, COLUMNS, kind)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -55,35 +62,60 @@ def multiply_part(
     else:
         x = tl.load(x_at, mask=n[None, :] < N, other=0.0)
     acc = tl.dot(w, x, input_precision="ieee")
+    for step in range(1, STEPS):
+        w = tl.load(w_at + step * COLUMNS, mask=m[:, None] < M, other=0.0)
+        if GROUP:
+            w = scaled(w, scale_ptr, m, first + step * COLUMNS, M, K, M, GROUP, OUTPUTS, COLUMNS, kind)
+        x = tl.load(x_at + step * COLUMNS, mask=n[None, :] < N, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + m, mask=(m < M) & (part == 0), other=0.0).to(tl.float32)[:, None]
     y_at = y_ptr + (part.to(tl.int64) * N + n[None, :]) * M + m[:, None]
     tl.store(y_at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def columns(rows: int, outputs: int, inner: int) -> int:
-    """How many inputs make a part of a product of so many rows; 0: it is none of ours."""
+def pieces(rows: int, outputs: int, inner: int) -> tuple[int, int]:
+    """(inputs of a step, steps of a part) of a product of so many rows; (0, 0): it is none of ours.
+
+    Parts are as few as leave PROGRAMS: whoever adds them up reads them all.
+    """
     most = WIDTHS[-1] if outputs <= NARROW else WIDTHS[-2]
     if not 0 < rows <= most or inner < COLUMNS[0] or inner % ALIGNED:
-        return 0
-    return next((c for c in COLUMNS if inner % c == 0), COLUMNS[0])
+        return 0, 0
+    width = next((c for c in COLUMNS if inner % c == 0), 0)
+    if not width:
+        return COLUMNS[0], 1
+    tiles, count = -(-outputs // OUTPUTS), inner // width
+    enough = [s for s in range(2, count + 1) if count % s == 0 and tiles * count // s >= PROGRAMS]
+    # Steps after the first wait in shared memory, where narrow ones leave room for more programs.
+    return (COLUMNS[-1], max(enough) * width // COLUMNS[-1]) if enough else (width, 1)
 
 
-def parts(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor | None:
+def parts(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    scale_GM: Tensor | None = None,
+    group: int = 0,
+) -> Tensor | None:
     """float32 [P, N, M], whose sum over P is x @ weight.T + bias; None where another kernel does better.
 
-    All of one 16-bit type, with contiguous inner dimensions.
+    All of one 16-bit type, but for a weight that is e4m3 with contiguous scales for groups of as many
+    columns; inner dimensions are contiguous.
     """
     (N, K), M = x_NK.shape, len(weight_MK)
-    piece = columns(N, M, K)
-    if not piece or x_NK.dtype not in (torch.bfloat16, torch.float16):
+    width, steps = pieces(N, M, K)
+    if not steps or x_NK.dtype not in (torch.bfloat16, torch.float16):
         return None
-    y_PNM = torch.empty(-(-K // piece), N, M, dtype=torch.float32, device=x_NK.device)
+    count = -(-K // (width * steps))
+    y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)
     early = launches_early(x_NK.device)
-    multiply_part[(-(-M // OUTPUTS), len(y_PNM))](
-        x_NK, weight_MK, weight_MK if bias_M is None else bias_M, y_PNM,
+    multiply_part[(-(-M // OUTPUTS), count)](
+        x_NK, weight_MK, weight_MK if scale_GM is None else scale_GM,
+        weight_MK if bias_M is None else bias_M, y_PNM,
         N, M, K, x_NK.stride(0), weight_MK.stride(0),
-        next(w for w in WIDTHS if w >= N), OUTPUTS, piece, K % piece != 0, bias_M is not None, early,
-        num_warps=4, launch_pdl=early,
+        next(w for w in WIDTHS if w >= N), OUTPUTS, width, steps, K % width != 0, bias_M is not None, group,
+        early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return y_PNM

@@ -1,0 +1,90 @@
+"""Run by test_fp8_weights.py with TRITON_INTERPRET=1: products by e4m3 weights; prints JSON.
+
+In float32: the interpreter cuts off what bfloat16 does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.nn.functional as F
+
+from tests.kernels import loop_bounds
+from turnout.kernels.common import row_gemm, rows
+from turnout.kernels.common.fp8_weights import decode
+from turnout.kernels.common.split_gemm import multiply_part
+
+loop_bounds.teach()
+torch.manual_seed(0)
+results = {}
+
+
+def weight(M: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(e4m3 [M, K], scales [G, M], and what they mean), with every code but the two NaNs."""
+    codes = torch.randint(0, 254, (M, K), dtype=torch.uint8)
+    codes += (codes > 126).to(torch.uint8)
+    data = codes.view(torch.float8_e4m3fn)
+    scale = torch.rand(-(-K // group), M) * 1e-2
+    return data, scale, data.float() * scale.T.repeat_interleave(group, 1)[:, :K]
+
+
+def decodes(M: int, K: int, group: int) -> bool:
+    data, scale, wanted = weight(M, K, group)
+    few = decode(data[7:30], scale[:, 7:30], group, torch.float32)
+    return torch.equal(decode(data, scale, group, torch.float32), wanted) and torch.equal(few, wanted[7:30])
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found, wanted, atol=1e-3, rtol=1e-5)
+
+
+def multiplies(N: int, M: int, K: int, group: int, *, bias=False, count=1) -> bool:
+    """`row_gemm`, whole and in parts, for x of a wider matrix."""
+    data, scale, w = weight(M, K, group)
+    x, b = torch.randn(N, 2 * K)[:, :K], torch.randn(M) if bias else None
+    whole = row_gemm.linear(x, data, b, scale_GM=scale, group=group)
+    parts = row_gemm.parts(x, data, count, scale, group)
+    return near(whole, F.linear(x, w, b)) and len(parts) == count and near(parts.sum(0), x @ w.T)
+
+
+def splits(N: int, M: int, K: int, group: int, *, width: int, steps: int) -> bool:
+    data, scale, w = weight(M, K, group)
+    x, count = torch.randn(N, K), K // (width * steps)
+    y = torch.full((count, N, M), torch.nan)
+    multiply_part[(-(-M // 64), count)](
+        x, data, scale, w, y, N, M, K, K, K, 16, 64, width, steps, False, False, group, False
+    )  # fmt: skip
+    plain = torch.full_like(y, torch.nan)
+    multiply_part[(-(-M // 64), count)](
+        x, w, w, w, plain, N, M, K, K, K, 16, 64, width, steps, False, False, 0, False
+    )
+    return torch.equal(y, plain) and near(y.sum(0), x @ w.T)
+
+
+def sums() -> bool:
+    parts, bias = torch.randn(3, 5, 70), torch.randn(70)
+    wanted = parts.sum(0) + bias
+    return near(rows.add(parts, bias, torch.float32), wanted) and near(
+        rows.add(parts, None, torch.float32), parts.sum(0)
+    )
+
+
+def gates() -> bool:
+    parts = torch.randn(3, 5, 2 * 70)
+    good = True
+    for given, x in ((parts, parts.sum(0)), (parts[0], parts[0])):
+        good &= near(rows.gate(given, torch.float32), F.silu(x[:, :70]) * x[:, 70:])
+    return good
+
+
+results["decode"] = all(decodes(*sizes) for sizes in ((64, 256, 128), (70, 400, 128), (33, 112, 16)))
+results["rows"] = multiplies(5, 70, 256, 128, bias=True, count=2) and multiplies(20, 64, 512, 64, count=4)
+results["rows-odd"] = multiplies(3, 40, 200, 128) and multiplies(3, 66, 80, 16, bias=True)
+results["parts"] = splits(5, 130, 512, 128, width=256, steps=1) and splits(1, 64, 512, 32, width=128, steps=2)
+results["parts-long"] = splits(16, 70, 1024, 128, width=128, steps=4) and splits(
+    2, 9, 256, 16, width=256, steps=1
+)
+results["sums"] = sums()
+results["gates"] = gates()
+print(json.dumps(results))

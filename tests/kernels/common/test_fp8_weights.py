@@ -1,0 +1,92 @@
+"""Products by weights that stay e4m3: in Triton's interpreter, compiled for Hopper, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels import interpreted
+from tests.kernels.compiled import compiled
+from turnout.formats.fp8 import encode_blocks
+from turnout.formats.packed import PackedTensor
+from turnout.models import dense
+from turnout.models.shares import Share, whole
+from turnout.vocabulary import Format
+
+CASES = ["decode", "rows", "rows-odd", "parts", "parts-long", "sums", "gates"]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, bool]:
+    return interpreted.results("common/fp8_in_interpreter.py")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(results: dict[str, bool], case: str):
+    assert results[case]
+
+
+@pytest.mark.parametrize(("width", "steps"), [(256, 1), (128, 4)])
+def test_weights_are_decoded_before_rows_are_waited_for(width: int, steps: int):
+    from turnout.kernels.common.split_gemm import multiply_part
+
+    constants = {"ROWS": 16, "OUTPUTS": 64, "COLUMNS": width, "STEPS": steps, "GROUP": 128, "PDL": True}
+    constants |= {"SHORT": False, "BIAS": False}
+    multiples = ("M", "K", "x_stride", "w_stride")
+    done = compiled(multiply_part, constants, warps=4, multiples=multiples, w_ptr="*fp8e4nv")
+    early, late = done.asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global" in early
+    assert "e4m3x2" in early
+    assert "wgmma" in late
+    assert done.metadata.shared < 50_000  # so that several programs fit
+
+
+SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 2048), (576, 512), (70, 1408)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "K"), SHAPES)
+@pytest.mark.parametrize("rows", [0, 1, 5, 16, 33, 64, 65, 200, 256, 257, 1500])
+def test_products_on_a_gpu(rows: int, M: int, K: int):
+    """In all three ways, beside products by the decoded weights in float64."""
+    torch.manual_seed(0)
+    data, scale = encode_blocks(torch.randn(M, K) * K**-0.5)
+    packed = PackedTensor(format=Format.FP8, data=data, scale=scale)
+    weight = dense.Fp8Weight.of(packed, whole(M), whole(K))
+    assert weight is not None
+    weight, decoded = weight.to(torch.device("cuda")), packed.decode().cuda().bfloat16()
+    x, bias = torch.randn(rows, K, device="cuda").bfloat16(), torch.randn(M, device="cuda").bfloat16()
+    wanted = x.double() @ decoded.double().T
+    for multiply in (dense.linear, dense.invariant_linear):
+        torch.testing.assert_close(multiply(x, weight).double(), wanted, atol=0.02, rtol=0.01)
+        torch.testing.assert_close(
+            multiply(x, weight, bias).double(), wanted + bias.double(), atol=0.03, rtol=0.01
+        )
+    parts = dense.product(dense.linear, x, weight, None)
+    added = parts.sum(0) if parts.dim() == 3 else parts
+    torch.testing.assert_close(added.double(), wanted, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.gpu
+def test_a_row_depends_on_nothing_else_on_a_gpu():
+    torch.manual_seed(0)
+    data, scale = encode_blocks(torch.randn(576, 1024))
+    packed = PackedTensor(format=Format.FP8, data=data, scale=scale)
+    weight = dense.Fp8Weight.of(packed, Share(576, 64, 300), whole(1024))
+    assert weight is not None
+    weight = weight.to(torch.device("cuda"))
+    x = torch.randn(200, 1024, device="cuda").bfloat16()
+    y = dense.invariant_linear(x, weight)
+    for size in (1, 3, 17, 64, 130):
+        assert torch.equal(dense.invariant_linear(x[:size], weight), y[:size])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 70, 3000])
+def test_gates_on_a_gpu(rows: int):
+    from turnout.kernels.common.rows import gate
+
+    x = torch.randn(rows, 2 * 1408, device="cuda").bfloat16()
+    wanted = F.silu(x[:, :1408].float()) * x[:, 1408:].float()
+    torch.testing.assert_close(gate(x, torch.bfloat16).float(), wanted, atol=0.02, rtol=0.01)

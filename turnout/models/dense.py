@@ -1,0 +1,158 @@
+"""Weights of dense layers, plain or kept in FP8, and what multiplies by them.
+
+On GPUs that decode e4m3 a matrix that a checkpoint stores in FP8 stays so, at half the bytes of bfloat16
+(kernels/common/fp8_weights.py); elsewhere it is decoded when it is loaded, to the same values.
+
+Legend: N rows, K inputs, M outputs, P parts, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.formats.fp8 import BLOCK
+from turnout.formats.fp8 import DTYPE as E4M3
+from turnout.formats.packed import PackedTensor
+from turnout.kernels.common import rowwise
+from turnout.models.shares import Share
+
+SOME = 256  # rows, above which a decoded copy for the library's product costs little
+PROGRAMS = 132  # of a product of some rows: an H100's multiprocessors
+MOST_DECODED = 2**25  # weights decoded at a time
+LEAST_GROUP = 16
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """[M, K]. data: e4m3; scale: float32, of `group` columns of a row; both contiguous."""
+
+    data_MK: Tensor
+    scale_GM: Tensor
+    group: int
+
+    @classmethod
+    def of(cls, packed: PackedTensor, rows: Share, columns: Share) -> Fp8Weight | None:
+        """A rank's share of a matrix in FP8; None where that cuts groups of columns into narrow ones."""
+        group = math.gcd(columns.start, BLOCK)
+        if packed.scale is None or group < LEAST_GROUP:
+            return None
+        these = slice(rows.start, rows.start + rows.size)
+        scale_MG = packed.scale.repeat_interleave(packed.block_rows, 0)[these]
+        scale_MG = scale_MG.repeat_interleave(BLOCK // group, 1)
+        first, count = columns.start // group, -(-columns.size // group)
+        data_MK = packed.data[these, columns.start : columns.start + columns.size]
+        return cls(data_MK.contiguous(), scale_MG[:, first : first + count].T.contiguous(), group)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Fp8Weight]) -> Fp8Weight:
+        """The rows of several, whose groups of columns are the same."""
+        data_MK = torch.cat([part.data_MK.view(torch.uint8) for part in parts]).view(E4M3)
+        return cls(data_MK, torch.cat([part.scale_GM for part in parts], dim=1), parts[0].group)
+
+    def __len__(self) -> int:
+        return len(self.data_MK)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data_MK.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data_MK.dtype
+
+    def __getitem__(self, rows: Tensor) -> Fp8Weight:
+        """Its rows at the indices given."""
+        data_MK = self.data_MK.view(torch.uint8)[rows].view(E4M3)
+        return Fp8Weight(data_MK, self.scale_GM[:, rows].contiguous(), self.group)
+
+    def to(self, device: torch.device) -> Fp8Weight:
+        return Fp8Weight(self.data_MK.to(device), self.scale_GM.to(device), self.group)
+
+
+Dense = Tensor | Fp8Weight  # [M, K]
+
+
+class Linear(Protocol):
+    """x [N, K] @ weight [M, K].T + bias [M], in x's dtype."""
+
+    def __call__(self, x: Tensor, weight: Dense, bias: Tensor | None = None, /) -> Tensor: ...
+
+
+def ordered_rows(weight: Dense, starts: Iterable[int], order: Sequence[int]) -> Tensor:
+    """Indices of its rows, but those from each of `starts` on, which come in this order."""
+    rows, turned = torch.arange(len(weight)), torch.tensor(order)
+    for start in starts:
+        rows[start : start + len(order)] = start + turned
+    return rows.to(weight.device)
+
+
+def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices in FP8 stay so on this device, in models that compute in `dtype`."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tensor:
+    """As fast as can be; a row's last bits may depend on how many there are."""
+    if isinstance(weight_MK, Tensor):
+        return F.linear(x_NK, weight_MK, bias_M)
+    from turnout.kernels.common import rows
+    from turnout.kernels.common.fp8_weights import decode
+
+    parts_PNM = _parts(x_NK, weight_MK, None)
+    if parts_PNM is not None:
+        return rows.add(parts_PNM, bias_M, x_NK.dtype)
+    y_NM = x_NK.new_empty(len(x_NK), len(weight_MK))
+    height = max(1, MOST_DECODED // x_NK.shape[1])
+    for first in range(0, len(weight_MK), height):
+        these = slice(first, first + height)
+        data_MK, scale_GM = weight_MK.data_MK[these], weight_MK.scale_GM[:, these]
+        decoded_MK = decode(data_MK, scale_GM, weight_MK.group, x_NK.dtype)
+        torch.mm(x_NK, decoded_MK.T, out=y_NM[:, these])
+    return y_NM if bias_M is None else y_NM.add_(bias_M)
+
+
+def invariant_linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tensor:
+    """A row's bits depend on nothing but itself (kernels/common/rowwise.py)."""
+    if isinstance(weight_MK, Tensor):
+        return rowwise.linear(x_NK, weight_MK, bias_M)
+    from turnout.kernels.common import row_gemm
+
+    return row_gemm.linear(
+        x_NK, weight_MK.data_MK, bias_M, scale_GM=weight_MK.scale_GM, group=weight_MK.group
+    )
+
+
+def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None) -> Tensor:
+    """[N, M] of `multiply`; or, of few rows on a GPU where it is `linear`, float32 parts [P, N, M] for
+    whoever comes next to add up."""
+    if multiply is not linear:
+        return multiply(x_NK, weight_MK, bias_M)
+    if isinstance(weight_MK, Tensor):
+        return rowwise.product(F.linear, x_NK, weight_MK, bias_M)
+    parts_PNM = _parts(x_NK, weight_MK, bias_M)
+    return linear(x_NK, weight_MK, bias_M) if parts_PNM is None else parts_PNM
+
+
+def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor | None:
+    """Of up to SOME rows; with a bias of few."""
+    from turnout.kernels.common import row_gemm, split_gemm
+
+    (N, K), M = x_NK.shape, len(weight_MK)
+    data_MK, scale_GM, group = weight_MK.data_MK, weight_MK.scale_GM, weight_MK.group
+    found = split_gemm.parts(x_NK, data_MK, bias_M, scale_GM=scale_GM, group=group)
+    if found is not None or bias_M is not None or N > SOME:
+        return found
+    tiles = -(-M // row_gemm.OUTPUTS) * -(-N // row_gemm.width(N))
+    most = PROGRAMS // max(1, tiles)
+    count = max((c for c in range(2, most + 1) if K % (c * row_gemm.COLUMNS) == 0), default=1)
+    return row_gemm.parts(x_NK, data_MK, count, scale_GM, group)
