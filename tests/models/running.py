@@ -19,6 +19,7 @@ from turnout.attention.up_projection import UpProjection
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.models.shared_weights import SharedWeights
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.parallel.groups import SINGLE_RANK, Groups
@@ -48,12 +49,15 @@ def load(
     progress: ProgressFn | None = None,
     groups: Groups = SINGLE_RANK,
     device: str = "cpu",
+    shared: SharedWeights | None = None,
     **wishes: str,
 ) -> Model:
     checkpoint = open_checkpoint(folder)
     name = str(dtype).removeprefix("torch.")
     moe_plan = plan_for(checkpoint.config, name, device, groups.topology, **wishes)
-    return load_model(checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress)
+    return load_model(
+        checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress, shared=shared
+    )
 
 
 class PlainAttention(Attention):

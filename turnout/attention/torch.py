@@ -20,9 +20,11 @@ heads side by side put neighbouring tokens a power of two apart, in the same few
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +32,8 @@ from torch import Tensor
 from turnout.attention.backends import Chosen, Place, choose
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import AttentionSpec, CacheGroup
+
+ALIGNED = 64  # bytes, as torch's own memory is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,7 @@ class PagedAttention:
         self.spare_slot = num_pages * page_size
         slots = self.spare_slot + page_size
         size = (len(group.layers), *self._layer_size(slots))
-        self._cache = torch.zeros(size, dtype=dtype, device=device)
+        self._cache = _zeros(size, dtype, device)
         self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
         # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
         # is padding's, and owns the spare page.
@@ -378,3 +382,13 @@ def _with_sinks(
     sinks_XQ1 = sinks.expand(scores_XQL.shape[:-1])[..., None]
     weights_XQL = torch.cat((scores_XQL, sinks_XQ1), dim=-1).softmax(dim=-1)[..., :-1]
     return weights_XQL.to(v_XLD.dtype) @ v_XLD
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.zeros, but on a CPU memory is taken where it is first written, and not at once."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    count = math.prod(size) * dtype.itemsize
+    bytes_B = torch.from_numpy(np.zeros(count + ALIGNED, dtype=np.uint8))
+    start = -bytes_B.data_ptr() % ALIGNED
+    return bytes_B[start : start + count].view(dtype).view(size)

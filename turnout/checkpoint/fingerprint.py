@@ -1,4 +1,4 @@
-"""Whether two folders hold the same model, told without reading all of it. Torch-free."""
+"""Whether two folders, or one at two times, hold the same model, without reading all of it. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ SAMPLE = 1 << 14
 def fingerprint(folder: Path) -> dict[str, str]:
     """A digest of each file that decides what a rank computes, by name: size, and samples of the content."""
     return {path.name: _digest(path) for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")])}
+
+
+def stamp(folder: Path) -> str:
+    """Changes whenever one of these files does, or is replaced."""
+    files = [path.resolve() for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")])]
+    facts = [(path, s.st_ino, s.st_size, s.st_mtime_ns) for path in files if (s := path.stat())]
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:

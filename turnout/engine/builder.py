@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import torch
 
+from turnout import __version__
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.cpu import paged_attention
 from turnout.attention.states import RequestStates
 from turnout.checkpoint import open_checkpoint
+from turnout.checkpoint.fingerprint import stamp
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.grammar_matcher import GrammarCompiler
@@ -33,6 +35,7 @@ from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
+from turnout.models.shared_weights import SharedWeights
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
 
@@ -49,12 +52,14 @@ def build_engine(
     progress: ProgressFn | None = None,
     verify: str = "off",
     startup: StartupTimes | None = None,
+    weights_memory: int = -1,
 ) -> EngineCore:
     """The engine of this rank; collective among the ranks of a model.
 
     model: takes the place of the weights that `engine_plan` names. groups and step_sync: what `rendezvous`
     gives; by default there is one rank. watch: told how far a step is. progress: of loading. verify: "quick"
-    or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin.
+    or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin. weights_memory: a
+    descriptor of memory in which ranks of this host share prepared weights, if there is any.
 
     Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
     """
@@ -65,7 +70,7 @@ def build_engine(
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     verified: dict[str, Any] = {"extent": "off"}
     if model is None:
-        model, verified = _load(engine_plan, groups, device, verify, progress, startup)
+        model, verified = _load(engine_plan, groups, device, verify, progress, startup, weights_memory)
     startup.begin("kv_cache")
     scheduler = _make_scheduler(engine_plan)
     attention = _make_attention(engine_plan, device)
@@ -119,11 +124,16 @@ def _load(
     verify: str,
     progress: ProgressFn | None,
     startup: StartupTimes,
+    weights_memory: int,
 ) -> tuple[Model, dict[str, Any]]:
     """The model with its weights, and what checking them showed."""
     startup.begin("weights")
     check = None if verify == "off" else SelfCheck(engine_plan, verify, device)
     tuner = Tuner(engine_plan, device, check.make_runner if check else None)
+    shared = None
+    if weights_memory >= 0 and device.type == "cpu" and check is None:
+        version = f"{__version__} {engine_plan.compute_dtype} {engine_plan.plan.deterministic}"
+        shared = SharedWeights(weights_memory, f"{stamp(engine_plan.folder)} {version}", groups)
     model = load_model(
         open_checkpoint(engine_plan.folder),
         engine_plan.plan,
@@ -133,6 +143,7 @@ def _load(
         progress=progress,
         make_runner=tuner.make_runner,
         drafts=engine_plan.config.drafts_by_layer,
+        shared=shared,
     )
     startup.begin("kernels")
     tuner.tune(groups, progress)

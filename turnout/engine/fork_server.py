@@ -3,7 +3,9 @@
 A fork server is single-threaded, computes nothing and opens no device, so that copies of it are as good as
 processes of their own; they share the memory of what was imported. For each rank it gets a message with two
 descriptors: the rank's standard input, and a pipe on which it tells the rank's process id and, once that has
-ended, how. It ends when its starter does, and a rank does by its standard input. Torch-free until it runs.
+ended, how. It also keeps the memory in which ranks leave prepared weights for the next ones
+(models/shared_weights.py). It ends when its starter does, and a rank does by its standard input. Torch-free
+until it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ import psutil
 from turnout.cache import place_temporary_files
 from turnout.engine import worker
 from turnout.engine.ranks.local_launcher import resume_when_parent_ends
+from turnout.moe.capabilities import declared
+from turnout.registry import ARCHITECTURES
 
+KEEP, FORGET = b"k", b"f"  # the weights that earlier ranks prepared
 NUMBER = 8  # bytes of a process id or exit code on a pipe
 IMPORTED = (
     "torch.distributed",
@@ -98,9 +103,12 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._commands: socket.socket | None = None
         self._environment: dict[str, str] = {}
+        self._weights = ""
 
-    def fork(self, environment: Mapping[str, str]) -> ForkedProcess:
-        """A rank process (worker.py) with these environment variables and our standard error."""
+    def fork(self, environment: Mapping[str, str], weights: str = "") -> ForkedProcess:
+        """A rank process (worker.py) with these environment variables and our standard error.
+
+        weights: a stamp of the checkpoint; if it has changed, what was prepared before is forgotten."""
         if self._process is None or self._process.poll() is not None or self._environment != environment:
             self.close()
             self._start(dict(environment))
@@ -109,7 +117,8 @@ class ForkServer:
         stdin, ours = os.pipe()
         status, theirs = os.pipe()
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended meanwhile, as `wait` finds
-            socket.send_fds(self._commands, [b"f"], [stdin, theirs])
+            socket.send_fds(self._commands, [KEEP if weights == self._weights else FORGET], [stdin, theirs])
+        self._weights = weights
         os.close(stdin)
         os.close(theirs)
         return ForkedProcess(self._process, ours, status)
@@ -148,9 +157,13 @@ def main(commands: socket.socket) -> NoReturn:
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
         for module in IMPORTED if has_gpu else IMPORTED + IMPORTED_ON_CPU:
             importlib.import_module(module)
+        declared.RUNNERS.values(), declared.DISPATCHERS.values()  # imports the declarations
+        for architecture in ARCHITECTURES:
+            ARCHITECTURES.get(architecture)
         can_fork = not _driver_is_open()
         gc.collect()
         gc.freeze()  # a collection in a copy would write to the memory that all share
+    weights = -1
     running: dict[int, int] = {}  # process id: its status pipe
 
     def reap(number: int, frame: FrameType | None) -> None:
@@ -167,6 +180,10 @@ def main(commands: socket.socket) -> NoReturn:
         if not message:
             os._exit(0)
         stdin, status = descriptors
+        if can_fork and (message == FORGET or weights < 0):
+            if weights >= 0:
+                os.close(weights)
+            weights = os.memfd_create("turnout-weights")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
         pid = os.fork()
         if pid == 0:
@@ -174,19 +191,19 @@ def main(commands: socket.socket) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for descriptor in (commands.detach(), status, *running.values()):
                 os.close(descriptor)
-            _become_rank(stdin, can_fork)
+            _become_rank(stdin, can_fork, weights)
         running[pid] = status
         os.close(stdin)
         _tell(status, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _become_rank(stdin: int, can_fork: bool) -> NoReturn:
+def _become_rank(stdin: int, can_fork: bool, weights: int) -> NoReturn:
     os.dup2(stdin, 0)
     os.close(stdin)
     if not can_fork:
         os.execv(sys.executable, [sys.executable, "-m", "turnout.engine.worker"])
-    worker.main_and_exit()
+    worker.main_and_exit(weights)
 
 
 def _tell(status: int, number: int) -> None:

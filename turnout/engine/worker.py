@@ -46,7 +46,6 @@ from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.startup import StartupTimes
 from turnout.errors import UserError
-from turnout.flags import flag_name
 from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
@@ -94,7 +93,8 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve: tuple[str, str, str] | None = None
 
 
-def main() -> int:
+def main(weights_memory: int = -1) -> int:
+    """weights_memory: see `build_engine`. The exit code."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     startup = StartupTimes()
@@ -115,7 +115,7 @@ def main() -> int:
 
     who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        core, step_sync = load(start, send, startup)
+        core, step_sync = load(start, send, startup, weights_memory)
         run(core, step_sync, commands, send)
         return 0
     except UserError as error:
@@ -192,7 +192,9 @@ class Noted:
         self._show(what, done, total)
 
 
-def load(start: Start, send: Callable[[Event], None], startup: StartupTimes) -> tuple[Core, StepSync]:
+def load(
+    start: Start, send: Callable[[Event], None], startup: StartupTimes, weights_memory: int = -1
+) -> tuple[Core, StepSync]:
     """Plan, say so, join the other ranks, load the weights and announce that requests may come.
 
     Raises UserError.
@@ -223,6 +225,7 @@ def load(start: Start, send: Callable[[Event], None], startup: StartupTimes) -> 
             progress=progress,
             verify=start.verify,
             startup=startup,
+            weights_memory=weights_memory,
         )
     watch.parts = lambda: progress.parts + core.layers_begun
     gc.collect()
@@ -254,11 +257,6 @@ def summary(engine_plan: EnginePlan) -> list[str]:
         f"{engine_plan.hardware.name}, computing in {engine_plan.compute_dtype}: "
         f"{_megabytes(memory.dense + memory.experts)} of weights, {_megabytes(memory.kv)} of KV cache "
         f"for {engine_plan.num_pages * engine_plan.page_size} tokens; context {engine_plan.max_context}",
-        *(
-            f"{flag_name(name)} {getattr(engine_plan.config, name)}: {reason}"
-            for name, reason in engine_plan.size_reasons.items()
-            if engine_plan.hardware.device == "cuda"
-        ),
     ]
 
 
@@ -280,12 +278,12 @@ def _connect(
     return socket
 
 
-def main_and_exit() -> NoReturn:
+def main_and_exit(weights_memory: int = -1) -> NoReturn:
     """`main`, and then the end of this process: taking torch apart in order takes seconds, and the server
     waits."""
     code = 1
     try:
-        code = main()
+        code = main(weights_memory)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     import torch
 
     from turnout.checkpoint import Checkpoint
+    from turnout.models.shared_weights import SharedWeights
     from turnout.moe.interface import Experts
     from turnout.parallel.groups import Groups
 
@@ -70,12 +71,13 @@ def load_model(
     progress: ProgressFn | None = None,
     make_runner: Callable[[int], Experts] | None = None,
     drafts: bool = False,
+    shared: SharedWeights | None = None,
 ) -> Model:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
     `plan` is the one made for `describe(checkpoint.config)` and the topology of `groups`.
     `make_runner(layer)` gives the runner of each MoE layer instead of the plan's. drafts: with its draft
-    layer, as a `DraftingModel`. Raises UserError as
+    layer, as a `DraftingModel`. shared: where prepared weights may be, and are put. Raises UserError as
     `describe` does and for weights that have no place in the model, CheckpointError for a tensor that is
     missing or wrong.
     """
@@ -86,6 +88,7 @@ def load_model(
     from turnout.models import dense
     from turnout.models.decoder_weights import DecoderReader
     from turnout.models.weights import Weights
+    from turnout.moe.interface import prepare_anew
 
     spec = _read_spec(checkpoint.config, drafts)
     if drafts:
@@ -93,9 +96,11 @@ def load_model(
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     multiply = dense.invariant_linear if plan.deterministic else dense.linear
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
-    model = DecoderReader(spec, weights, plan, groups, make_runner).read(progress or _silent)
-    _skip(checkpoint, spec)
-    _refuse_unread(checkpoint, spec)
+    keep = shared.keep if shared else prepare_anew
+    model = DecoderReader(spec, weights, plan, groups, make_runner, keep).read(progress or _silent)
+    if shared is None or not shared.found:  # else whoever prepared them has read everything
+        _skip(checkpoint, spec)
+        _refuse_unread(checkpoint, spec)
     return model
 
 

@@ -33,7 +33,7 @@ from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, Share, split, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights, release_freed_memory
-from turnout.moe.interface import Experts
+from turnout.moe.interface import Experts, Keep, prepare_anew
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.groups import SINGLE_RANK, Groups, shares
@@ -43,7 +43,8 @@ from turnout.vocabulary import QKNorm, SharedExpert
 class DecoderReader:
     """One decoder of what `spec` says, for the rank that `groups` and `plan` are of.
 
-    make_runner: gives the runner of each MoE layer instead of the plan's.
+    make_runner: gives the runner of each MoE layer instead of the plan's. keep: gives what was prepared
+    before under the same key (SharedWeights).
     """
 
     def __init__(
@@ -53,16 +54,18 @@ class DecoderReader:
         plan: MoEPlan,
         groups: Groups,
         make_runner: Callable[[int], Experts] | None = None,
+        keep: Keep = prepare_anew,
     ):
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._shape, self._group, self._make_runner = spec.shape, groups.attention_tp, make_runner
+        self._keep, self._share = keep, f"{self._group.rank} of {self._group.size}"
         self._moe_layers: list[MoELayer] = []
 
     def read(self, progress: ProgressFn) -> Decoder:
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         spec, weights, count = self._spec, self._weights, self._shape.num_layers
         local = tuple(layer.split(self._group.size) for layer in spec.shape.attention)
-        embed, head = self._read_vocabulary()
+        embed, head = self._keep(f"vocabulary {self._share}", self._read_vocabulary)
         ropes = {"default": spec.rope, NOPE: spec.rope.still()}
         layers = []
         for i in range(count):
@@ -93,13 +96,17 @@ class DecoderReader:
             mlp = moe = self._read_moe(i, f"{prefix}.{names.moe}")
             self._moe_layers.append(moe)
         else:
-            mlp = self._read_dense(f"{prefix}.{names.dense}")
-        return DecoderLayer(
-            attention_norm=self._read_norm(f"{prefix}.input_layernorm"),
-            attention=self._read_mixer(i, prefix),
-            mlp_norm=self._read_norm(f"{prefix}.post_attention_layernorm"),
-            mlp=mlp,
+            dense = f"{prefix}.{names.dense}"
+            mlp = self._keep(f"{dense} {self._share}", lambda: self._read_dense(dense))
+        attention_norm, attention, mlp_norm = self._keep(
+            f"{prefix} {self._share}",
+            lambda: (
+                self._read_norm(f"{prefix}.input_layernorm"),
+                self._read_mixer(i, prefix),
+                self._read_norm(f"{prefix}.post_attention_layernorm"),
+            ),
         )
+        return DecoderLayer(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
 
     def _read_draft_layer(self, layer: DecoderLayer) -> DraftLayer:
         hidden, prefix = self._shape.hidden_size, self._spec.names.layer(self._shape.num_layers - 1)
@@ -234,16 +241,18 @@ class DecoderReader:
             name = f"{prefix}.{names.correction_bias}"
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
         router = f"{prefix}.{names.router}"
+        share = f"{self._groups.world.rank} of {self._plan}"
         return MoELayer(
             spec,
             self._plan,
             router_weight=weights.linear(router, experts, hidden, dtype=dtype),
             router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
-            experts=self._read_experts(names.experts_of(i)),
+            experts=lambda: self._read_experts(names.experts_of(i)),
             correction_bias=bias_E,
-            shared_expert=self._read_shared(prefix),
+            shared_expert=self._keep(f"{prefix} shared {share}", lambda: self._read_shared(prefix)),
             groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
+            keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
         )
 
     def _read_experts(self, prefix: str) -> ExpertWeights:

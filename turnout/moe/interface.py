@@ -9,9 +9,9 @@ knows another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 from turnout.vocabulary import Format, Phase
+
+T = TypeVar("T")
+
+
+class Keep(Protocol):
+    """Gives what was made before under the same key, or else makes and keeps it."""
+
+    def __call__(self, key: str, make: Callable[[], T], /) -> T: ...
+
+
+def prepare_anew(key: str, make: Callable[[], T], /) -> T:
+    """A `Keep` that keeps nothing."""
+    return make()
 
 
 class Experts(Protocol):

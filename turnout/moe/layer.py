@@ -20,7 +20,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.in_flight import Chunk, Fork, InFlight, StagedBatch, at_once, fork_on, in_chunks
-from turnout.moe.interface import Dispatcher, DispatchSetup, Experts
+from turnout.moe.interface import Dispatcher, DispatchSetup, Experts, Keep, prepare_anew
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runner_by_batch_size import make_runner
@@ -41,17 +41,20 @@ class MoELayer:
         plan: MoEPlan,
         *,
         router_weight: Tensor,
-        experts: ExpertWeights,
+        experts: ExpertWeights | Callable[[], ExpertWeights],
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
         shared_expert: Callable[[Tensor], Tensor] | None = None,
         groups: Groups = SINGLE_RANK,
         runner: Experts | None = None,
+        keep: Keep = prepare_anew,
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
-        which is the layer's. experts: those of the plan's range, this rank's shard of each.
+        which is the layer's. experts: those of the plan's range, this rank's shard of each, or what reads
+        them.
         shared_expert maps [T, H] to [T, H]: this rank's share of the sum if the plan has it "sharded".
-        runner: one without weights, to run the experts instead of the plan's.
+        runner: one without weights, to run the experts instead of the plan's. keep: gives a prepared one
+        instead, if it has one.
 
         The caller's `experts` may be dropped afterwards: the runner keeps what it needs.
         """
@@ -68,9 +71,8 @@ class MoELayer:
             device=device,
             correction_bias=correction_bias,
         )
-        self._runner: Experts = runner or make_runner(spec, plan, device)
-        self._runner.prepare(self._checked(experts))
-        self._input_scale = _input_scale(experts, device)
+        runner = runner or make_runner(spec, plan, device)
+        self._runner, self._input_scale = keep("experts", partial(self._prepared, runner, experts, device))
         self._dispatchers: dict[Phase, Dispatcher] = {
             phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
                 DispatchSetup(
@@ -163,6 +165,17 @@ class MoELayer:
         if self._plan.phase(phase).reduce == Reduce.LAYER:
             out_TH = self._groups.world.all_reduce(out_TH)
         return out_TH if shared is None else out_TH + shared()
+
+    def _prepared(
+        self,
+        runner: Experts,
+        experts: ExpertWeights | Callable[[], ExpertWeights],
+        device: torch.device,
+    ) -> tuple[Experts, Tensor | None]:
+        """The runner with the weights, and `_input_scale`."""
+        experts = experts() if callable(experts) else experts
+        runner.prepare(self._checked(experts))
+        return runner, _input_scale(experts, device)
 
     def _checked(self, experts: ExpertWeights) -> ExpertWeights:
         plan = self._plan

@@ -54,6 +54,12 @@ def shared_memory() -> set[str]:
     return {segment.name for segment in Path("/dev/shm").iterdir()}
 
 
+def weights_mapped(rank: psutil.Process) -> int:
+    """How many parts of the memory for prepared weights it has mapped."""
+    maps = rank.memory_maps(grouped=False)
+    return sum("turnout-weights" in mapped.path for mapped in maps)
+
+
 def complete(root: str, prompt: str, **fields: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True} | fields
     reply = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
@@ -161,6 +167,8 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
     server, root = ready
     before, old, folder = shared_memory(), ranks_of(server), folder_of(server)
     restarts, prompts = info(root)["restarts"], metric(root, "turnout:resumed_requests_total")
+    mapped = weights_mapped(old[0])
+    assert mapped > 0
     running = streams(root)
     old[0].kill()
     assert eventually(lambda: not is_ready(root), NOTICED)
@@ -174,6 +182,7 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
         assert len(meanwhile.result()) == len(PROMPTS)
     assert eventually(lambda: is_ready(root), RECOVERED)
     assert all(has_ended(rank) for rank in old)
+    assert all(weights_mapped(rank) == mapped for rank in ranks_of(server))
     assert not folder.exists()
     assert shared_memory() == before
     assert info(root)["restarts"] == restarts + 1

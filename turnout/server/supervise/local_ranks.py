@@ -16,9 +16,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
+from turnout.checkpoint.fingerprint import stamp
+from turnout.checkpoint.locate import locate
 from turnout.config import Config, ServerConfig
 from turnout.engine.fork_server import ForkServer
 from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, network_environment
+from turnout.errors import UserError
 from turnout.parallel.health import Board, Reading
 from turnout.server.supervise.secret import curve_keys
 
@@ -117,8 +120,11 @@ class LocalRanks:
                 loop.call_soon_threadsafe(exited, rank, code)
 
         environment = network_environment(rendezvous.towards) | self._environment
+        weights = ""
+        with suppress(OSError, UserError):  # ranks say what is wrong with the model
+            weights = stamp(locate(self._config.model))
         for rank in self.ranks:
-            process = self._fork_server.fork(environment)
+            process = self._fork_server.fork(environment, weights)
             self._launcher.watch(rank, process, report)
             self._running += 1
             with suppress(BrokenPipeError):  # it has ended already, as `report` says
