@@ -122,7 +122,7 @@ def test_flag_before_variable_before_file_before_default(planned, tmp_path, monk
     assert done.exit_code == 0, done.output
     [config] = planned
     assert (config.page_size, config.max_running_requests) == (9, 8)
-    assert (config.context_length, config.cuda_graph_max_bs) == (6, 64)
+    assert (config.context_length, config.mem_fraction_static) == (6, 0.85)
 
 
 def test_the_model_named_is_the_model_even_if_a_file_names_another(planned, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
     assert config.page_size == 9  # flag
     assert config.max_running_requests == 8  # variable; a flag that was not given is None
     assert config.context_length == 6  # file
-    assert config.cuda_graph_max_bs == 64  # default
+    assert config.mem_fraction_static == 0.85  # default
 
 
 def test_a_false_flag_still_wins(tmp_path, monkeypatch):
@@ -158,3 +158,9 @@ def test_every_field_has_help_and_a_default_of_its_type():
 def test_it_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().page_size = 2  # type: ignore[misc]
+
+
+def test_overlap_that_is_asked_for_and_against_is_refused():
+    with pytest.raises(UserError, match="leave one out"):
+        Config(overlap_schedule="on", disable_overlap_schedule=True)
+    assert Config(overlap_schedule="off", disable_overlap_schedule=True).disable_overlap_schedule

@@ -77,6 +77,7 @@ ORDER = {
         "state_limits",
         "memory_plan",
         "parallel_config",
+        "chosen_sizes",
         "engine_plan",
         "parallel_layouts",
         "overlap_policy",

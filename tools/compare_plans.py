@@ -80,7 +80,6 @@ def _question(draw: random.Random) -> dict[str, Any]:
             "chunked_prefill_size": draw.choice([0, 512, 8192]),
             "max_prefill_tokens": draw.choice([128, 2048, 8192, 32768]),
             "max_running_requests": draw.choice([1, 64, 512]),
-            "graph_max_batch": draw.choice([0, 64]),
             "max_dispatch_tokens_per_rank": seldom(0, 64, 1024, 1 << 20),
         },
         "hardware": draw.choice(HARDWARE),

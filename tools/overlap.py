@@ -107,7 +107,6 @@ class Bench:
             chunked_prefill_size=MOST,
             max_prefill_tokens=MOST,
             max_running_requests=MOST,
-            graph_max_batch=MOST,
             dp_size=topology.dp_size,
         )
         chosen = plan(

@@ -100,7 +100,9 @@ class Config:
     dist_init_addr: str = flag("", "HOST:PORT where ranks dial in to the first host")
 
     context_length: int = flag(0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0)
-    max_running_requests: int = flag(64, "requests decoded together", "--max-num-seqs", minimum=1)
+    max_running_requests: int = flag(
+        0, "requests decoded together; 0: 64 on a CPU, on a GPU up to 512", "--max-num-seqs", minimum=0
+    )
     chunked_prefill_size: int = flag(
         0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
     )
@@ -127,7 +129,9 @@ class Config:
         "keep states of recurrent layers every so many tokens, so that prefixes are reused; 0: reuse none",
         minimum=0,
     )
-    cuda_graph_max_bs: int = flag(64, "largest decode batch captured as a CUDA graph", minimum=1)
+    cuda_graph_max_bs: int = flag(
+        0, "largest decode batch captured as a CUDA graph; 0: --max-running-requests", minimum=0
+    )
     disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
     disable_prefill_graph: bool | None = flag(
         None,
@@ -139,6 +143,7 @@ class Config:
         "launch a step before the host has read the tokens of the one before; auto: on GPUs",
         choices=("auto", "on", "off"),
     )
+    disable_overlap_schedule: bool = flag(False, "as --overlap-schedule off")
     speculative_algorithm: str = flag(
         "none",
         "draft tokens from; ngram: what followed the request's last words before; MTP (or NEXTN, EAGLE): the "
@@ -173,6 +178,10 @@ class Config:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             check_field(f, getattr(self, f.name))
+        if self.disable_overlap_schedule and self.overlap_schedule == "on":
+            raise UserError(
+                "--overlap-schedule on and --disable-overlap-schedule contradict each other: leave one out"
+            )
 
     def describe(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -296,6 +305,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "disable_cuda_graph",
         "disable_prefill_graph",
         "overlap_schedule",
+        "disable_overlap_schedule",
         "disable_prefix_cache",
         "state_snapshot_interval",
         "scheduling_policy",

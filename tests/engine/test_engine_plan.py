@@ -187,13 +187,6 @@ def test_activations_are_quantised_only_when_asked_for_on_a_cpu(model):
     )
 
 
-def test_a_cuda_budget_covers_graphs(model):
-    few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
-    assert resolve(model(**few, cuda_graph_max_bs=64), H200).budget.local == 64
-    assert resolve(model(**few, disable_cuda_graph=True), H200).budget.local == 16
-    assert resolve(model(**few, dtype="bfloat16"), HOST).budget.local == 16
-
-
 def test_a_float32_budget_covers_a_block_that_decides_a_near_tie(model):
     few = {"max_prefill_tokens": 16, "chunked_prefill_size": 16, "max_running_requests": 8}
     engine_plan = resolve(model(**few), HOST)
@@ -275,7 +268,7 @@ def test_what_is_resolved_fits_and_what_does_not_has_remedies(tmp_path_factory, 
     assert 1 <= engine_plan.max_context <= min(tokens, config.context_length or 2048)
     assert tokens >= config.max_total_tokens
     assert not config.context_length or engine_plan.max_context == config.context_length
-    useful = config.max_running_requests * (2048 + engine_plan.page_size)
+    useful = engine_plan.config.max_running_requests * (2048 + engine_plan.page_size)
     assert tokens <= max(useful, config.max_total_tokens + engine_plan.page_size)
 
 

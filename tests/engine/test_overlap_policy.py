@@ -158,6 +158,7 @@ def test_an_abort_frees_pages_at_once_and_its_token_is_never_told() -> None:
     [
         ({"overlap_schedule": "on"}, ""),
         ({"overlap_schedule": "off"}, "--overlap-schedule off"),
+        ({"disable_overlap_schedule": True}, "--disable-overlap-schedule"),
         ({}, "auto: on a CPU"),
         ({"overlap_schedule": "on", "deterministic": True}, "--deterministic"),
         ({"overlap_schedule": "on", "speculative_algorithm": "ngram"}, "drafts"),

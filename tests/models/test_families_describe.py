@@ -363,10 +363,12 @@ def test_plans_say_what_states_take(name: str, hardware: str, ranks: int, megaby
     rows = dict(re.findall(r"[│|] ([^│]+?) +│ +([\d,]+) │", text))
     each = int(rows["states per request"].replace(",", ""))
     assert each / 1e6 == pytest.approx(megabytes, rel=0.01)
-    assert int(rows["states (64 running requests and 1 spare)"].replace(",", "")) == 65 * each
+    (running,) = {int(found) for found in re.findall(r"states \((\d+) running requests and 1 spare\)", text)}
+    held = rows[f"states ({running} running requests and 1 spare)"]
+    assert int(held.replace(",", "")) == (running + 1) * each
     assert "no prefix is reused: recurrent layers would need the state" in text
     # As many as it says fit, and not one more.
-    most = int(rows["running requests (not tokens) whose states would fit"].replace(",", ""))
+    most = int(rows["running requests (not tokens) whose states and logits would fit"].replace(",", ""))
     assert plan(name, hardware, tp_size=ranks, ep_size=ranks, max_running_requests=2 * most)[0] == 2
 
 

@@ -97,12 +97,11 @@ def test_bounds_follow_from_limits():
         chunked_prefill_size=128,
         max_prefill_tokens=128,
         max_running_requests=100,
-        graph_max_batch=256,
         draft_tokens=4,
         dp_size=8,
     )
-    assert (crowded.tokens_per_request, crowded.decode, crowded.local) == (4, 1024, 1024)
-    assert crowded.gathered == crowded.received == 8192
+    assert (crowded.tokens_per_request, crowded.decode, crowded.local) == (4, 400, 400)
+    assert crowded.gathered == crowded.received == 3200
     settling = Budget.from_limits(
         chunked_prefill_size=16, max_prefill_tokens=16, max_running_requests=8, near_tie_tokens=64
     )
@@ -113,17 +112,15 @@ def test_bounds_follow_from_limits():
     st.integers(1, 10_000),
     st.integers(1, 10_000),
     st.integers(1, 1_000),
-    st.integers(0, 512),
     st.integers(0, 8),
     st.integers(1, 64),
     st.integers(0, 20_000),
 )
-def test_capacity_is_enough_or_refused_with_a_value_that_is(chunk, prefill, running, graph, draft, dp, cap):
+def test_capacity_is_enough_or_refused_with_a_value_that_is(chunk, prefill, running, draft, dp, cap):
     limits = {
         "chunked_prefill_size": chunk,
         "max_prefill_tokens": prefill,
         "max_running_requests": running,
-        "graph_max_batch": graph,
         "draft_tokens": draft,
         "dp_size": dp,
     }

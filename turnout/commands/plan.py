@@ -18,6 +18,7 @@ from turnout.engine.engine_plan import EnginePlan, read_model, resolve
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
 from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.errors import PlanRefused, Refusal
+from turnout.flags import flag_name
 from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
@@ -79,6 +80,10 @@ def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
         console.print(_ranks(answer))
     console.print(_memory(answer))
     console.print(_bounds(answer))
+    if answer.size_reasons:
+        console.print("Sizes", style="bold")
+        for name, reason in answer.size_reasons.items():
+            console.print(Text(f"  - {flag_name(name)} {getattr(answer.config, name)}: {reason}"))
     if answer.topology.tp_size > 1:
         console.print(_buffers(answer))
     if plan.refused:
@@ -276,7 +281,7 @@ def _bounds(engine_plan: EnginePlan) -> Table:
         table.add_row(bound, f"{tokens:,}")
     if engine_plan.state_groups:
         most = engine_plan.most_requests(engine_plan.memory, budget)
-        table.add_row("running requests (not tokens) whose states would fit", f"{most:,}")
+        table.add_row("running requests (not tokens) whose states and logits would fit", f"{most:,}")
     return table
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
 from turnout.engine import cuda_graph_policy
+from turnout.engine.chosen_sizes import with_sizes
 from turnout.engine.memory_plan import (
     MemoryTable,
     Rank,
@@ -52,11 +52,6 @@ from turnout.vocabulary import AttentionKind, ComputeDtype
 
 NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
-# --max-prefill-tokens 0: the least, or the first of the others that leaves this share of the KV cache. On an
-# H200, where steps overlap, 8192 gives 3 to 14 % more tokens/s than 2048 from 32 clients on
-# (docs/notes/serving.md).
-PREFILL_TOKENS = {"cuda": (2048, 8192, 4096), "cpu": (2048,)}
-KV_KEPT = 0.9
 QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
 
 
@@ -72,6 +67,7 @@ class EnginePlan(Rank):
     max_context: int  # longest prompt + output in tokens
     memory: MemoryTable
     measured: Times = dataclasses.field(default_factory=dict)  # what chose between runners
+    size_reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # by field of the configuration
 
     @property
     def chunk_tokens(self) -> int:
@@ -119,6 +115,10 @@ class EnginePlan(Rank):
             "compute_dtype": self.compute_dtype,
             "budget": dataclasses.asdict(self.budget)
             | {"gathered": self.budget.gathered, "received": self.budget.received},
+            "sizes": {
+                name: {"value": getattr(self.config, name), "reason": reason}
+                for name, reason in self.size_reasons.items()
+            },
             "plan": msgspec.to_builtins(self.plan),  # tables hold configurations of a runner's own types
             "kv": {
                 "page_size": self.page_size,
@@ -210,23 +210,14 @@ def decide(
 ) -> EnginePlan:
     """`resolve` for ranks arranged as in `topology`; `found` already stands in the way.
 
-    hardware: the host's. The rank's, in the result, is its share of it. The result's configuration says how
-    many prompt tokens a step has, whether or not it was given.
+    hardware: the host's. The rank's, in the result, is its share of it. The result's configuration has every
+    size that chosen_sizes.py decides, whether or not it was given.
     """
-    least, *larger = (
-        [config.max_prefill_tokens] if config.max_prefill_tokens else PREFILL_TOKENS[hardware.device]
+    return with_sizes(
+        config,
+        hardware.device,
+        lambda sized: _decide(sized, model, hardware, topology, found, measured),
     )
-
-    def sized(tokens: int) -> EnginePlan:
-        given = dataclasses.replace(config, max_prefill_tokens=tokens)
-        return _decide(given, model, hardware, topology, found, measured)
-
-    engine_plan = sized(least)
-    for tokens in larger:
-        with suppress(PlanRefused):
-            if (wanted := sized(tokens)).num_pages >= KV_KEPT * engine_plan.num_pages:
-                return wanted
-    return engine_plan
 
 
 def _decide(
@@ -249,7 +240,7 @@ def _decide(
         *draft_layer_refusals(config),
     ]
     hardware = hardware.with_bf16_units(config.cpu_bf16_units)
-    budget = _budget(config, topology, hardware, dtype)
+    budget = _budget(config, topology, dtype)
     if measured is None:
         measured = _measured(config, description, topology, hardware, dtype)
     replan = partial(
@@ -307,13 +298,11 @@ def _compute_dtype(config: Config, hardware: Hardware) -> ComputeDtype:
     return "bfloat16" if hardware.device == "cuda" else "float32"
 
 
-def _budget(config: Config, topology: Topology, hardware: Hardware, dtype: ComputeDtype) -> Budget:
-    graphs = hardware.device == "cuda" and not config.disable_cuda_graph
+def _budget(config: Config, topology: Topology, dtype: ComputeDtype) -> Budget:
     return Budget.from_limits(
         chunked_prefill_size=config.chunked_prefill_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_running_requests=config.max_running_requests,
-        graph_max_batch=config.cuda_graph_max_bs if graphs else 0,
         draft_tokens=config.verified_tokens,
         near_tie_tokens=NEAR_TIE_BLOCK if dtype == "float32" else 0,
         dp_size=topology.dp_size,

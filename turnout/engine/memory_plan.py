@@ -150,10 +150,11 @@ class Rank:
         return bisect_right(range(most), room, key=lambda pages: sum(self.group_bytes(pages, budget))) - 1
 
     def most_requests(self, memory: MemoryTable, budget: Budget) -> int:
-        """Of how many running requests the states fit next to everything but them and a page of KV."""
-        least = memory.total - memory.states - memory.kv + sum(self.group_bytes(1, budget))
-        each = 2 if self.num_snapshots else 1
-        return ((memory.available - least) // max(1, self.request_bytes) - 1) // each
+        """Of how many running requests states and logits fit next to the rest and a page of KV."""
+        least = memory.total - memory.states - memory.logits - memory.kv + sum(self.group_bytes(1, budget))
+        logits = logits_bytes(budget.tokens_per_request, self.description.shape.vocab_size)
+        each = logits + self.request_bytes * (2 if self.num_snapshots else 1)
+        return (memory.available - least - self.request_bytes) // each
 
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
         """All but the KV cache."""
@@ -360,7 +361,7 @@ def _too_large(
     }
     remedies = []
     running = rank.most_requests(memory, budget)
-    if memory.states and running >= 1:
+    if 1 <= running < config.max_running_requests:
         remedies.append(f"use --max-running-requests {running} or less")
     if (memory.total + page_bytes) <= hardware.memory_bytes:
         share = -(-100 * (memory.total + page_bytes) // hardware.memory_bytes) / 100

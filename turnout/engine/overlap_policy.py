@@ -14,6 +14,8 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
         return "--deterministic computes each token apart, from what the host knows"
     if engine_plan.state_groups and engine_plan.compute_dtype == "float32":
         return "a near-tie decided late would have taken the states of recurrent layers over a wrong token"
+    if config.disable_overlap_schedule:
+        return "asked for with --disable-overlap-schedule"
     if config.overlap_schedule == "off":
         return "asked for with --overlap-schedule off"
     if config.overlap_schedule == "auto" and engine_plan.hardware.device == "cpu":

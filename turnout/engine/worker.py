@@ -46,6 +46,7 @@ from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.startup import StartupTimes
 from turnout.errors import UserError
+from turnout.flags import flag_name
 from turnout.parallel.health import Board, Pulse
 
 if TYPE_CHECKING:  # torch loads after the first signs of life
@@ -257,6 +258,11 @@ def summary(engine_plan: EnginePlan) -> list[str]:
         f"{engine_plan.hardware.name}, computing in {engine_plan.compute_dtype}: "
         f"{_megabytes(memory.dense + memory.experts)} of weights, {_megabytes(memory.kv)} of KV cache "
         f"for {engine_plan.num_pages * engine_plan.page_size} tokens; context {engine_plan.max_context}",
+        *(
+            f"{flag_name(name)} {getattr(engine_plan.config, name)}: {reason}"
+            for name, reason in engine_plan.size_reasons.items()
+            if engine_plan.hardware.device == "cuda"
+        ),
     ]
 
 

@@ -44,7 +44,6 @@ class Budget:
         chunked_prefill_size: int,
         max_prefill_tokens: int,
         max_running_requests: int,
-        graph_max_batch: int = 0,
         draft_tokens: int = 0,
         near_tie_tokens: int = 0,
         dp_size: int = 1,
@@ -52,11 +51,11 @@ class Budget:
     ) -> Budget:
         """The bounds that follow from the limits a user sets.
 
-        `graph_max_batch` 0: no graphs. `draft_tokens` 0: no speculative decoding. `near_tie_tokens`: of a
-        forward that decides a near-tie. `max_dispatch_tokens_per_rank` 0: as much as is needed.
+        `draft_tokens` 0: no speculative decoding. `near_tie_tokens`: of a forward that decides a near-tie.
+        `max_dispatch_tokens_per_rank` 0: as much as is needed.
         """
         tokens_per_request = draft_tokens or 1
-        decode = max(max_running_requests, graph_max_batch) * tokens_per_request
+        decode = max_running_requests * tokens_per_request
         local = max(chunked_prefill_size, max_prefill_tokens, near_tie_tokens, decode)
         return cls(
             tokens_per_request=tokens_per_request,

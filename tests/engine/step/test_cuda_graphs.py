@@ -67,7 +67,7 @@ class Together:
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
     """Phases and tokens at random, ranks without work among them; 70 is more than any graph holds."""
-    ranks, steps, sizes = 4, 60, graph_sizes(Config(cuda_graph_max_bs=64))
+    ranks, steps, sizes = 4, 60, graph_sizes(Config(cuda_graph_max_bs=64, max_running_requests=64))
     together, draw = Together(ranks), random.Random(dp_size)
     brought = [
         [

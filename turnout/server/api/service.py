@@ -53,6 +53,7 @@ class Service:
         self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
         self.intake = Intake(config.max_request_bytes)
         self._active: set[Generation] = set()
+        self._room = 0  # for sequences that run and wait, once the engine is ready
         self._promised = 0  # sequences that were let in and are yet to be submitted
         self._idle = asyncio.Event()
         self._idle.set()
@@ -71,6 +72,7 @@ class Service:
             model_type=read_config(locate(self.config.model)).get("model_type"),
         )
         self.intake.open(tokenizer, self.limits, self.config)
+        self._room = ready.info["config"]["max_running_requests"] + self.config.max_queued_requests
         self.tokenizer = tokenizer
 
     @property
@@ -329,11 +331,12 @@ class Service:
             self._promised -= left
 
     def _admit(self, count: int) -> None:
-        room = self.config.max_running_requests + self.config.max_queued_requests
-        if count > room:
-            raise invalid(f"n times the number of prompts is {count}, but at most {room} are served at once")
+        if count > self._room:
+            raise invalid(
+                f"n times the number of prompts is {count}, but at most {self._room} are served at once"
+            )
         present = self.engine.num_requests + self._promised
-        if present + count > room:
+        if present + count > self._room:
             raise unavailable(f"{present} sequences are running or queued; try again later", "queue_full")
 
     def _truncate(self, prompt_ids: list[int], body: GenerationBody, default_tokens: int | None) -> list[int]:

@@ -102,7 +102,9 @@ class EngineGroup:
 
     def computed(self) -> list[str]:
         """Ids of the requests that may be in the present step: those that each rank got first."""
-        room = [self._config.max_running_requests] * self.topology.dp_size
+        planned = self.ready.info.get("config", {}) if self.ready else {}
+        running = planned.get("max_running_requests", self._config.max_running_requests)
+        room = [running] * self.topology.dp_size
         found = []
         for id in self._receivers:
             dp_rank = self._router.rank_of(id)

@@ -137,9 +137,7 @@ def test_a_machines_own_table_comes_before_the_shipped_one(
 
 
 def planned(spec, **fields):
-    budget = Budget.from_limits(
-        chunked_prefill_size=256, max_prefill_tokens=256, max_running_requests=16, graph_max_batch=16
-    )
+    budget = Budget.from_limits(chunked_prefill_size=256, max_prefill_tokens=256, max_running_requests=16)
     return plan(spec, topology=Topology(), budget=budget, hardware=H200, compute_dtype="bfloat16", **fields)
 
 

@@ -1,0 +1,96 @@
+"""Sizes that flags leave to the plan: running requests, prompt tokens of a step, batches in CUDA graphs.
+
+Each is the largest candidate that costs the KV cache little and leaves decoding to the same backends. A size
+that was given stays, or is refused by the plan; only graphs of batches that no step has are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from turnout.config import Config
+from turnout.errors import PlanRefused
+from turnout.moe.plan import MoEPlan
+
+
+class Sized(Protocol):
+    """What a choice depends on, of an engine plan; `size_reasons` is what it leaves there."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def plan(self) -> MoEPlan: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def size_reasons(self) -> dict[str, str]: ...
+
+
+P = TypeVar("P", bound=Sized)
+
+# The least, then larger ones in the order in which they are tried. On an H200,
+# where steps overlap, 8192 prompt tokens give 3 to 14 % more tokens/s than 2048 from 32 clients on
+# (docs/notes/serving.md).
+CANDIDATES = {
+    "max_running_requests": {"cuda": (64, 512, 256, 128), "cpu": (64,)},
+    "max_prefill_tokens": {"cuda": (2048, 8192, 4096), "cpu": (2048,)},
+}
+KV_KEPT = 0.9  # of the KV cache that the least sizes leave
+REQUEST_TOKENS = 1024  # of the KV cache, for each running request; or a whole context, if that is shorter
+
+
+def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> P:
+    """The plan for `config` with every size decided; its `size_reasons` say why.
+
+    plan_for: of a configuration whose sizes are given. Raises PlanRefused if the least sizes are refused.
+    """
+    sizes = {name: getattr(config, name) or each[device][0] for name, each in CANDIDATES.items()}
+
+    def planned(sizes: dict[str, int]) -> P:
+        running = sizes["max_running_requests"]
+        graphs = min(config.cuda_graph_max_bs or running, running)
+        sized: dict[str, Any] = sizes | {"cuda_graph_max_bs": graphs}
+        return plan_for(dataclasses.replace(config, **sized))
+
+    plan = planned(sizes)
+    reasons = dict.fromkeys(sizes, "as asked")
+    for name in [name for name in sizes if not getattr(config, name)]:
+        reasons[name] = (
+            "the default" if device == "cpu" else "with more, requests would have too little KV cache"
+        )
+        for size in CANDIDATES[name][device][1:]:
+            with suppress(PlanRefused):
+                larger = planned(sizes | {name: size})
+                kept, tokens = larger.num_pages / plan.num_pages, _tokens_per_request(larger)
+                if kept < KV_KEPT or tokens < REQUEST_TOKENS or _decode(larger) != _decode(plan):
+                    continue
+                plan, sizes[name] = larger, size
+                reasons[name] = (
+                    f"leaves {min(kept, 1):.0%} of the KV cache, {tokens:,} tokens a running request"
+                )
+                break
+    if device == "cuda":
+        asked, running = config.cuda_graph_max_bs, plan.config.max_running_requests
+        reasons["cuda_graph_max_bs"] = "as asked" if asked else "all running requests"
+        if asked > running:
+            reasons["cuda_graph_max_bs"] = f"not {asked}: no step decodes more requests than run"
+    plan.size_reasons.update(reasons)
+    return plan
+
+
+def _tokens_per_request(plan: Sized) -> int:
+    """Of the KV cache, if all run; at least REQUEST_TOKENS where each has room for a whole context."""
+    tokens = plan.num_pages * plan.page_size // plan.config.max_running_requests
+    return max(tokens, REQUEST_TOKENS) if tokens >= plan.max_context else tokens
+
+
+def _decode(plan: Sized) -> tuple[str, str]:
+    """What decode steps run on."""
+    return plan.plan.decode.runner, plan.plan.decode.dispatcher
