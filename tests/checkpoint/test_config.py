@@ -299,7 +299,7 @@ def test_only_targets_are_quantised():
     record["config_groups"]["group_0"]["targets"] = [r"re:.*mlp\.experts.*"]
     parsed = quantization(**record)
     assert parsed.experts_format(EXPERTS) == ("nvfp4", True)
-    assert parsed.format_of("model.layers.3.self_attn.q_proj") == ("bf16", False)
+    assert not parsed.quantizes("model.layers.3.self_attn.q_proj")
 
 
 def test_mxfp4_is_for_experts_alone():

@@ -124,7 +124,6 @@ def test_every_token_is_its_bytes(folder: Path) -> None:
     assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([b]) for b in range(256)]
     assert tokenizer.token_bytes(257) == b"<|end|>"
     assert tokenizer.token_bytes(99_999) == b""
-    assert tokenizer.token_text(tokenizer.encode("é")[0]) == "�"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -36,33 +37,31 @@ def test_the_example_of_the_docstring():
     assert [t.expert_tp_rank for t in ranks] == [0, 1] * 4
     assert [t.attention_tp_rank for t in ranks] == [0, 1] * 4
     assert [t.node for t in ranks] == [0] * 4 + [1] * 4
-    assert ranks[0].ep_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert ranks[0].node_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @given(topologies())
 def test_groups_partition_the_ranks_and_agree_with_the_members(topology):
     assert topology.refusals() == []
     everyone = [replace(topology, rank=r) for r in range(topology.tp_size)]
-    for groups, place, index in (
-        (topology.attention_tp_groups(), "dp_rank", "attention_tp_rank"),
-        (topology.expert_tp_groups(), "ep_rank", "expert_tp_rank"),
-        (topology.ep_groups(), "expert_tp_rank", "ep_rank"),
-        (topology.node_groups(), "node", None),
-    ):
-        assert sorted(r for group in groups for r in group) == list(range(topology.tp_size))
-        for number, group in enumerate(groups):
-            assert [getattr(everyone[r], place) for r in group] == [number] * len(group)
-            if index:
-                assert [getattr(everyone[r], index) for r in group] == list(range(len(group)))
+    members = {(t.dp_rank, t.attention_tp_rank): t.rank for t in everyone}
+    for dp_rank, group in enumerate(topology.attention_tp_groups()):
+        assert group == [members.pop((dp_rank, place)) for place in range(topology.attention_tp)]
+    assert not members
+    assert sorted((t.ep_rank, t.expert_tp_rank) for t in everyone) == list(
+        product(range(topology.ep_size), range(topology.expert_tp))
+    )
+    assert [t.node for t in everyone] == sorted(
+        node for node in range(topology.nnodes) for _ in range(topology.ranks_per_node)
+    )
 
 
 @given(topologies(), st.integers(1, 8))
 def test_each_ep_group_holds_every_expert_once(topology, per_rank):
     num_experts = per_rank * topology.ep_size
-    for group in topology.ep_groups():
-        held = [e for r in group for e in replace(topology, rank=r).expert_range(num_experts)]
-        assert held == list(range(num_experts))
+    everyone = [replace(topology, rank=r) for r in range(topology.tp_size)]
+    for place in range(topology.expert_tp):
+        group = [t for t in everyone if t.expert_tp_rank == place]
+        assert [e for t in group for e in t.expert_range(num_experts)] == list(range(num_experts))
 
 
 def test_everything_wrong_is_said_at_once():

@@ -60,10 +60,6 @@ class Quantization:
         """Whether the linear layer called `module` is stored in FP8."""
         return self.stored == Format.FP8 and self.quantizes(module)
 
-    def format_of(self, module: str) -> tuple[Format, bool]:
-        """(format, quantised activations) of the linear layer called `module`."""
-        return (self.format, self.quantized_activations) if self.quantizes(module) else (Format.BF16, False)
-
     def experts_format(self, prefix: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the experts at `prefix`, such as `model.layers.0.mlp.experts`.
 

@@ -97,10 +97,6 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return token.replace("▁", " ").encode()
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text; part of a character shows as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -8,14 +8,12 @@ from turnout.models.reading import (
     read_dense_size,
     read_draft_layers,
     read_first_dense,
-    read_groups,
+    read_grouped_routing,
     read_moe,
     read_shape,
 )
 from turnout.models.rope import Rope, read_rope
 from turnout.models.spec import DecoderSpec, LatentProjections, SharedExpert, TensorNames
-from turnout.moe.spec import Routing
-from turnout.vocabulary import RoutingKind
 
 NAMES = TensorNames(shared_expert="shared_experts")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -48,7 +46,7 @@ def read_deepseek(
         layer=_read_attention(fields, rope),
     )
     moe_layers = read_first_dense(fields, shape.num_layers, default=first_dense)
-    moe = read_moe(fields, experts=EXPERTS, routing=_read_routing(fields, scaling_factor))
+    moe = read_moe(fields, experts=EXPERTS, routing=read_grouped_routing(fields, EXPERTS, scaling_factor))
     shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
     fields.choice("moe_layer_freq", (1,), default=1)
     fields.unused("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp")  # of training
@@ -89,16 +87,3 @@ def _read_attention(fields: ConfigFields, rope: Rope) -> AttentionSpec:
             "qk_head_dim", f"contradicts qk_nope_head_dim + qk_rope_head_dim ({spec.head_dim})"
         )
     return spec
-
-
-def _read_routing(fields: ConfigFields, scaling_factor: float) -> Routing:
-    fields.choice("scoring_func", ("sigmoid",), default="sigmoid")
-    fields.choice("topk_method", ("noaux_tc",), default="noaux_tc")
-    n_group, topk_group = read_groups(fields, EXPERTS)
-    return Routing(
-        kind=RoutingKind.SIGMOID_TOPK,
-        renormalize=fields.flag("norm_topk_prob", True),
-        n_group=n_group,
-        topk_group=topk_group,
-        scaling_factor=fields.number("routed_scaling_factor", scaling_factor),
-    )

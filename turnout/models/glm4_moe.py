@@ -8,15 +8,14 @@ from turnout.models.reading import (
     read_dense_size,
     read_draft_layers,
     read_first_dense,
-    read_groups,
+    read_grouped_routing,
     read_head_dim,
     read_moe,
     read_shape,
 )
 from turnout.models.rope import read_rope
 from turnout.models.spec import DecoderSpec, SharedExpert, TensorNames
-from turnout.moe.spec import Routing
-from turnout.vocabulary import QKNorm, RoutingKind
+from turnout.vocabulary import QKNorm
 
 NAMES = TensorNames(shared_expert="shared_experts")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -27,7 +26,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     shape = read_shape(fields, architecture="Glm4MoeForCausalLM", max_positions=rope.max_positions)
     check_sliding_window(fields, rope.max_positions)
     moe_layers = read_first_dense(fields, shape.num_layers, default=1)
-    moe = read_moe(fields, experts=EXPERTS, routing=_read_routing(fields))
+    moe = read_moe(fields, experts=EXPERTS, routing=read_grouped_routing(fields, EXPERTS, scaling_factor=1.0))
     draft_layers = read_draft_layers(fields, NAMES, shape.num_layers)
     shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
     return DecoderSpec(
@@ -46,17 +45,4 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         skipped=draft_layers,
         draft_layers=len(draft_layers),
-    )
-
-
-def _read_routing(fields: ConfigFields) -> Routing:
-    fields.choice("scoring_func", ("sigmoid",), default="sigmoid")
-    fields.choice("topk_method", ("noaux_tc",), default="noaux_tc")
-    n_group, topk_group = read_groups(fields, EXPERTS)
-    return Routing(
-        kind=RoutingKind.SIGMOID_TOPK,
-        renormalize=fields.flag("norm_topk_prob", True),
-        n_group=n_group,
-        topk_group=topk_group,
-        scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )

@@ -13,6 +13,7 @@ from turnout.models.fields import ConfigFields
 from turnout.models.interface import ModelShape
 from turnout.models.spec import Skipped, TensorNames
 from turnout.moe.spec import MoESpec, Routing
+from turnout.vocabulary import RoutingKind
 
 
 def read_shape(
@@ -95,8 +96,10 @@ def _num_experts(fields: ConfigFields, names: tuple[str, ...]) -> int:
     return fields.integer(own)
 
 
-def read_groups(fields: ConfigFields, experts: tuple[str, ...]) -> tuple[int, int]:
-    """(groups of experts, how many of them a token may choose from) of DeepSeek's routing; see `read_moe`."""
+def read_grouped_routing(fields: ConfigFields, experts: tuple[str, ...], scaling_factor: float) -> Routing:
+    """DeepSeek-V3's: sigmoid scores, the best of some groups of experts. experts: see `read_moe`."""
+    fields.choice("scoring_func", ("sigmoid",), default="sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), default="noaux_tc")
     num_experts = _num_experts(fields, experts)
     n_group = fields.integer("n_group", 1)
     topk_group = fields.integer("topk_group", n_group)
@@ -104,7 +107,13 @@ def read_groups(fields: ConfigFields, experts: tuple[str, ...]) -> tuple[int, in
         raise fields.wrong("n_group", f"must divide the number of experts ({num_experts})")
     if topk_group > n_group:
         raise fields.wrong("topk_group", f"must not exceed n_group ({n_group})")
-    return n_group, topk_group
+    return Routing(
+        kind=RoutingKind.SIGMOID_TOPK,
+        renormalize=fields.flag("norm_topk_prob", True),
+        n_group=n_group,
+        topk_group=topk_group,
+        scaling_factor=fields.number("routed_scaling_factor", scaling_factor),
+    )
 
 
 def read_sparse_step(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:

@@ -74,10 +74,6 @@ class Wire:
         whole = self.format != Format.BF16 or H * dtype.itemsize % WORD == 0
         self._fused = device.type == "cuda" and whole and bool(find_spec("triton"))
 
-    @property
-    def row_bytes(self) -> int:
-        return WORD * self.words
-
     def encode(self, x_TH: Tensor) -> Hidden:
         """x [T, H], any float dtype, in the format of this wire."""
         if self.format == Format.BF16:

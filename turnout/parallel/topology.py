@@ -79,19 +79,8 @@ class Topology:
 
     def attention_tp_groups(self) -> list[list[int]]:
         """Ranks that share one DP group's requests, one list per DP rank."""
-        return _neighbours(self.tp_size, self.attention_tp)
-
-    def expert_tp_groups(self) -> list[list[int]]:
-        """Ranks that share one slice of the experts, one list per EP rank."""
-        return _neighbours(self.tp_size, self.expert_tp)
-
-    def ep_groups(self) -> list[list[int]]:
-        """Ranks that hold all experts between them, one list per expert-TP rank."""
-        return [list(range(first, self.tp_size, self.expert_tp)) for first in range(self.expert_tp)]
-
-    def node_groups(self) -> list[list[int]]:
-        """Ranks of each host."""
-        return _neighbours(self.tp_size, self.ranks_per_node)
+        size = self.attention_tp
+        return [list(range(first, first + size)) for first in range(0, self.tp_size, size)]
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON: the sizes, and this rank's place in each group. Needs sizes that divide."""
@@ -143,10 +132,6 @@ class Topology:
             remedy=f"use {flag} {one_of(divisors(self.tp_size))}"
             + (f", or --tp-size {size * max(1, -(-self.tp_size // size))}" if size > 0 else ""),
         )
-
-
-def _neighbours(count: int, size: int) -> list[list[int]]:
-    return [list(range(first, first + size)) for first in range(0, count, size)]
 
 
 def divisors(n: int) -> list[int]:

@@ -74,7 +74,7 @@ def test_names_of_tokens_are_distinct_keys(tokenizer: Tokenizer):
             "token_id:300": -0.3,
             "token_id:301": -0.4,
             "<|end|>": -0.5,
-            tokenizer.token_text(5): -9999.0,
+            tokenizer.token_bytes(5).decode(): -9999.0,
         }
     ]
 

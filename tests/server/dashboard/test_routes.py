@@ -120,7 +120,7 @@ def test_nothing_ticks_while_nobody_looks():
         assert ticking is not None
         for viewer in viewers:
             await viewer.aclose()
-        assert feed.num_viewers == 0
+        assert not feed._viewers
         await asyncio.wait_for(ticking, 10)
         assert feed._ticking is None
 

@@ -23,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 
 BLOCK = 64  # tokens of a context at a time
-JOINED_BLOCK = 64
 ROWS = 256  # of one launch: bounds the spans' partial results
 
 

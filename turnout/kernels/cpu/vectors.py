@@ -318,7 +318,7 @@ def _scalar(kind: ir.Type, numba_type: Any) -> tuple[Any, Any]:
 get_f32, put_f32 = _scalar(F32, types.float32)
 get_i32, put_i32 = _scalar(I32, types.int32)
 get_i64, put_i64 = _scalar(I64, types.int64)
-get_u8, put_u8 = _scalar(I8, types.uint8)
+get_u8, _ = _scalar(I8, types.uint8)
 
 
 @intrinsic(prefer_literal=True)

@@ -24,10 +24,6 @@ class Feed:
         self._closed = False
         self._about = b""
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     async def watch(self) -> AsyncIterator[bytes]:
         """What one viewer receives, until the feed is closed."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
