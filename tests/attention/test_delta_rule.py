@@ -92,6 +92,10 @@ def test_steps_of_several_requests() -> None:
 class Running:
     row: int
 
+    @property
+    def state_slots(self) -> list[int]:
+        return [self.row]
+
 
 @dataclass
 class Part:

@@ -22,6 +22,13 @@ MODELS = {
 }
 
 
+FLAGS: list[dict[str, object]] = [
+    {},
+    {"deterministic": True},
+    *({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": count} for count in (2, 4, 6)),
+]
+
+
 def toy(name: str) -> ToyModel:
     return ToyModel(seed=4, shape=replace(SHAPE, attention=MODELS[name]))
 
@@ -31,8 +38,8 @@ def toy(name: str) -> ToyModel:
     [("hybrid", 5), *(pytest.param(name, 30, marks=pytest.mark.more) for name in MODELS)],
 )
 def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
-    """Prefix hits, chunks, preemption, aborts, slots used again; every survivor equals the plain loop."""
-    model, preemptions, aborts, hits = toy(name), 0, 0, 0
+    """Prefix hits, chunks, drafts, preemption, aborts, slots used again: survivors equal the plain loop."""
+    model, preemptions, aborts, hits, accepted, rejected = toy(name), 0, 0, 0, 0, 0
     prompts = asked(random.Random(5), 14)
     answers = [model.greedy(prompt, 14) for prompt in prompts]
     for seed in range(schedules):
@@ -46,7 +53,7 @@ def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
             chunked_prefill_size=draw.choice([1, 3, 8, 32]),
             max_prefill_tokens=draw.choice([4, 8, 40]),
             max_running_requests=draw.choice([1, 3, 6]),
-            deterministic=draw.random() < 0.2,
+            **draw.choice(FLAGS),
         )
         for states in core._attention.states:  # whatever is left there must never be read
             states.states.fill_(float("nan"))
@@ -62,7 +69,9 @@ def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
         hits += core.stats().cached_prompt_tokens
         preemptions += core.stats().preemptions
         aborts += len(aborted)
-    assert min(preemptions, aborts, hits) > 0
+        accepted += core.stats().spec_accepted_tokens
+        rejected += core.stats().spec_draft_tokens - core.stats().spec_accepted_tokens
+    assert min(preemptions, aborts, hits, accepted, rejected) > 0
 
 
 def test_near_ties_are_decided_over_states_too() -> None:
@@ -84,6 +93,14 @@ def test_slots_take_what_the_plan_says() -> None:
     assert core.info()["state_bytes"] == 6 * core.engine_plan.request_bytes
     kinds = core.engine_plan.describe()["kv"]["states"]
     assert [(kind["layers"], kind["num_slots"]) for kind in kinds] == [(1, 5), (1, 5)]
+
+
+def test_a_request_has_a_state_for_each_draft() -> None:
+    flags = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
+    core = make_core(toy("hybrid"), max_running_requests=5, state_snapshot_interval=4, **flags)
+    assert core.info()["state_bytes"] == (5 * 4 + 1 + 5) * core.engine_plan.request_bytes
+    (kind,) = core.engine_plan.describe()["kv"]["states"]
+    assert kind["num_slots"] == 20
 
 
 def finished(core, id: str, prompt: list[int]):

@@ -79,6 +79,11 @@ class PagedSequence(Protocol):
         """By cache group."""
         ...
 
+    @property
+    def state_slots(self) -> Sequence[int]:
+        """Of recurrent layers: of its state, then one for each draft of a step."""
+        ...
+
 
 class Chunk(Protocol):
     """Tokens [start, end) of one request, to be computed in this step."""

@@ -1,8 +1,10 @@
 """The states of running requests in a group of recurrent layers, in slots of fixed size.
 
-A request's slot is its row of the page tables, which it has from its admission on: nothing is looked up. A
-request that begins, at position 0, begins with zeros whatever its slot held, NaN included; so a slot is
-cleared by being used again, and a preempted request, which is computed anew, needs nothing else.
+A request has slots from its admission on: one for its state and, with drafts, one for the state behind each
+of them. A step leaves a state in every slot that it has a token for; the scheduler exchanges the first slot
+for that of the last draft that holds. A request that begins, at position 0, begins with zeros whatever its
+slot held, NaN included; so a slot is cleared by being used again, and a preempted request, which is computed
+anew, needs nothing else.
 
 Legend: N tokens of a step, B requests of one token each, X = `DeltaNetSpec.mixed`, C channels of the
 convolution, W its width, Hv value heads, Dk/Dv sizes of key/value heads.
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,23 +29,24 @@ from turnout.attention.kinds import DeltaNetSpec, StateGroup
 
 class RequestStates:
     """Owns the states of a group of layers. windows: [layers, slots, W - 1, C] in the compute type; states:
-    float32 [layers, slots, Hv, Dk, Dv]. Slots are those of rows, then one for padding, then of snapshots."""
+    float32 [layers, slots, Hv, Dk, Dv]. Slots are those of requests, one for padding, then of snapshots."""
 
     def __init__(
         self,
         group: StateGroup,
         *,
         max_running: int,
+        per_request: int = 1,
         snapshots: int = 0,
         device: torch.device,
         dtype: torch.dtype,
     ):
-        """group: its heads are those of this rank. snapshots: how many slots there are for them."""
+        """group: with the heads of this rank. per_request, snapshots: slots of a request and for these."""
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device = device
         self.kernel = _kernel(spec, device, dtype)
-        sizes = len(group.layers), max_running + 1 + snapshots
+        sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
 
@@ -50,14 +55,31 @@ class RequestStates:
         return self.windows.nbytes + self.states.nbytes
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        """Of a step: one token of each of `decoding`, then `chunks`."""
-        rows_2B = torch.tensor([[c.request.row for c in decoding], [c.start for c in decoding]])
-        rows_B, positions_B = rows_2B.long().to(self.device)
-        return _LaidOut(self, Rows(self, rows_B, positions_B), tuple(chunks))
+        """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
+        most = max((chunk.length for chunk in decoding), default=1)
+        rounds = tuple(self._round(depth, decoding) for depth in range(most))
+        return _LaidOut(self, rounds, sum(chunk.length for chunk in decoding), tuple(chunks))
+
+    def _round(self, depth: int, decoding: Sequence[Chunk]) -> _Round:
+        """The tokens that have `depth` of their chunk before them."""
+        ends = accumulate(chunk.length for chunk in decoding)
+        found = [
+            (
+                end - c.length + depth,
+                c.request.state_slots[max(depth, 1) - 1],
+                c.request.state_slots[depth],
+                c.start,
+            )
+            for c, end in zip(decoding, ends, strict=True)
+            if c.length > depth
+        ]
+        columns_4B = torch.tensor(found, dtype=torch.int64).reshape(-1, 4).T.contiguous()
+        places_B, before_B, slots_B, starts_B = columns_4B.to(self.device)
+        return _Round(places_B, before_B, Rows(self, slots_B, starts_B + depth))
 
     def advance(self, layer: int, chunk: Chunk, mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
         """The tokens of one chunk: [T, Hv Dv]."""
-        i, slot = self.index[layer], chunk.request.row
+        i, slot = self.index[layer], chunk.request.state_slots[0]
         window_WC, state_HKV = self.windows[i, slot], self.states[i, slot]
         if chunk.start == 0:
             window_WC.zero_()
@@ -108,21 +130,43 @@ class Rows(Recurrence):
         return y_BY
 
 
+class _Round(NamedTuple):
+    """At most one token of each request. places, before: int64 [B], of each token among those of the step,
+    and the slot of the state that it goes on from."""
+
+    places_B: Tensor
+    before_B: Tensor
+    rows: Rows
+
+
 @dataclass(frozen=True)
 class _LaidOut(Recurrence):
-    """Of a step, or one of its micro-batches."""
+    """Of a step, or one of its micro-batches. rounds: of the `num_decoding` first tokens."""
 
     of: RequestStates
-    decoding: Rows
+    rounds: tuple[_Round, ...]
+    num_decoding: int
     chunks: tuple[Chunk, ...]
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
-        at = len(self.decoding.slots_B)
-        parts = [self.decoding.recur(layer, mixed_NX[:at], cell)]
+        at = self.num_decoding
+        parts = [self._decoded(layer, mixed_NX[:at], cell)]
         for chunk in self.chunks:
             parts.append(self.of.advance(layer, chunk, mixed_NX[at : at + chunk.length], cell))
             at += chunk.length
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoded(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        if len(self.rounds) == 1:
+            return self.rounds[0].rows.recur(layer, mixed_NX, cell)
+        i, spec = self.of.index[layer], cell.spec
+        y_NY = mixed_NX.new_empty(len(mixed_NX), spec.num_heads * spec.value_dim)
+        for depth, (places_B, before_B, rows) in enumerate(self.rounds):
+            if depth:
+                for kept in (self.of.windows[i], self.of.states[i]):
+                    kept.index_copy_(0, rows.slots_B, kept[before_B])
+            y_NY[places_B] = rows.recur(layer, mixed_NX[places_B], cell)
+        return y_NY
 
 
 class SequenceStates(Attention):

@@ -257,7 +257,9 @@ def _state_rows(engine_plan: EnginePlan) -> dict[str, int]:
     if not engine_plan.state_groups:
         return {}
     running = engine_plan.config.max_running_requests
-    kept = f", {engine_plan.num_snapshots} snapshots" if engine_plan.num_snapshots else ""
+    each = engine_plan.states_per_request
+    kept = f", each with {each - 1} for drafts" if each > 1 else ""
+    kept += f", {engine_plan.num_snapshots} snapshots" if engine_plan.num_snapshots else ""
     return {
         f"states ({running} running requests{kept} and 1 spare)": engine_plan.memory.states,
         "states per request": engine_plan.request_bytes,

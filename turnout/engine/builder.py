@@ -176,7 +176,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
     ]
     snapshots = None
     if engine_plan.num_snapshots and not no_reuse:
-        first = config.max_running_requests + 1  # behind the slots of rows and of padding
+        first = engine_plan.num_state_slots + 1  # behind the slots of requests and of padding
         slots = range(first, first + engine_plan.num_snapshots)
         snapshots = SnapshotPool(config.state_snapshot_interval, slots)
     return Scheduler(
@@ -219,6 +219,7 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
             RequestStates(
                 group,
                 max_running=config.max_running_requests,
+                per_request=engine_plan.states_per_request,
                 snapshots=engine_plan.num_snapshots,
                 device=device,
                 dtype=dtype,

@@ -150,7 +150,7 @@ class EnginePlan(Rank):
                         "kind": group.spec.kind,
                         "layers": len(group.layers),
                         "request_bytes": group.state_bytes(ITEMSIZE[self.compute_dtype]),
-                        "num_slots": self.config.max_running_requests,
+                        "num_slots": self.num_state_slots,
                     }
                     for group in self.state_groups
                 ],

@@ -104,8 +104,18 @@ class Rank:
         return self.config.max_running_requests if snapshots else 0
 
     @property
+    def states_per_request(self) -> int:
+        """Slots of a running request: a state for each token that a step may verify."""
+        return self.config.verified_tokens or 1
+
+    @property
+    def num_state_slots(self) -> int:
+        """Of running requests."""
+        return self.config.max_running_requests * self.states_per_request
+
+    @property
     def request_bytes(self) -> int:
-        """States of one request in all recurrent layers."""
+        """One state of a request in all recurrent layers."""
         return sum(group.state_bytes(ITEMSIZE[self.compute_dtype]) for group in self.state_groups)
 
     @property
@@ -153,7 +163,7 @@ class Rank:
         """Of how many running requests states and logits fit next to the rest and a page of KV."""
         least = memory.total - memory.states - memory.logits - memory.kv + sum(self.group_bytes(1, budget))
         logits = logits_bytes(budget.tokens_per_request, self.description.shape.vocab_size)
-        each = logits + self.request_bytes * (2 if self.num_snapshots else 1)
+        each = logits + self.request_bytes * (self.states_per_request + bool(self.num_snapshots))
         return (memory.available - least - self.request_bytes) // each
 
     def without_kv(self, budget: Budget, moe: MoEPlan) -> MemoryTable:
@@ -170,7 +180,7 @@ class Rank:
             logits=logits_bytes(rows, description.shape.vocab_size),
             prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
-            states=(config.max_running_requests + 1 + self.num_snapshots) * self.request_bytes,
+            states=(self.num_state_slots + 1 + self.num_snapshots) * self.request_bytes,
         )
 
     def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:

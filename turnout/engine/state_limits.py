@@ -1,7 +1,7 @@
 """What a model with recurrent layers cannot have: whatever would need a state that is not kept. Torch-free.
 
 A state holds all tokens before it at once. It cannot go back to an earlier token, as a list of pages can, so
-nothing may be computed that is then given up, and no prefix be taken up without the state at its end.
+each draft has a state of its own, and no prefix is taken up without the state at its end.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
     algorithm = config.speculative_algorithm
     obstacles = (
         (
-            algorithm != "none",
-            f"--speculative-algorithm {algorithm}",
-            "a rejected draft cannot be taken out of a recurrent layer's state",
-            "use --speculative-algorithm none",
+            algorithm != "none" and config.deterministic,
+            f"--speculative-algorithm {algorithm} with --deterministic",
+            "a token at a time has one state, and a rejected draft cannot be taken out of it",
+            "leave --deterministic out, or use --speculative-algorithm none",
         ),
         (
             interval % size > 0,

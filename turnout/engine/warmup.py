@@ -162,5 +162,5 @@ def first_prompts(
 def _prompt(row: int, length: int) -> Chunk:
     message = AddRequest(id=f"first-{row}", prompt_ids=[0] * length, sampling=SamplingParams(max_tokens=1))
     request = Request.start(message, seed=0, eos_token_ids=())
-    request.row = row
+    request.row, request.state_slots = row, [row]
     return Chunk(request, 0, length)

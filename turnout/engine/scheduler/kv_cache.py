@@ -68,7 +68,7 @@ class KVCache:
         """Record that `request`, admitted, has its row: with a known prefix it goes on from a snapshot."""
         if self.snapshots is not None and request.computed:
             digests = request.prefix_digests(request.computed // self.page_size, self.page_size)
-            self.snapshots.restore(digests[-1], request.row)
+            self.snapshots.restore(digests[-1], request.state_slots[0])
 
     def longest_chunk(self, start: int) -> int | None:
         """Tokens of a chunk from `start` on, at whose end states are to be kept; None: any number."""
@@ -105,7 +105,7 @@ class KVCache:
                     pool.publish(held.pages[page], digests[page])
             request.published = full
         if self.snapshots is not None and end and end % self.snapshots.interval == 0:
-            self.snapshots.save(request.prefix_digests(full, self.page_size)[-1], request.row)
+            self.snapshots.save(request.prefix_digests(full, self.page_size)[-1], request.state_slots[0])
         for i in self._windows:
             held, pool = request.kv[i], self.pools[i]
             first = max(0, end + 1 - pool.window) // self.page_size

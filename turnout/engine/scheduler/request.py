@@ -42,6 +42,7 @@ class Request:
     stop_ids: frozenset[int]  # any of these ends the output
     plain: bool  # greedy, with nothing that changes or reports logits
     row: int = -1  # of the page table while running, else -1
+    state_slots: list[int] = field(default_factory=list)  # while running; the first has its state
     kv: list[GroupPages] = field(default_factory=list)  # while running, one of each cache group
     room: int = 0  # tokens that its pages have room for
     computed: int = 0

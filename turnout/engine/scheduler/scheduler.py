@@ -188,10 +188,14 @@ class Scheduler:
     def extended(self, request: Request) -> None:
         """Record that `request` got its tokens of this step, all but the last of which were drafts.
 
-        Keys and values of accepted drafts are there already; pages that only rejected ones needed are freed.
+        Keys and values of accepted drafts are there already, as is the state of recurrent layers behind the
+        last of them; pages that only rejected ones needed are freed.
         """
         if request.row < 0:
             return  # preempted before its tokens were known
+        if self.tokens_per_request > 1:
+            slots, accepted = request.state_slots, len(request.tokens) - 1 - request.computed
+            slots[0], slots[accepted] = slots[accepted], slots[0]
         self.kv.computed(request, len(request.tokens) - 1)
         self.kv.trim(request)
 
@@ -252,6 +256,8 @@ class Scheduler:
                 request.cached_tokens = request.computed
             self.waiting.popleft()
             request.row = self._rows.pop()
+            first = request.row * self.tokens_per_request
+            request.state_slots = list(range(first, first + self.tokens_per_request))
             insort(self.running, request, key=_order)
             self.kv.begun(request)
             length = min(request.remaining, self._most_tokens(request.computed, budget))

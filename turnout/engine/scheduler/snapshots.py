@@ -27,19 +27,19 @@ class SnapshotPool:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def save(self, digest: Digest, row: int) -> None:
-        """Keep the state of the request in `row`, which is that of the prefix named `digest`."""
+    def save(self, digest: Digest, state: int) -> None:
+        """Keep the state in slot `state`, which is that of the prefix named `digest`."""
         if digest in self._slot_of:
             self._slot_of.move_to_end(digest)
             return
         slot = self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
         self._slot_of[digest] = slot
-        self._copies.append((row, slot))
+        self._copies.append((state, slot))
 
-    def restore(self, digest: Digest, row: int) -> None:
-        """Let the request in `row` go on from a prefix whose snapshot is there."""
+    def restore(self, digest: Digest, state: int) -> None:
+        """Let the request whose state is in that slot go on from a prefix whose snapshot is there."""
         self._slot_of.move_to_end(digest)
-        self._copies.append((self._slot_of[digest], row))
+        self._copies.append((self._slot_of[digest], state))
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) slots, to be copied in this order before the next forward."""
