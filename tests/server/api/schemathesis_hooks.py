@@ -57,7 +57,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     body = case.body = as_integers(case.body)
     if case.path in ("/v1/messages", "/v1/responses"):
         limit = "max_tokens" if case.path == "/v1/messages" else "max_output_tokens"
-        if type(body.get(limit, 2)) is int and body.get(limit, 2) > 0:
+        given = body.get(limit)
+        if given is None or (type(given) is int and given > 0):
             body[limit] = 2
     elif "prompt" in body or "messages" in body:
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:

@@ -18,7 +18,6 @@ from turnout.server.api.openapi import PROBES, describe
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import EngineSupervisor
 
-SECONDS = 30  # for schemathesis, which repeats with other data while there is time
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -53,17 +52,21 @@ def test_schemathesis_finds_nothing(root: str, tmp_path: Path):
     report = tmp_path / "report.json"
     command = [
         *(sys.executable, "-c", "from schemathesis.cli import schemathesis as run; run()"),
-        *("run", f"{root}/openapi.json", "--seed", "1", "--max-time", str(SECONDS), "--no-color"),
-        *("--phases", "coverage,fuzzing", "--max-examples", "20", "--continue-on-failure"),
+        *("run", f"{root}/openapi.json", "--seed", "1", "--no-color"),
+        # A limit in time would leave out on a busy machine what comes last.
+        *("--phases", "coverage,fuzzing", "--max-examples", "2", "--continue-on-failure"),
         # Which refusals of allowed bodies are right is said in the hooks.
         *("--exclude-checks", "positive_data_acceptance", "--output-sanitize", "false"),
         *("--report", "json", "--report-json-path", str(report)),
     ]
     settings = {"SCHEMATHESIS_HOOKS": "tests.server.api.schemathesis_hooks", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    operations = json.loads(report.read_text())["operations"]
+    told = json.loads(report.read_text())
+    assert (told["stop_reason"], told["errors"]) == ("completed", [])
+    operations = told["operations"]
     assert operations["total"] == len(describe(with_key=False)["paths"]) - 1  # not the description itself
-    assert operations["errored"] == 0
+    assert operations["tested"] == operations["total"]
+    assert operations["errored"] == operations["skipped"] == 0

@@ -10,6 +10,7 @@ import pytest
 
 from turnout.server.api.body import UNSUPPORTED
 from turnout.server.api.errors import ApiError
+from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.protocol import ChatBody, CompletionBody, TokenizeBody, parse
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -369,6 +370,14 @@ def test_what_is_no_json_object_is_refused(raw: bytes):
         parse(CompletionBody, raw).sampling(16, 10)
     assert caught.value.status == 400
     assert caught.value.message
+
+
+@pytest.mark.parametrize("value", [0, 0.0, True, "false"])
+def test_what_must_be_false_is_no_number(value: Any):
+    body = {"input": "a", "background": value}
+    with pytest.raises(ApiError, match="background: "):
+        parse(ResponsesBody, json.dumps(body).encode())
+    assert parse(ResponsesBody, json.dumps(body | {"background": False}).encode()).background is False
 
 
 def test_message_parts_and_the_developer_role():

@@ -11,10 +11,19 @@ three kinds of fields besides those that a body declares:
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+
+def _no_number(value: Any) -> Any:
+    """0 equals False in Python and not in JSON."""
+    if value == 0 and value is not False:
+        raise ValueError("must be false")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_no_number)]  # of what cannot be switched on
 IGNORED = (
     "user",
     "metadata",

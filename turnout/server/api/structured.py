@@ -23,7 +23,7 @@ from turnout.engine.grammar import (
     one_of,
 )
 from turnout.errors import UserError
-from turnout.server.api.body import Body
+from turnout.server.api.body import Body, Off
 from turnout.server.api.errors import invalid
 
 TOOLS = "tools"  # the field whose expression is ours: it may name tokens, which no check of texts knows
@@ -68,7 +68,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None  # there is one library, and no other to fall back to
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: Off | None = None
     structural_tag: None = None
 
     @model_validator(mode="after")

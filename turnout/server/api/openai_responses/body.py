@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnout.engine.sampling_params import MAX_LOGPROBS
-from turnout.server.api.body import Body
+from turnout.server.api.body import Body, Off
 from turnout.server.api.tools import Name, Parameters
 
 
@@ -98,7 +98,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # of answers that are kept elsewhere
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: Off | None = None
     previous_response_id: None = None  # nothing is kept: send the whole conversation as input
     conversation: None = None
 
