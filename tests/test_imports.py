@@ -96,6 +96,7 @@ ORDER = {
         "tune",
         "verify",
         "llm",
+        "profiling",
         "worker",
         "fork_server",
     ],

@@ -37,11 +37,13 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
+from turnout.engine.profiling import Profiler
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling import near_ties
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.worker import run
 from turnout.parallel.exchange import SharedExchange
+from turnout.parallel.health import Unwatched
 
 SMALL = {
     "device": "cpu",
@@ -88,7 +90,7 @@ def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
 
     try:
         send(Ready(rank=rank.number, info={}, max_context=0, vocab_size=0))
-        run(core, step_sync, commands, send)
+        run(core, step_sync, commands, send, Profiler(step_sync.topology.rank, Unwatched()))
         return step_sync.settled
     finally:
         context.destroy(linger=1000)

@@ -24,10 +24,12 @@ from turnout.engine.messages import (
     encoder,
     event_decoder,
 )
+from turnout.engine.profiling import Profiler
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.worker import run
 from turnout.errors import UserError
+from turnout.parallel.health import Unwatched
 from turnout.vocabulary import Phase
 
 
@@ -84,7 +86,8 @@ class Server:
         self.commands.recv_multipart()
         self.events: list[tuple[float, Event]] = []
         self.thread = threading.Thread(
-            target=run, args=(self.core, self.core.step_sync, receiving, self.record)
+            target=run,
+            args=(self.core, self.core.step_sync, receiving, self.record, Profiler(0, Unwatched())),
         )
         self.thread.start()
 

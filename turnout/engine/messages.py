@@ -39,6 +39,19 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Forget all prefixes that could be reused; requests go on."""
 
 
+class StartProfile(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Record what this rank does in its next `steps` steps with a forward, see `engine.profiling`."""
+
+    steps: int
+    began: float = 0.0  # time.time() at the server: times in the trace count from it
+    record_shapes: bool = False
+    with_stack: bool = False
+
+
+class StopProfile(msgspec.Struct, tag=True, frozen=True):
+    """Record no more and send what was recorded."""
+
+
 class Wake(msgspec.Struct, tag=True, frozen=True):
     """Step now: another rank has work. Asks for nothing, so ranks that share requests need not all get it."""
 
@@ -137,8 +150,15 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error: bool = False
 
 
-Command = AddRequest | Abort | ResetPrefixCache | Wake | Shutdown
-Event = Ready | Outputs | Failed
+class Profiled(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """trace: compressed (zlib) events of a Chrome trace, as JSON, apart by commas."""
+
+    rank: int
+    trace: bytes
+
+
+Command = AddRequest | Abort | ResetPrefixCache | StartProfile | StopProfile | Wake | Shutdown
+Event = Ready | Outputs | Profiled | Failed
 
 encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -33,6 +33,7 @@ from turnout.engine.messages import (
     Event,
     Failed,
     Outputs,
+    Profiled,
     Ready,
     RequestOutput,
     ResetPrefixCache,
@@ -41,6 +42,7 @@ from turnout.engine.messages import (
     command_decoder,
     encoder,
 )
+from turnout.engine.profiling import Profiler
 from turnout.engine.progress_bars import loading_bar
 from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
@@ -116,8 +118,8 @@ def main(weights_memory: int = -1) -> int:
 
     who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        core, step_sync = load(start, send, startup, weights_memory)
-        run(core, step_sync, commands, send)
+        core, step_sync, watch = load(start, send, startup, weights_memory)
+        run(core, step_sync, commands, send, Profiler(start.rank, watch))
         return 0
     except UserError as error:
         send(Failed(f"{who}{error}", rank=start.rank, user_error=True))
@@ -130,7 +132,9 @@ def main(weights_memory: int = -1) -> int:
         context.destroy(linger=FLUSH_MS)
 
 
-def run(core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[Event], None]) -> None:
+def run(
+    core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[Event], None], profiler: Profiler
+) -> None:
     """Execute commands, step, report, until all ranks were told to shut down.
 
     Sleeps on the socket while no rank has work, but steps once in a while even so: a rank that another one
@@ -154,9 +158,16 @@ def run(core: Core, step_sync: StepSync, commands: zmq.Socket, send: Callable[[E
             granted = core.synced.commands if core.synced else 0
         outputs: list[RequestOutput] = []
         while step_sync.executed < granted:
-            outputs += execute(core, pending.popleft())
+            command = pending.popleft()
+            if isinstance(profiled := profiler.executes(command), Profiled):
+                send(profiled)
+            elif not profiled:
+                outputs += execute(core, command)
             step_sync.executed += 1
-        outputs += core.step()
+        with profiler.step():
+            outputs += core.step()
+        if core.synced and core.synced.phase:
+            profiler.stepped()
         if core.synced and core.synced.leaving:
             return
         now = time.monotonic()
@@ -195,7 +206,7 @@ class Noted:
 
 def load(
     start: Start, send: Callable[[Event], None], startup: StartupTimes, weights_memory: int = -1
-) -> tuple[Core, StepSync]:
+) -> tuple[Core, StepSync, Pulse]:
     """Plan, say so, join the other ranks, load the weights and announce that requests may come.
 
     Raises UserError.
@@ -239,7 +250,7 @@ def load(
     info = json.loads(json.dumps(info))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
     send(Ready(rank=start.rank, info=info, max_context=engine_plan.max_context, vocab_size=vocab_size))
-    return core, step_sync
+    return core, step_sync, watch
 
 
 def summary(engine_plan: EnginePlan) -> list[str]:

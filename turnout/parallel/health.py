@@ -24,7 +24,7 @@ BEATS, STEP, PHASE, COLLECTIVES, PARTS = 0, 8, 16, 24, 32  # offsets in a line
 BEAT_SECONDS = 0.2
 
 # What a rank can be doing, in the order of a step.
-STARTING = ("loading", "compiling")
+STARTING = ("loading", "compiling", "profiling")
 PHASES = (*STARTING, "resting", "agreeing", "prefill", "decode", "settling")
 
 
@@ -86,15 +86,15 @@ class Board:
 class Progress(Protocol):
     """Where a rank says how far it is."""
 
-    def note(self, step: int, phase: str) -> None:
-        """`step` forwards are done, and one of PHASES begins."""
+    def note(self, step: int | None, phase: str) -> None:
+        """`step` forwards are done (None: as many as before), and one of PHASES begins."""
         ...
 
 
 class Unwatched:
     """A `Progress` that is not read."""
 
-    def note(self, step: int, phase: str) -> None:
+    def note(self, step: int | None, phase: str) -> None:
         pass
 
 
@@ -111,8 +111,9 @@ class Pulse:
         self._beats = 0
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
-    def note(self, step: int, phase: str) -> None:
-        self._board.put(self._line, STEP, step)
+    def note(self, step: int | None, phase: str) -> None:
+        if step is not None:
+            self._board.put(self._line, STEP, step)
         self._count()
         self._board.put(self._line, PHASE, PHASES.index(phase))
 

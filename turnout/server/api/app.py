@@ -11,24 +11,26 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from turnout import __version__
 from turnout.server.api.anthropic.answer import collect_message, stream_message
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
-from turnout.server.api.connection import EventStream, while_connected
+from turnout.server.api.connection import EventStream, read_body, while_connected
 from turnout.server.api.errors import ApiError, invalid, json_response
 from turnout.server.api.generation import Generation
 from turnout.server.api.openai_responses.answer import ResponseAnswer
 from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.openapi import describe
 from turnout.server.api.preparation import check_model
+from turnout.server.api.profiling import ProfileBody
 from turnout.server.api.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    parse,
 )
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
 from turnout.server.api.request_ids import RequestIds
@@ -37,6 +39,7 @@ from turnout.server.api.service import Service
 from turnout.server.api.turns import Turns
 
 GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
+PROFILE_BYTES = 4096  # of a body that says what to record
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
@@ -131,6 +134,21 @@ def _info_routes(service: Service) -> APIRouter:
         service.reset_prefix_cache()
         return json_response({"status": "ok"})
 
+    @router.post("/start_profile")
+    async def start_profile(request: Request) -> Response:
+        service.check_key_is_set("/start_profile")
+        raw = await read_body(request, PROFILE_BYTES, small=PROFILE_BYTES, on_large=_nothing)
+        service.start_profile(parse(ProfileBody, raw or b"{}"))
+        return json_response({"status": "profiling"})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        """A trace for chrome://tracing or Perfetto."""
+        service.check_key_is_set("/stop_profile")
+        named = {"Content-Disposition": 'attachment; filename="turnout-profile.json"'}
+        trace = await service.stop_profile()
+        return StreamingResponse(trace, headers=named, media_type="application/json")
+
     @router.post("/restart")
     async def restart() -> Response:
         """200 as soon as the ranks begin to start anew; /ready says when they serve."""
@@ -205,6 +223,10 @@ def _generation_routes(service: Service) -> APIRouter:
         return json_response({"prompt": text})
 
     return router
+
+
+async def _nothing() -> None:
+    """For bodies that are small or refused."""
 
 
 async def _answer(

@@ -14,6 +14,7 @@ from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.openai_responses.answer import Response as Answered
 from turnout.server.api.openai_responses.answer import ResponseEvent
 from turnout.server.api.openai_responses.body import ResponsesBody
+from turnout.server.api.profiling import ProfileBody
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from turnout.server.api.scoring import ScoreBody
 
@@ -33,6 +34,7 @@ class Operation:
     media_type: str = "application/json"
     refusals: tuple[int, ...] = ()
     acts: bool = False  # without a body
+    optional: bool = False  # is the body
     error: Any = responses.Error
 
     @property
@@ -58,6 +60,21 @@ OPERATIONS = (
         does="Start the ranks anew, with the weights that are on disk then; requests wait, and go on.",
         answer=responses.Status,
         refusals=(403, 503),
+        acts=True,
+    ),
+    Operation(
+        path="/start_profile",
+        does="Let all ranks record what they do in their next steps.",
+        body=ProfileBody,
+        optional=True,
+        answer=responses.Status,
+        refusals=(400, 403, 408, 409, 413, 503),
+    ),
+    Operation(
+        path="/stop_profile",
+        does="What the ranks have recorded, as one Chrome trace.",
+        answer=responses.Trace,
+        refusals=(403, 409, 503),
         acts=True,
     ),
     Operation(
@@ -153,6 +170,7 @@ REASONS = {
     403: "The server was started without --api-key.",
     404: "Another model is served.",
     408: "The body came too slowly.",
+    409: "A profile is being recorded already, or none is.",
     413: "The body is larger than --max-request-bytes.",
     500: "The engine failed while it computed this request.",
     503: "Not now: loading, restarting, shutting down, or too many requests.",
@@ -201,7 +219,7 @@ def _operation(operation: Operation, schemas: dict[Any, Any], *, guarded: bool) 
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
     if operation.body is not None:
         content = {"application/json": {"schema": schemas[operation.body]}}
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": not operation.optional, "content": content}
     for status in sorted((*operation.refusals, *((401,) if guarded else ()))):
         described["responses"][str(status)] = {
             "description": REASONS[status],

@@ -39,7 +39,15 @@ class AnthropicError(TypedDict):
 
 @closed
 class Status(TypedDict):
-    status: Literal["ok", "ready", "restarting"]
+    status: Literal["ok", "ready", "restarting", "profiling"]
+
+
+@closed
+class Trace(TypedDict):
+    """Chrome's format."""
+
+    displayTimeUnit: str
+    traceEvents: list[dict[str, Any]]
 
 
 @closed

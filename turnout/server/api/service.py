@@ -7,7 +7,7 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation
 from turnout.server.api.intake import Intake
 from turnout.server.api.parsing.registry import Parsers
+from turnout.server.api.profiling import ProfileBody, merged
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
 from turnout.server.api.scoring import LabelRequest, ScoreBody, scores
 from turnout.server.api.sizes import Limits
@@ -33,6 +34,7 @@ from turnout.server.api.turns import Turn
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import INCOMING, Incoming, Observer, RequestRecord, SequenceRecord
 from turnout.server.supervise.engine import EngineSupervisor
+from turnout.server.supervise.ledger import EngineFailed
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -200,10 +202,32 @@ class Service:
 
     def restart(self) -> None:
         """Start the ranks anew without losing a request. Raises ApiError 403 and 503."""
-        if self.config.api_key is None:
-            raise ApiError(403, "POST /restart needs a server that was started with --api-key")
+        self.check_key_is_set("/restart")
         self.check_ready()
         self.engine.restart()
+
+    def check_key_is_set(self, path: str) -> None:
+        """Raises ApiError 403 for what only those may do who hold a key, if there is none."""
+        if self.config.api_key is None:
+            raise ApiError(403, f"POST {path} needs a server that was started with --api-key")
+
+    def start_profile(self, body: ProfileBody) -> None:
+        """Let all ranks record their next steps. Raises ApiError 409 and 503."""
+        self.check_ready()
+        if self.engine.profiling:
+            raise ApiError(409, "a profile is being recorded: get it with POST /stop_profile first")
+        self.engine.start_profile(body.command(time.time()))
+
+    async def stop_profile(self) -> AsyncIterator[bytes]:
+        """One Chrome trace of what all ranks recorded, in parts. Raises ApiError 409 and 503."""
+        self.check_ready()
+        if not self.engine.profiling:
+            raise ApiError(409, "no profile is being recorded: begin with POST /start_profile")
+        try:
+            traces = await self.engine.stop_profile()
+        except EngineFailed as failure:
+            raise unavailable(f"the profile is lost: {failure}", "restarting") from None
+        return merged(traces)
 
     def release(self, generation: Generation) -> None:
         """The request has been answered or its client has left; harmless when repeated."""

@@ -21,7 +21,7 @@ import msgspec
 
 from turnout.config import ServerConfig
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.messages import AddRequest, EngineStats, Ready, RequestOutput
+from turnout.engine.messages import AddRequest, EngineStats, Ready, RequestOutput, StartProfile
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
@@ -157,6 +157,21 @@ class EngineSupervisor:
         """See EngineGroup; only while `serving`."""
         assert self._group is not None
         self._group.reset_prefix_cache()
+
+    @property
+    def profiling(self) -> bool:
+        """Whether a profile was started whose traces nobody has asked for."""
+        return self._group is not None and self._group.profiling
+
+    def start_profile(self, command: StartProfile) -> None:
+        """See EngineGroup; only while `serving`."""
+        assert self._group is not None
+        self._group.start_profile(command)
+
+    async def stop_profile(self) -> list[bytes]:
+        """See EngineGroup; only while `profiling`."""
+        assert self._group is not None
+        return await self._group.stop_profile()
 
     def restart(self) -> None:
         """Start the ranks anew; requests wait meanwhile. The engine must be serving."""

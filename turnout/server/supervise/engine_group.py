@@ -25,10 +25,13 @@ from turnout.engine.messages import (
     Event,
     Failed,
     Outputs,
+    Profiled,
     Ready,
     RequestOutput,
     ResetPrefixCache,
     Shutdown,
+    StartProfile,
+    StopProfile,
     Wake,
     encoder,
     event_decoder,
@@ -78,6 +81,9 @@ class EngineGroup:
         self._router = Router(config.dp_size, config.page_size, known_pages=known)
         self._announced: dict[int, Ready] = {}
         self._killed: set[int] = set()  # by a signal
+        self.profiling = False
+        self._profiled: dict[int, bytes] = {}  # traces that have come, by rank
+        self._traces: asyncio.Future[list[bytes]] | None = None
         self._said: list[Failed] = []
         self._verdict: EngineFailed | None = None
         self._news = asyncio.Event()  # something of the three above, or the end of a rank
@@ -143,6 +149,10 @@ class EngineGroup:
         finally:
             watching.cancel()
             news.cancel()
+            if self._traces and not self._traces.done():
+                self._traces.set_exception(
+                    EngineFailed("the ranks ended before they sent what they recorded")
+                )
             self.kill()
             await asyncio.gather(*(host.gone() for host in self._hosts))
             loop.remove_reader(descriptor)
@@ -171,6 +181,20 @@ class EngineGroup:
         """Tell all ranks to forget the prefixes that they could reuse. The group must be serving."""
         self._router.forget_prefixes()
         self._tell(range(self.topology.tp_size), ResetPrefixCache())
+
+    def start_profile(self, command: StartProfile) -> None:
+        """Let all ranks record what they do. The group must be serving."""
+        self.profiling = True
+        self._tell(range(self.topology.tp_size), command)
+
+    async def stop_profile(self) -> list[bytes]:
+        """What each rank has recorded since `start_profile`, see `Profiled`. Raises EngineFailed if a rank
+        ends before it has sent that."""
+        self.profiling = False
+        self._traces = asyncio.get_running_loop().create_future()
+        self._profiled.clear()
+        self._tell(range(self.topology.tp_size), StopProfile())
+        return await self._traces
 
     def stop(self) -> None:
         """End the ranks, gently if they listen. `run` returns."""
@@ -295,6 +319,10 @@ class EngineGroup:
             self._deliver(event)
         elif isinstance(event, Ready):
             self._announced[event.rank] = event
+        elif isinstance(event, Profiled):
+            self._profiled[event.rank] = event.trace
+            if len(self._profiled) == self.topology.tp_size and self._traces and not self._traces.done():
+                self._traces.set_result([self._profiled[rank] for rank in range(self.topology.tp_size)])
         else:
             self._said.append(event)
             self._news.set()

@@ -21,7 +21,7 @@ from turnout.parallel.health import STARTING, Reading
 
 STILL_SECONDS = 2.0  # without a heartbeat until a process is shown as stalled
 SILENT_SECONDS = 3.0  # without a heartbeat until it is given up
-STARTING_SECONDS = 60.0  # the same while it loads or compiles
+STARTING_SECONDS = 60.0  # the same while it loads, compiles or begins or ends a profile
 WAITING_SECONDS = 30.0  # without progress of processes that run, until one is given up
 PATIENCE = 5.0  # how many times the longest pause so far is waited for
 BETWEEN_LOOKS = (
