@@ -98,20 +98,22 @@ def test_what_a_killed_rank_began_does_not_count(memory: int):
 
 
 def test_processes_that_prepare_at_once_map_the_same_memory(memory: int):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+
     def rank(number: int) -> None:
         mine = view(memory)
-        for i in range(20):
-            mine.keep(f"of all {i}", lambda: torch.full((4096,), 7.0))
-            mine.keep(f"of {number} {i}", lambda: torch.full((8,), float(number)))
+        barrier.wait()
+        for i in range(100):
+            common = mine.keep(f"of all {i}", lambda: torch.full((4096,), float(i)))  # noqa: B023
+            own = mine.keep(f"of {number} {i}", lambda: torch.full((8,), number + i / 128))  # noqa: B023
+            assert common.tolist() == [i] * 4096
+            assert own.tolist() == [number + i / 128] * 8
 
-    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i,)) for i in range(4)]
+    ranks = [context.Process(target=rank, args=(i,)) for i in range(4)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    after = view(memory)
-    for number in range(4):
-        assert after.keep(f"of {number} 19", lambda: torch.zeros(8)).tolist() == [number] * 8
-    assert after.keep("of all 19", lambda: torch.zeros(4096)).sum() == 7 * 4096
-    assert os.fstat(memory).st_size == (1 + 20 * 5 + 4 * 20) * mmap.PAGESIZE
+    assert os.fstat(memory).st_size == (1 + 100 * 5 + 4 * 100) * mmap.PAGESIZE

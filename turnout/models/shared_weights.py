@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -42,7 +43,10 @@ class SharedWeights:
 
     def __init__(self, descriptor: int, stamp: str, groups: Groups):
         """descriptor: of the memory, empty at first. groups: for the objects that hold some of them."""
-        self._descriptor, self._stamp = descriptor, stamp
+        # Opened anew, for a lock belongs to what was opened, and copies of a descriptor are one of these.
+        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._stamp = stamp
         self._groups = {
             (whose, field.name): getattr(owner, field.name)
             for whose, owner in (("model", groups), ("single", SINGLE_RANK))
@@ -119,11 +123,11 @@ class SharedWeights:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One process at a time; the lock of one that ends is free."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 class _Pickler(pickle.Pickler):
