@@ -48,7 +48,8 @@ from turnout.vocabulary import Format
 
 BLOCK = 64
 SLACK = 16  # blocks
-FOLD_CODES = 1 << 22  # that are folded at once: this takes tens of bytes a weight
+# Folded at once, which takes tens of bytes a weight; a GPU's host takes 1 ms for its launches, however many.
+FOLD_CODES = {"cpu": 1 << 22, "cuda": 1 << 25}
 GROUP: dict[str, int] = {
     format: FORMATS[format].group for format in (Format.MXFP4, Format.NVFP4, Format.INT4)
 }
@@ -107,9 +108,14 @@ def _with_slack(shape: tuple[int, int, int, int], device: torch.device | str) ->
 
 
 def fill(fragments: Fragments, weights: PackedTensor, *, paired: bool) -> None:
-    """Put `weights` into the storage of `fragments`, one expert at a time."""
-    for e, into in enumerate(zip(fragments.codes, fragments.scales, fragments.alpha, strict=True)):
-        for mine, new in zip(into, _expert(weights[e].to(fragments.codes.device), paired), strict=True):
+    """Put `weights` into the storage of `fragments`, few experts at a time."""
+    E, N, K = weights.shape
+    device = fragments.codes.device
+    some = max(1, FOLD_CODES[device.type] // (N * K))
+    for first in range(0, E, some):
+        part = slice(first, first + some)
+        into = fragments.codes[part], fragments.scales[part], fragments.alpha[part]
+        for mine, new in zip(into, _folded_experts(weights[part].to(device), paired), strict=True):
             mine.copy_(new)
 
 
@@ -119,63 +125,67 @@ def pair_rows(weight: Tensor) -> Tensor:
     return weight.view(*lead, 2, N // 16, 8, K).transpose(-4, -3).reshape(*lead, N, K)
 
 
-def _expert(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
-    packed_NB, scale_NG = weights.data, weights.scale
-    assert scale_NG is not None, f"{weights.format} weights carry scales"
-    code_NK = e2m1.unpack(packed_NB)
+def _folded_experts(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and alpha of [e, N, K], as `Fragments` has them."""
+    packed_eNB, scale_eNG = weights.data, weights.scale
+    assert scale_eNG is not None, f"{weights.format} weights carry scales"
+    code_eNK = e2m1.unpack(packed_eNB)
     if weights.format == Format.INT4:
-        scales = _fold_wide_scales(padded(scale_NG.view(torch.int16), BLOCK // GROUP[weights.format], paired))
-        return _folded(padded(code_NK, BLOCK, paired), _fold_int4), scales, torch.ones(())
+        bits_eNG = padded(scale_eNG.view(torch.int16), BLOCK // GROUP[weights.format], paired)
+        codes = _folded(padded(code_eNK, BLOCK, paired), _fold_int4)
+        return codes, _fold_wide_scales(bits_eNG), torch.ones(len(codes))
     if weights.format == Format.NVFP4:
         assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
-        byte_NG = _normalised(scale_NG.view(torch.uint8))
-        alpha = weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
+        byte_eNG = _normalised(scale_eNG.view(torch.uint8))
+        alpha_e = weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
     else:
-        exponent_NG = scale_NG.to(torch.int32)
-        top = exponent_NG.max()
-        byte_NG = (exponent_NG - top + _TOP_FIELD).clamp(min=0).to(torch.uint8)
-        alpha = torch.exp2((top - 127).float())
+        exponent_eNG = scale_eNG.to(torch.int32)
+        top_e11 = exponent_eNG.amax(dim=(1, 2), keepdim=True)
+        byte_eNG = (exponent_eNG - top_e11 + _TOP_FIELD).clamp(min=0).to(torch.uint8)
+        alpha_e = torch.exp2((top_e11 - 127).float())
     group = GROUP[weights.format]
-    code_NK = code_NK.masked_fill((byte_NG == 0).repeat_interleave(group, dim=1), 0)
-    code_NK = padded(code_NK, BLOCK, paired)
-    byte_NG = padded(byte_NG, BLOCK // group, paired)
+    code_eNK = code_eNK.masked_fill((byte_eNG == 0).repeat_interleave(group, dim=2), 0)
+    code_eNK = padded(code_eNK, BLOCK, paired)
+    byte_eNG = padded(byte_eNG, BLOCK // group, paired)
     return (
-        _folded(code_NK, _fold_e2m1),
-        _fold_scales(byte_NG, BLOCK // group).view(torch.int32),
-        alpha.reshape(()),
+        _folded(code_eNK, _fold_e2m1),
+        _fold_scales(byte_eNG, BLOCK // group).view(torch.int32),
+        alpha_e.flatten(),
     )
 
 
 def padded(t: Tensor, multiple: int, paired: bool) -> Tensor:
-    """Rows to a multiple of 64, columns to `multiple`, with zeros; gate and up apart, then paired."""
-    halves = t.chunk(2) if paired else (t,)
+    """Rows of [..., N, K] to a multiple of 64, columns to `multiple`, with zeros; gate and up apart, then
+    paired."""
+    halves = t.chunk(2, dim=-2) if paired else (t,)
     height = BLOCK // len(halves)
     halves_padded = []
     for half in halves:
-        rows, columns = -(-half.shape[0] // height) * height, -(-half.shape[1] // multiple) * multiple
-        out = half.new_zeros(rows, columns)
-        out[: half.shape[0], : half.shape[1]] = half
+        *lead, N, K = half.shape
+        out = half.new_zeros(*lead, -(-N // height) * height, -(-K // multiple) * multiple)
+        out[..., :N, :K] = half
         halves_padded.append(out)
-    return pair_rows(torch.cat(halves_padded)) if paired else halves_padded[0]
+    return pair_rows(torch.cat(halves_padded, dim=-2)) if paired else halves_padded[0]
 
 
 # Axes of a 64 x 64 block. Rows: warp 4, lower 2, lane / 4 8. Columns: step 4, right 2, lane % 4 4, odd 2.
 
 
-def _folded(code_NK: Tensor, halves: Callable[[Tensor], Tensor]) -> Tensor:
-    """uint8 codes [N, K] -> int32 [N/64, K/64, 512] of the 16 bits that `halves` makes of four codes.
+def _folded(code_eNK: Tensor, halves: Callable[[Tensor], Tensor]) -> Tensor:
+    """uint8 codes [e, N, K] -> int32 [e, N/64, K/64, 512] of the 16 bits that `halves` makes of four codes.
 
     Few rows at a time.
     """
-    rows = max(BLOCK, FOLD_CODES // code_NK.shape[1] // BLOCK * BLOCK)
+    e, N, K = code_eNK.shape
+    rows = max(BLOCK, FOLD_CODES[code_eNK.device.type] // K // BLOCK * BLOCK)
     folded = []
-    for part in code_NK.split(rows):
+    for part in code_eNK.view(e * N, K).split(rows):
         n, k = part.shape[0] // BLOCK, part.shape[1] // BLOCK
         axes = part.to(torch.int32).view(n, 4, 2, 8, k, 4, 2, 4, 2)
         # -> n, k, warp, lane / 4, lane % 4, step, odd | right, lower
         half = halves(axes.permute(0, 4, 1, 3, 7, 5, 8, 6, 2))
         folded.append(torch.stack((half & 255, half >> 8), dim=-1).to(torch.uint8).reshape(n, k, 2048))
-    return torch.cat(folded).view(torch.int32)
+    return torch.cat(folded).view(torch.int32).view(e, N // BLOCK, K // BLOCK, 512)
 
 
 def _fold_e2m1(axes: Tensor) -> Tensor:
@@ -192,18 +202,18 @@ def _fold_int4(axes: Tensor) -> Tensor:
     return axes[..., 0, 0] | axes[..., 0, 1] << 4 | axes[..., 1, 0] << 8 | axes[..., 1, 1] << 12
 
 
-def _fold_scales(byte_NG: Tensor, per: int) -> Tensor:
-    """uint8 [N, K/G] -> [N/64, K/64, 64 * per]; per: scales of a row of a block, 2 or 4."""
-    n, k = byte_NG.shape[0] // BLOCK, byte_NG.shape[1] // per
-    axes = byte_NG.view(n, 4, 2, 8, k, per // 2, 2)  # n, warp, lower, lane / 4, k, word, scale
-    return axes.permute(0, 4, 1, 3, 5, 2, 6).reshape(n, k, BLOCK * per)
+def _fold_scales(byte_eNG: Tensor, per: int) -> Tensor:
+    """uint8 [e, N, K/G] -> [e, N/64, K/64, 64 * per]; per: scales of a row of a block, 2 or 4."""
+    e, n, k = len(byte_eNG), byte_eNG.shape[1] // BLOCK, byte_eNG.shape[2] // per
+    axes = byte_eNG.view(e, n, 4, 2, 8, k, per // 2, 2)  # e, n, warp, lower, lane / 4, k, word, scale
+    return axes.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(e, n, k, BLOCK * per)
 
 
-def _fold_wide_scales(scale_NG: Tensor) -> Tensor:
-    """INT4's, int16 [N, K/32] -> int32 [N/64, K/64, 64]."""
-    n, k = scale_NG.shape[0] // BLOCK, scale_NG.shape[1] // 2
-    axes = scale_NG.view(n, 4, 2, 8, k, 2)  # n, warp, lower, lane / 4, k, word
-    return axes.permute(0, 4, 1, 3, 5, 2).reshape(n, k, 2 * BLOCK).view(torch.int32)
+def _fold_wide_scales(scale_eNG: Tensor) -> Tensor:
+    """INT4's, int16 [e, N, K/32] -> int32 [e, N/64, K/64, 64]."""
+    e, n, k = len(scale_eNG), scale_eNG.shape[1] // BLOCK, scale_eNG.shape[2] // 2
+    axes = scale_eNG.view(e, n, 4, 2, 8, k, 2)  # e, n, warp, lower, lane / 4, k, word
+    return axes.permute(0, 1, 5, 2, 4, 6, 3).reshape(e, n, k, 2 * BLOCK).view(torch.int32)
 
 
 def _normalised(byte: Tensor) -> Tensor:
