@@ -326,3 +326,39 @@ def test_integers_have_no_nan(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     files = TensorFiles(tmp_path)
     assert all(torch.equal(files.read(name), tensor) for name, tensor in tensors.items())
+
+
+@pytest.fixture
+def shared_by_threads(monkeypatch):
+    """Four threads, however small the tensors and the machine."""
+    monkeypatch.setattr("turnout.checkpoint.files._SHARED_BYTES", 0)
+    monkeypatch.setattr("turnout.checkpoint.files._PIECE_BYTES", 64)
+    monkeypatch.setattr("turnout.checkpoint.files._CHECKED_BYTES", 16)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+
+
+@pytest.mark.usefixtures("shared_by_threads")
+def test_threads_read_the_same_bytes(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    tensors = {f"t{i:02}": torch.randn(8, 37, generator=draw) for i in range(40)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    heard: list[tuple[str, int, int]] = []
+    files = TensorFiles(tmp_path, lambda *report: heard.append(report))
+    out = torch.zeros(40, 8, 37)
+    checked: list[str] = []
+    files.read_each(list(zip(tensors, out, strict=True)), lambda name, value: checked.append(name))
+    assert torch.equal(out, torch.stack(list(tensors.values())))
+    assert sorted(checked) == sorted(name for name, *_ in heard) == sorted(tensors)
+    assert heard[-1][1] == files.nbytes
+    assert files.unread() == []
+
+
+@pytest.mark.usefixtures("shared_by_threads")
+def test_the_first_of_several_damaged_tensors_is_named(tmp_path):
+    tensors = {f"t{i:02}": torch.ones(8, 37) for i in range(40)}
+    for i in (7, 21):
+        tensors[f"t{i:02}"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    with pytest.raises(CheckpointError, match="t07.*\\[3, 5\\]"):
+        files.read_each(list(zip(tensors, torch.zeros(40, 8, 37), strict=True)))

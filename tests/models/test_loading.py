@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from turnout.attention.kinds import AttentionSpec
 from turnout.checkpoint import CheckpointError
 from turnout.errors import UserError
 from turnout.models.interface import ModelShape
+from turnout.models.weights import Weights
 
 
 def test_shape_of_the_loaded_model(tmp_path: Path) -> None:
@@ -165,6 +168,25 @@ def test_a_model_with_a_nan_does_not_load(name: str, value: float, tmp_path: Pat
     tensors[name].view(-1)[5] = value
     save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {re.escape(name)}: is damaged"):
+        load(tmp_path)
+
+
+def test_experts_read_ahead_are_those_of_their_layers(tmp_path: Path, monkeypatch) -> None:
+    """As on CUDA; a dense layer between layers of experts is passed over, and a damaged expert still named."""
+    write_model(tmp_path, num_hidden_layers=4, mlp_only_layers=[1])
+    plain = PlainAttention(load(tmp_path)).logits(("a", [5, 6, 7]))
+    made = Weights.__init__
+
+    def ahead(self: Weights, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.read_ahead = ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(Weights, "__init__", ahead)
+    assert torch.equal(PlainAttention(load(tmp_path)).logits(("a", [5, 6, 7]))[0], plain[0])
+    tensors = tensors_of(tmp_path)
+    tensors["model.layers.3.mlp.experts.2.up_proj.weight"][0, 1] = torch.nan
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.2\.up_proj"):
         load(tmp_path)
 
 

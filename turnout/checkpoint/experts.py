@@ -23,7 +23,7 @@ from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
-from turnout.checkpoint.parts import Part, check_positive, read_scalar
+from turnout.checkpoint.parts import Part, check_positive, read_scalars
 from turnout.vocabulary import Format
 
 # Families whose stacked experts are [E, H, 2I]; asked only where the sizes leave both readings possible.
@@ -118,9 +118,8 @@ class PerExpert:
         return self._stack(matrix, part, part.shape(n // len(self._projections[matrix]), k))
 
     def scalars(self, matrix: str, suffix: str, experts: range, why: str) -> Tensor:
-        files = self.wanted.files
-        rows = [[read_scalar(files, m + suffix, why) for m in self._modules(matrix, e)] for e in experts]
-        return torch.stack([torch.cat(row) for row in rows])
+        names = [module + suffix for e in experts for module in self._modules(matrix, e)]
+        return read_scalars(self.wanted.files, names, why).view(len(experts), -1)
 
     def bias(self, matrix: str) -> Tensor | None:
         if not self.wanted.shape.biased:
@@ -132,18 +131,14 @@ class PerExpert:
     def _stack(self, matrix: str, part: Part, shape: tuple[int, ...]) -> Tensor:
         """[n, rows of all projections, ...] from one tensor of `shape` per expert and projection."""
         files, why = self.wanted.files, _expected_by(self.wanted)
-        out: Tensor | None = None
-        for i, expert in enumerate(self.wanted.local):
-            for j, module in enumerate(self._modules(matrix, expert)):
-                name = module + part.suffix
-                meta = part.expect(files, name, shape, why)
-                if out is None:  # the first tensor decides which of the allowed dtypes all have
-                    part = replace(part, dtypes=(meta.dtype,))
-                    columns = len(self._projections[matrix])
-                    out = torch.empty((self.wanted.count, columns, *shape), dtype=meta.dtype)
-                files.read_into(name, out[i, j])
-                part.check(files, name, out[i, j])
-        assert out is not None, "a rank holds at least one expert"
+        names = [module + part.suffix for module in self.modules(matrix)]
+        # The first tensor decides which of the allowed dtypes all have.
+        part = replace(part, dtypes=(part.expect(files, names[0], shape, why).dtype,))
+        for name in names:
+            part.expect(files, name, shape, why)
+        out = files.empty((self.wanted.count, len(self._projections[matrix]), *shape), part.dtypes[0])
+        places = zip(names, out.flatten(0, 1), strict=True)
+        files.read_each(list(places), lambda name, value: part.check(files, name, value))
         return out.flatten(1, 2)
 
     def _modules(self, matrix: str, expert: int) -> list[str]:
@@ -192,7 +187,8 @@ class Fused:
         meta = files.expect(name, (wanted.shape.num_experts, *stored), part.dtypes, why=_expected_by(wanted))
         interleaved = self._interleaved and matrix == "w13"
         if not transposed and not interleaved:
-            out = files.read(name, first=wanted.first, count=wanted.count)
+            out = files.empty((wanted.count, rows, columns), meta.dtype)
+            files.read_into(name, out, first=wanted.first)
         else:
             out = torch.empty((wanted.count, rows, columns), dtype=meta.dtype)
             for i, expert in enumerate(wanted.local):  # one at a time, so that little is held twice

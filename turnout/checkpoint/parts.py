@@ -7,7 +7,7 @@ ceil(K / columns)] whose element [i, j] belongs to `rows` x `columns` of the wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,12 +91,21 @@ PLAIN = Part(".weight", FLOATS)
 
 def read_scalar(files: TensorFiles, name: str, why: str) -> Tensor:
     """A positive scale, one number, as float32 [1]."""
-    meta = files.expect(name, None, FLOATS, why=why)
-    if meta.shape not in ((), (1,)):
-        raise files.wrong(name, "has the wrong shape", "a scalar", list(meta.shape), why)
-    value = files.read(name).float().reshape(1)
-    check_positive(files, name, value)
-    return value
+    return read_scalars(files, [name], why)
+
+
+def read_scalars(files: TensorFiles, names: Sequence[str], why: str) -> Tensor:
+    """Positive scales, one number each, as float32 [len(names)]."""
+    values = torch.empty(len(names))
+    for name, value in zip(names, values.split(1), strict=True):
+        meta = files.expect(name, None, FLOATS, why=why)
+        if meta.shape not in ((), (1,)):
+            raise files.wrong(name, "has the wrong shape", "a scalar", list(meta.shape), why)
+        files.read_into(name, value)
+    if not POSITIVE.holds(values):
+        for name, value in zip(names, values, strict=True):
+            check_positive(files, name, value)
+    return values
 
 
 def check_positive(files: TensorFiles, name: str, value: Tensor) -> None:

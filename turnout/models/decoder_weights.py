@@ -6,6 +6,7 @@ Legend: H hidden, V vocabulary, E experts, Hq/Hkv query/KV heads, G = Hq + Hkv, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -57,6 +58,7 @@ class DecoderReader:
         keep: Keep = prepare_anew,
     ):
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
+        self._ahead: dict[int, Future[ExpertWeights]] = {}  # by layer, those that are being read ahead
         self._shape, self._group, self._make_runner = spec.shape, groups.attention_tp, make_runner
         self._keep, self._share = keep, f"{self._group.rank} of {self._group.size}"
         self._moe_layers: list[MoELayer] = []
@@ -247,7 +249,7 @@ class DecoderReader:
             self._plan,
             router_weight=weights.linear(router, experts, hidden, dtype=dtype),
             router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
-            experts=lambda: self._read_experts(names.experts_of(i)),
+            experts=lambda: self._next_experts(i),
             correction_bias=bias_E,
             shared_expert=self._keep(f"{prefix} shared {share}", lambda: self._read_shared(prefix)),
             groups=self._groups,
@@ -255,7 +257,19 @@ class DecoderReader:
             keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
         )
 
-    def _read_experts(self, prefix: str) -> ExpertWeights:
+    def _next_experts(self, i: int) -> ExpertWeights:
+        """Of layer i; where a device prepares them, the host reads those of the next layer meanwhile."""
+        thread = self._weights.read_ahead
+        if thread is None:
+            return self._read_experts(i)
+        reading = self._ahead.pop(i, None) or thread.submit(self._read_experts, i)
+        experts = reading.result()
+        later = [layer for layer in self._spec.moe_layers if layer > i]
+        self._ahead = {layer: thread.submit(self._read_experts, layer) for layer in later[:1]}
+        return experts
+
+    def _read_experts(self, i: int) -> ExpertWeights:
+        prefix = self._spec.names.experts_of(i)
         spec, plan, topology = self._spec.moe, self._plan, self._groups.topology
         experts = self._weights.checkpoint.experts(
             prefix,

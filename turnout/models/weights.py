@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from turnout.parallel.groups import Group
 
 
 class Weights:
-    """Reads tensors of one checkpoint, one at a time, so that no more than one is in flight.
+    """Reads tensors of one checkpoint, one at a time, so that no more than one is in flight; for CUDA, the
+    experts of two layers.
+
+    read_ahead: a thread that reads what is needed next, for devices that prepare weights themselves.
 
     What is not in a rank's share is not kept; rows that are not are not even read, unless quantised.
     """
@@ -32,6 +36,11 @@ class Weights:
         """multiply: what linear layers made of these weights compute with."""
         self.checkpoint, self.device, self.dtype, self.multiply = checkpoint, device, dtype, multiply
         self._keeps_fp8 = keeps_fp8(device, dtype)
+        self.read_ahead: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            checkpoint.pin()
+            current = torch.cuda.current_device()  # of each thread
+            self.read_ahead = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(current,))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
