@@ -360,5 +360,5 @@ def test_the_first_of_several_damaged_tensors_is_named(tmp_path):
         tensors[f"t{i:02}"][3, 5] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
     files = TensorFiles(tmp_path)
-    with pytest.raises(CheckpointError, match="t07.*\\[3, 5\\]"):
+    with pytest.raises(CheckpointError, match=r"t07.*\[3, 5\]"):
         files.read_each(list(zip(tensors, torch.zeros(40, 8, 37), strict=True)))

@@ -172,7 +172,7 @@ def test_a_model_with_a_nan_does_not_load(name: str, value: float, tmp_path: Pat
 
 
 def test_experts_read_ahead_are_those_of_their_layers(tmp_path: Path, monkeypatch) -> None:
-    """As on CUDA; a dense layer between layers of experts is passed over, and a damaged expert still named."""
+    """As on CUDA; a dense layer in between is passed over, and a damaged expert still named."""
     write_model(tmp_path, num_hidden_layers=4, mlp_only_layers=[1])
     plain = PlainAttention(load(tmp_path)).logits(("a", [5, 6, 7]))
     made = Weights.__init__

@@ -77,6 +77,7 @@ class EngineCore:
         self._steps = self._idle_steps = self._computed_tokens = 0
         self._step_sizes = [0] * (scheduler.step_tokens.bit_length() + 2)
         self._sync_seconds = 0.0
+        self._compiled_at_rest = 0
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._synced: SyncedStep | None = None
         self._overlap = not why_no_overlap(engine_plan)
@@ -137,6 +138,9 @@ class EngineCore:
         synced = self._sync(chunks, tokens)
         if not synced.phase:
             outputs += self._finish()[0]
+            compiled = self._compilations()
+            self._forward.use_rest()
+            self._compiled_at_rest += self._compilations() - compiled  # while nobody waited
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, synced.phase)
@@ -210,7 +214,7 @@ class EngineCore:
             sync_seconds=self._sync_seconds,
             prefill_seconds=self._seconds[Phase.PREFILL],
             decode_seconds=self._seconds[Phase.DECODE],
-            kernels_compiled=self._compilations(),
+            kernels_compiled=self._compilations() - self._compiled_at_rest,
         )
         if not self._step_sync.leads:  # its group's requests are counted once, by the rank that leads
             return own

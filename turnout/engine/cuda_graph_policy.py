@@ -78,6 +78,12 @@ def graph_sizes(config: Config) -> list[int]:
     return sorted({size for size in chosen if size <= most} | {most})
 
 
+def first_sizes(sizes: Sequence[int]) -> list[int]:
+    """Of `graph_sizes`, those to capture before requests may come: powers of two and the most, so that every
+    batch has a graph, if one with more padding than later."""
+    return [size for size in sizes if size.bit_count() == 1 or size == sizes[-1]]
+
+
 def prefill_graph_sizes(budget: Budget) -> list[int]:
     """Tokens of one rank's step that are captured: at most a third of a graph is padding, from 129 tokens on.
     Longer steps run eagerly: launching them takes less time than computing them."""

@@ -22,7 +22,7 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import cache_groups
 from turnout.attention.torch import PagedAttention
 from turnout.config import Config
-from turnout.engine.cuda_graph_policy import graph_sizes
+from turnout.engine.cuda_graph_policy import first_sizes, graph_sizes
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.step.cuda_graphs import contexts, fields, graph_for
 from turnout.parallel.exchange import StepRecord
@@ -40,6 +40,16 @@ def test_sizes_waste_little_and_reach_the_most(most: int):
     for batch in range(1, most + 1):
         size = next(size for size in sizes if size >= batch)
         assert size <= max(2 * batch, batch + 7) if batch <= 256 else size < batch + 32
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 100, 512])
+def test_graphs_captured_first_hold_every_batch(most: int):
+    sizes = graph_sizes(Config(cuda_graph_max_bs=most, max_running_requests=most))
+    first = first_sizes(sizes)
+    assert set(first) <= set(sizes)
+    assert len(first) <= 2 + most.bit_length()
+    for batch in range(1, most + 1):
+        assert next(size for size in first if size >= batch) < 2 * batch
 
 
 @dataclass

@@ -8,7 +8,8 @@ them.
 A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
 step brings the page that it writes to, so that the table is copied for new requests only.
 
-Graphs are captured at start-up, largest first, and share one memory pool. A capture cannot outlive its
+Graphs are captured at start-up, largest first, and share one memory pool; one rank by itself may leave some
+sizes for when it has nothing else to do. A capture cannot outlive its
 communicators: `DecodeGraphs` has to be dropped before its ranks part.
 
 Legend: B rows of a captured batch, F fields of a row, P pages of a row of a table, H hidden, V vocabulary.
@@ -16,6 +17,7 @@ Legend: B rows of a captured batch, F fields of a row, P pages of a row of a tab
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,7 @@ class DecodeGraphs:
         attention: AttentionCaches,
         *,
         sizes: Sequence[int],
+        later: Sequence[int] = (),
         num_drawn: int = 0,
         dp_size: int = 1,
         two_batches: bool = False,
@@ -85,11 +88,13 @@ class DecodeGraphs:
     ):
         """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
 
+        later: smaller sizes that `capture_one_more` is to capture.
+
         two_batches: large ones as two micro-batches (two_batch_overlap.py). num_drawn: the most tokens that
         a step takes from `drawn_R`, which the step before drew; 0 if the host knows them all. pool: of
         graphs that are never replayed at the same time; None: one of its own.
         """
-        self.sizes = list(sizes)
+        self.sizes, self._later = list(sizes), list(later)
         self._model, self._attention = model, attention
         self._dp_size, self._two_batches = dp_size, two_batches
         self._device = attention.device
@@ -106,6 +111,15 @@ class DecodeGraphs:
             if progress is not None:
                 progress("capturing graphs", done, len(self.sizes))
             self._graphs[size] = self._capture(size)
+
+    def capture_one_more(self) -> bool:
+        """Of the sizes left for later, the largest; False if there is none. No step may be in flight."""
+        if not self._later:
+            return False
+        size = self._later.pop()
+        self._graphs[size] = self._capture(size)
+        insort(self.sizes, size)
+        return True
 
     def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
         """Replay the graph of `size` for chunks of one token each, of which there may be none."""

@@ -6,6 +6,7 @@ batch_invariant.py splits it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
 from turnout.attention.torch import to_device
 from turnout.attention.triton import has_kernels, step_attention
-from turnout.engine.cuda_graph_policy import graph_sizes, prefill_graph_sizes
+from turnout.engine.cuda_graph_policy import first_sizes, graph_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.ranks.step_sync import SyncedStep
@@ -27,6 +28,8 @@ from turnout.engine.step.prefill_graphs import PrefillGraphs
 from turnout.engine.step.two_batch_overlap import split, split_chunks
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
+
+logger = logging.getLogger(__name__)
 
 Chunks = tuple[Sequence[Chunk], Sequence[Chunk]]  # those that decode, and the others
 
@@ -63,11 +66,14 @@ class Forward:
                     progress=progress,
                 )
         if not engine_plan.why_no_decode_graphs:
+            sizes = graph_sizes(engine_plan.config)
+            first = first_sizes(sizes) if engine_plan.config.tp_size == 1 else sizes
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,
                     attention,
-                    sizes=graph_sizes(engine_plan.config),
+                    sizes=first,
+                    later=sorted(set(sizes) - set(first)),
                     num_drawn=drawn,
                     dp_size=engine_plan.topology.dp_size,
                     two_batches=self._two_batches,
@@ -103,6 +109,11 @@ class Forward:
         return Step(
             input_ids=ids_N, positions=places_N, attention=attention, phase=Phase.DECODE, tokens=tokens
         )
+
+    def use_rest(self) -> None:
+        """Capture one of the sizes left for later, in up to a second; no step may be in flight."""
+        if self.graphs is not None and self.graphs.capture_one_more():
+            logger.info("captured decode graphs of %d sizes", len(self.graphs.sizes))
 
     def drop_graphs(self) -> None:
         """They hold the ranks' communicators, and cannot outlive them."""
