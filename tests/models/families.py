@@ -142,6 +142,7 @@ FAMILIES = {
         architecture="MixtralForCausalLM",
         config={
             "model_type": "mixtral",
+            "sliding_window": 24,
             "intermediate_size": 32,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
@@ -151,7 +152,7 @@ FAMILIES = {
             "fp8",
         ),
         release=lambda t: renamed(one_by_one(t, ("w1", "w3", "w2")), (r"\.mlp\.", ".block_sparse_moe.")),
-        extra={"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False},
+        extra={"router_jitter_noise": 0.0, "output_router_logits": False},
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",

@@ -159,7 +159,7 @@ def test_an_unknown_architecture_is_told_what_could_run():
         ("scoring_func", "sigmoid", "scoring_func = 'sigmoid'"),
         ("logit_scale", 0.5, "logit_scale = 0.5"),
         ("quantization_config", {"quant_method": "gptq"}, "gptq"),
-        ("layer_types", ["sliding_attention"] * 48, "sliding-window attention is not implemented"),
+        ("layer_types", ["sliding_attention"] * 48, "layers with a sliding window are not implemented"),
     ],
 )
 def test_refused_by_name(field: str, value: object, message: str) -> None:
@@ -185,18 +185,28 @@ def test_harmless_or_neutral_fields_are_accepted(extra: dict) -> None:
     assert describe(QWEN3_30B | extra) == describe(QWEN3_30B)
 
 
-@pytest.mark.parametrize("base", [QWEN2_A27B, QWEN3_30B], ids=["qwen2", "qwen3"])
-def test_sliding_window(base: dict) -> None:
-    """Off, or as wide as the context, it changes nothing; otherwise it is refused."""
+@pytest.mark.parametrize(
+    ("base", "sliding"),
+    [(QWEN2_A27B | {"max_window_layers": 5}, (0, 2, 4)), (QWEN3_30B, tuple(range(48)))],
+    ids=["qwen2", "qwen3"],
+)
+def test_sliding_window(base: dict, sliding: tuple[int, ...]) -> None:
+    """Off, or as wide as the context, it changes nothing; transformers says which layers have it."""
     window = base | {"use_sliding_window": True}
     context = base["max_position_embeddings"]
     assert describe(window | {"sliding_window": context}) == describe(base)
     assert describe(base | {"sliding_window": 16}) == describe(base)
-    for narrow in (context - 1, 0, None, "all"):
-        message = refusal(window | {"sliding_window": narrow})
-        assert f"sliding_window = {narrow!r}: sliding-window attention is not implemented" in message
+    narrow = describe(window | {"sliding_window": context - 1}).shape.attention
+    assert tuple(i for i, layer in enumerate(narrow) if layer.window == context - 1) == sliding
+    assert {layer.window for layer in narrow} <= {0, context - 1}
+    assert "sliding_window is missing" in refusal(window | {"sliding_window": None})
+    for wrong in (0, "all"):
+        assert f"sliding_window = {wrong!r}: must be an integer" in refusal(
+            window | {"sliding_window": wrong}
+        )
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": context}
-    assert "sliding_window" in refusal(window | {"sliding_window": context, "rope_scaling": scaled})
+    longer = describe(window | {"sliding_window": context, "rope_scaling": scaled})
+    assert longer.shape.attention[0].window == context
 
 
 def test_dense_layers_need_a_size() -> None:

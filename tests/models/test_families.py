@@ -104,7 +104,8 @@ def test_in_the_engine(case: Case) -> None:
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
     with LLM(str(built.folder), **ENGINE) as llm:
         first = llm.generate(prompts, sampling)
-        assert llm.stats().preemptions > 0
+        whole = any(not group["window"] for group in llm.info()["kv"]["groups"])
+        assert (llm.stats().preemptions > 0) == whole  # pages of windows suffice for all that run
         again = llm.generate(prompts[-1] + first[-1].token_ids, sampling)[0]
         assert (again.cached_tokens > 0) == built.family.reuses
     for asked, answer in zip([*prompts, again.prompt_token_ids], [*first, again], strict=True):

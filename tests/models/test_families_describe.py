@@ -179,7 +179,8 @@ def test_values() -> None:
 # By published configuration: a field (in text_config where there is one), its value, what the refusal says.
 REFUSED = {
     "mixtral-8x7b": [
-        ("sliding_window", 4096, "sliding_window = 4096"),
+        ("sliding_window", "4096", "sliding_window = '4096': must be an integer"),
+        ("layer_types", ["chunked_attention"] * 32, "'chunked_attention' is not implemented"),
         ("num_local_experts", None, "num_local_experts is missing"),
         ("num_experts_per_tok", 9, "num_experts_per_tok = 9: must not exceed the number of experts (8)"),
         ("hidden_act", "gelu", "hidden_act = 'gelu': is not implemented"),

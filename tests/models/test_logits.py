@@ -55,6 +55,11 @@ VARIANTS = {
     ),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 wide window": ("qwen2", {"use_sliding_window": True, "sliding_window": 512}),
+    "qwen2 window": (
+        "qwen2",
+        {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 3},
+    ),
+    "qwen3 window": ("qwen3", {"use_sliding_window": True, "sliding_window": 33}),
     **{f"rope {kind}": ("qwen3", {"rope_scaling": {"rope_type": kind} | p}) for kind, p in ROPE.items()},
     "qwen2 rope yarn": ("qwen2", {"rope_scaling": {"rope_type": "yarn"} | ROPE["yarn"]}),
 }

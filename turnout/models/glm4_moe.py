@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from turnout.models.fields import ConfigFields
 from turnout.models.reading import (
-    check_sliding_window,
+    check_no_windows,
     read_dense_size,
     read_draft_layers,
     read_first_dense,
@@ -24,7 +24,7 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 def read_spec(fields: ConfigFields) -> DecoderSpec:
     rope = read_rope(fields, head_dim=read_head_dim(fields), partial=0.5)
     shape = read_shape(fields, architecture="Glm4MoeForCausalLM", max_positions=rope.max_positions)
-    check_sliding_window(fields, rope.max_positions)
+    check_no_windows(fields, rope.max_positions)
     moe_layers = read_first_dense(fields, shape.num_layers, default=1)
     moe = read_moe(fields, experts=EXPERTS, routing=read_grouped_routing(fields, EXPERTS, scaling_factor=1.0))
     draft_layers = read_draft_layers(fields, NAMES, shape.num_layers)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from turnout.attention.kinds import AttentionSpec
 from turnout.models.fields import ConfigFields
-from turnout.models.reading import read_moe, read_shape
+from turnout.models.reading import FULL, SLIDING, read_moe, read_shape, read_windows
 from turnout.models.rope import read_rope
 from turnout.models.spec import DecoderSpec, TensorNames
 from turnout.moe.spec import Activation, MoESpec, Routing
 from turnout.vocabulary import ActivationKind, RoutingKind
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
@@ -25,8 +22,9 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     )
     fields.choice("attention_bias", (True,), default=True)
     fields.unused("initial_context_length")  # the same as the rope's original_max_position_embeddings
+    windows = read_windows(fields, shape, [FULL if i % 2 else SLIDING for i in range(shape.num_layers)])
     return DecoderSpec(
-        shape=replace(shape, attention=_read_layers(fields, shape.attention)),
+        shape=replace(windows, attention=tuple(replace(layer, sinks=True) for layer in windows.attention)),
         moe=_read_moe(fields),
         moe_layers=tuple(range(shape.num_layers)),
         rope=rope,
@@ -36,24 +34,6 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         out_bias=True,
         router_bias=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-    )
-
-
-def _read_layers(fields: ConfigFields, layers: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
-    """Without `layer_types` even layers have the window."""
-    kinds = fields.raw("layer_types")
-    if kinds is None:
-        kinds = [FULL if i % 2 else SLIDING for i in range(len(layers))]
-    if not isinstance(kinds, list) or len(kinds) != len(layers):
-        raise fields.wrong("layer_types", f"must be a list of {len(layers)} kinds, one for each layer")
-    for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            raise fields.wrong("layer_types", f"{kind!r} is not implemented; only {SLIDING} and {FULL} are")
-    window = fields.integer("sliding_window") if SLIDING in kinds else 0
-    fields.unused("sliding_window")
-    return tuple(
-        replace(layer.sliding(window) if kind == SLIDING else layer, sinks=True)
-        for layer, kind in zip(layers, kinds, strict=True)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from turnout.models.fields import ConfigFields
 from turnout.models.reading import (
-    check_sliding_window,
+    check_no_windows,
     read_dense_size,
     read_draft_layers,
     read_first_dense,
@@ -24,7 +24,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     rope = read_rope(fields, head_dim=read_head_dim(fields), theta=11158840.0)
     shape = read_shape(fields, architecture="HYV3ForCausalLM", max_positions=rope.max_positions)
     _check(fields)
-    check_sliding_window(fields, rope.max_positions)
+    check_no_windows(fields, rope.max_positions)
     moe_layers = read_first_dense(fields, shape.num_layers, default=1)
     bias = fields.flag("attention_bias", False)
     routing = Routing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnout.models.fields import ConfigFields
-from turnout.models.reading import check_sliding_window, read_head_dim, read_moe, read_shape
+from turnout.models.reading import check_no_windows, read_head_dim, read_moe, read_shape
 from turnout.models.rope import read_rope
 from turnout.models.spec import DecoderSpec, TensorNames
 from turnout.moe.spec import Routing
@@ -20,7 +20,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     rope = read_rope(fields, head_dim=head_dim, theta=5e6, partial=rotary_dim / head_dim)
     shape = read_shape(fields, architecture="MiniMaxM2ForCausalLM", max_positions=rope.max_positions)
     _check(fields, shape.num_layers)
-    check_sliding_window(fields, rope.max_positions)
+    check_no_windows(fields, rope.max_positions)
     return DecoderSpec(
         shape=shape,
         moe=read_moe(

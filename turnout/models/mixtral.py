@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnout.models.fields import ConfigFields
-from turnout.models.reading import check_sliding_window, read_head_dim, read_moe, read_shape
+from turnout.models.reading import FULL, SLIDING, read_head_dim, read_moe, read_shape, read_windows
 from turnout.models.rope import read_rope
 from turnout.models.spec import DecoderSpec, TensorNames
 from turnout.moe.spec import Routing
@@ -15,7 +15,8 @@ NAMES = TensorNames(moe="block_sparse_moe")
 def read_spec(fields: ConfigFields) -> DecoderSpec:
     rope = read_rope(fields, head_dim=read_head_dim(fields), theta=1e6)
     shape = read_shape(fields, architecture="MixtralForCausalLM", max_positions=rope.max_positions)
-    check_sliding_window(fields, rope.max_positions, enabled=True)
+    kind = FULL if fields.raw("sliding_window") is None else SLIDING  # v0.1's first files have a window
+    shape = read_windows(fields, shape, [kind] * shape.num_layers)
     fields.unused("router_jitter_noise")  # in training only
     return DecoderSpec(
         shape=shape,

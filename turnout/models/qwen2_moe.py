@@ -21,6 +21,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         qkv_bias=fields.flag("qkv_bias", True),
         out_bias=False,
         qk_norm=QKNorm.NONE,
+        slides=lambda layer: layer % 2 == 0 and layer < fields.integer("max_window_layers", 28, minimum=0),
     )
     shared = fields.integer("shared_expert_intermediate_size", minimum=0)
     return replace(spec, shared_expert=SharedExpert(intermediate_size=shared, gated=True) if shared else None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from turnout.models.fields import ConfigFields
 from turnout.models.reading import (
-    check_sliding_window,
+    FULL,
+    SLIDING,
+    check_no_windows,
     read_dense_size,
     read_head_dim,
     read_moe,
     read_shape,
     read_sparse_step,
+    read_windows,
 )
 from turnout.models.rope import Rope, read_rope
 from turnout.models.spec import DecoderSpec
@@ -28,6 +33,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=QKNorm.HEAD,
+        slides=lambda layer: True,
     )
 
 
@@ -40,10 +46,18 @@ def read_qwen(
     qkv_bias: bool,
     out_bias: bool,
     qk_norm: QKNorm,
+    slides: Callable[[int], bool] | None = None,
 ) -> DecoderSpec:
-    """What the files of Qwen2-MoE, Qwen3-MoE and Qwen3-VL-MoE have in common."""
+    """What the files of Qwen2-MoE, Qwen3-MoE and Qwen3-VL-MoE have in common.
+
+    slides: which layers have a window where `use_sliding_window` says that there are any; None: none can.
+    """
     shape = read_shape(fields, architecture=architecture, max_positions=rope.max_positions)
-    check_sliding_window(fields, rope.max_positions)
+    if slides is not None and fields.flag("use_sliding_window", False):
+        kinds = [SLIDING if slides(layer) else FULL for layer in range(shape.num_layers)]
+        shape = read_windows(fields, shape, kinds)
+    else:
+        check_no_windows(fields, rope.max_positions)
     moe_layers = read_sparse_step(fields, shape.num_layers)
     routing = Routing(kind=RoutingKind.SOFTMAX_TOPK, renormalize=renormalize)
     return DecoderSpec(

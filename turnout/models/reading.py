@@ -7,6 +7,9 @@ implemented.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from turnout.attention.kinds import AttentionSpec
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
@@ -14,6 +17,8 @@ from turnout.models.interface import ModelShape
 from turnout.models.spec import Skipped, TensorNames
 from turnout.moe.spec import MoESpec, Routing
 from turnout.vocabulary import RoutingKind
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # in files
 
 
 def read_shape(
@@ -167,19 +172,36 @@ def read_draft_layers(fields: ConfigFields, names: TensorNames, num_layers: int)
     )
 
 
-def check_sliding_window(fields: ConfigFields, max_positions: int, *, enabled: bool | None = None) -> None:
-    """A window that spans the whole context changes nothing; a shorter one is not implemented.
-
-    enabled: whether `sliding_window` counts by itself; None: where `use_sliding_window` says so.
-    """
-    flagged = fields.flag("use_sliding_window", False) if enabled is None else enabled
-    window = fields.raw("sliding_window")
-    enabled = flagged if enabled is None else enabled and window is not None
-    layer_types = fields.raw("layer_types") or []
-    sliding = enabled or any(kind != "full_attention" for kind in layer_types)
+def check_no_windows(fields: ConfigFields, max_positions: int) -> None:
+    """Of a family whose layers have none: a window that spans the whole context changes nothing."""
+    flagged, window = fields.flag("use_sliding_window", False), fields.raw("sliding_window")
+    sliding = flagged or any(kind != FULL for kind in fields.raw("layer_types") or [])
     if sliding and not (type(window) is int and window >= max_positions):
         raise fields.wrong(
-            "sliding_window" if enabled else "layer_types",
-            f"sliding-window attention is not implemented. Set max_position_embeddings to at most the window "
-            f"(now {max_positions}), or set use_sliding_window to false if the model was trained without it",
+            "sliding_window" if flagged else "layer_types",
+            "layers with a sliding window are not implemented for this family. Set max_position_embeddings "
+            f"to at most the window (now {max_positions}), or set use_sliding_window to false if the model "
+            "was trained without it",
         )
+
+
+def read_windows(fields: ConfigFields, shape: ModelShape, default: Sequence[str]) -> ModelShape:
+    """The same with a window in each layer that has one by `layer_types`, or else by `default`.
+
+    One that spans the whole context changes nothing, and is none.
+    """
+    num_layers, kinds = shape.num_layers, fields.raw("layer_types")
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"must be a list of {num_layers} kinds, one for each layer")
+    for kind in kinds:
+        if kind not in (SLIDING, FULL):
+            raise fields.wrong("layer_types", f"{kind!r} is not implemented; only {SLIDING} and {FULL} are")
+    window = fields.integer("sliding_window") if SLIDING in kinds else 0
+    fields.unused("sliding_window")
+    narrow = window < shape.max_position_embeddings
+    layers = (
+        layer.sliding(window) if kind == SLIDING and narrow else layer
+        for layer, kind in zip(shape.attention, kinds, strict=True)
+    )
+    return replace(shape, attention=tuple(layers))
