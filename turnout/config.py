@@ -9,6 +9,7 @@ vLLM's spelling is an alias where it means the same. Torch-free.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +24,12 @@ from turnout.flags import check_field, flag, parse_field
 
 C = TypeVar("C", bound="Config")
 
+# Flags by what they are about, as help shows them; in a panel those come first that are used most.
+PANELS = ("Model", "Attention", "Experts", "Parallelism", "Memory and scheduling", "Server")
+(model_flag, attention_flag, expert_flag, parallel_flag, memory_flag, server_flag) = (
+    functools.partial(flag, panel=panel) for panel in PANELS
+)
+
 DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
 
 
@@ -32,136 +39,148 @@ class Config:
 
     model: str = flag("demo", "a local folder, a hub id already on this machine, or `demo`")
 
-    device: str = flag("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    dtype: str = flag(
+    device: str = model_flag("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    dtype: str = model_flag(
         "auto",
         "compute type; auto: bfloat16 on CUDA, float32 on CPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    cpu_bf16_units: str = flag(
+    cpu_bf16_units: str = model_flag(
         "auto",
         "what a CPU multiplies bfloat16 with under --dtype bfloat16; auto: the fastest units it has; none: "
         "the float32 units, for comparison",
         choices=("auto", "amx_bf16", "avx512_bf16", "none"),
     )
-    quantization: str = flag(
+    context_length: int = model_flag(
+        0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0
+    )
+    quantization: str = model_flag(
         "auto",
         "what the checkpoint must be; auto: whatever it says",
         choices=("auto", "bf16", "fp8", "modelopt_fp4", "mxfp4", "int4"),
     )
-    moe_runner_backend: str = flag("auto", "runner of the expert GEMMs; see `turnout plan`")
-    moe_a2a_backend: str = flag("auto", "dispatcher between ranks; see `turnout plan`")
-    moe_dispatch_dtype: str = flag(
-        "auto", "wire format of dispatched tokens", choices=("auto", "bf16", "fp8", "nvfp4")
+    random_seed: int = model_flag(0, "seed of requests that bring none")
+    deterministic: bool = model_flag(
+        False,
+        "a request's tokens and log-probabilities are the same bits in every run and in every batch; slower",
     )
-    moe_combine_dtype: str = flag(
-        "auto",
-        "format of results on their way back; auto: the compute type; fp8: half the bytes, results off by 2 "
-        "to 3 % (docs/parallelism.md)",
-        choices=("auto", "bf16", "fp8"),
+    trust_remote_code: bool = model_flag(False, "let the tokenizer run code shipped with the model")
+    num_threads: int = model_flag(
+        0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
     )
-    moe_activation_dtype: str = flag(
+    load_progress: bool = model_flag(True, "progress bars while loading")
+
+    attention_backend: str = attention_flag("auto", "what computes attention; see `turnout plan`")
+
+    moe_runner_backend: str = expert_flag("auto", "runner of the expert GEMMs; see `turnout plan`")
+    moe_a2a_backend: str = expert_flag("auto", "dispatcher between ranks; see `turnout plan`")
+    moe_activation_dtype: str = expert_flag(
         "auto",
         "what the expert GEMMs multiply with; nvfp4: W4A4, fp8: W8A8 or W4A8 numerics; auto: the runner's "
         "fastest that keeps the checkpoint's accuracy",
         choices=("auto", "bf16", "fp8", "nvfp4"),
     )
-    moe_weight_storage: str = flag(
+    moe_weight_storage: str = expert_flag(
         "auto",
         "packed: experts as in the checkpoint, decoded at every use; decoded: once, at load",
         choices=("auto", "packed", "decoded"),
     )
-    attention_backend: str = flag("auto", "what computes attention; see `turnout plan`")
-    deterministic: bool = flag(
-        False,
-        "a request's tokens and log-probabilities are the same bits in every run and in every batch; slower",
+    moe_dispatch_dtype: str = expert_flag(
+        "auto", "wire format of dispatched tokens", choices=("auto", "bf16", "fp8", "nvfp4")
     )
-    enable_two_batch_overlap: bool = flag(
+    moe_combine_dtype: str = expert_flag(
+        "auto",
+        "format of results on their way back; auto: the compute type; fp8: half the bytes, results off by 2 "
+        "to 3 % (docs/parallelism.md)",
+        choices=("auto", "bf16", "fp8"),
+    )
+    enable_two_batch_overlap: bool = expert_flag(
         False,
         "large steps as two micro-batches, one of which computes while the other's tokens are sent between "
         "ranks",
     )
-    disable_shared_expert_overlap: bool = flag(
+    disable_shared_expert_overlap: bool = expert_flag(
         False, "CUDA: compute a shared expert after the routed ones, not during their dispatch and combine"
     )
-    deepep_mode: str = flag(
+    deepep_mode: str = expert_flag(
         "auto",
         "which of DeepEP's kernels: normal, low_latency; auto: normal in prefill, low_latency in decode",
         choices=("auto", "normal", "low_latency"),
     )
-    max_dispatch_tokens_per_rank: int = flag(0, "all-to-all capacity per rank; 0: the budget's", minimum=0)
+    max_dispatch_tokens_per_rank: int = expert_flag(
+        0, "all-to-all capacity per rank; 0: the budget's", minimum=0
+    )
 
-    tp_size: int = flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)
-    dp_size: int = flag(1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1)
-    ep_size: int = flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
-    enable_dp_attention: bool = flag(False, "attention data-parallel, experts across all ranks")
-    nnodes: int = flag(1, "hosts", minimum=1)
-    node_rank: int = flag(0, "which host this is", minimum=0)
-    dist_init_addr: str = flag("", "HOST:PORT where ranks dial in to the first host")
+    tp_size: int = parallel_flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)
+    dp_size: int = parallel_flag(
+        1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1
+    )
+    ep_size: int = parallel_flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
+    enable_dp_attention: bool = parallel_flag(False, "attention data-parallel, experts across all ranks")
+    nnodes: int = parallel_flag(1, "hosts", minimum=1)
+    node_rank: int = parallel_flag(0, "which host this is", minimum=0)
+    dist_init_addr: str = parallel_flag("", "HOST:PORT where ranks dial in to the first host")
 
-    context_length: int = flag(0, "longest prompt + output; 0: the model's", "--max-model-len", minimum=0)
-    max_running_requests: int = flag(
+    max_running_requests: int = memory_flag(
         0, "requests decoded together; 0: 64 on a CPU, on a GPU up to 512", "--max-num-seqs", minimum=0
     )
-    chunked_prefill_size: int = flag(
-        0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
-    )
-    max_prefill_tokens: int = flag(
-        0, "prompt tokens of all requests per step; 0: 2048 on a CPU, on a GPU up to 8192", minimum=0
-    )
-    max_total_tokens: int = flag(0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0)
-    scheduling_policy: str = flag(
-        "fcfs",
-        "which waiting request is next; fcfs: the first that came, priority: that with the lowest `priority`",
-        choices=("fcfs", "priority"),
-    )
-    page_size: int = flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
-    mem_fraction_static: float = flag(
+    mem_fraction_static: float = memory_flag(
         0.85,
         "share of device memory for weights and KV",
         "--gpu-memory-utilization",
         minimum=0.01,
         maximum=1,
     )
-    disable_prefix_cache: bool = flag(False, "never reuse KV pages between requests", "--disable-radix-cache")
-    state_snapshot_interval: int = flag(
-        0,
-        "keep states of recurrent layers every so many tokens, so that prefixes are reused; 0: reuse none",
-        minimum=0,
+    max_total_tokens: int = memory_flag(
+        0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0
     )
-    cuda_graph_max_bs: int = flag(
-        0, "largest decode batch captured as a CUDA graph; 0: --max-running-requests", minimum=0
+    chunked_prefill_size: int = memory_flag(
+        0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
     )
-    disable_cuda_graph: bool = flag(False, "run decode eagerly", "--enforce-eager")
-    disable_prefill_graph: bool | None = flag(
-        None,
-        "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
-        "CUDA graphs",
+    max_prefill_tokens: int = memory_flag(
+        0, "prompt tokens of all requests per step; 0: 2048 on a CPU, on a GPU up to 8192", minimum=0
     )
-    overlap_schedule: str = flag(
-        "auto",
-        "launch a step before the host has read the tokens of the one before; auto: on GPUs",
-        choices=("auto", "on", "off"),
-    )
-    disable_overlap_schedule: bool = flag(False, "as --overlap-schedule off")
-    speculative_algorithm: str = flag(
+    speculative_algorithm: str = memory_flag(
         "none",
         "draft tokens from; ngram: what followed the request's last words before; MTP (or NEXTN, EAGLE): the "
         "checkpoint's own draft layer",
         choices=("none", "ngram", *DRAFT_LAYER),
     )
-    speculative_num_draft_tokens: int = flag(
+    speculative_num_draft_tokens: int = memory_flag(
         4, "ngram: tokens verified per request and step: the newest one and the drafts after it", minimum=2
     )
-    speculative_num_steps: int = flag(
+    speculative_num_steps: int = memory_flag(
         1, "MTP: drafts per request and step, each a pass through the draft layer", minimum=1
     )
-    num_threads: int = flag(
-        0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
+    cuda_graph_max_bs: int = memory_flag(
+        0, "largest decode batch captured as a CUDA graph; 0: --max-running-requests", minimum=0
     )
-    trust_remote_code: bool = flag(False, "let the tokenizer run code shipped with the model")
-    load_progress: bool = flag(True, "progress bars while loading")
-    random_seed: int = flag(0, "seed of requests that bring none")
+    disable_cuda_graph: bool = memory_flag(False, "run decode eagerly", "--enforce-eager")
+    disable_prefill_graph: bool | None = memory_flag(
+        None,
+        "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
+        "CUDA graphs",
+    )
+    overlap_schedule: str = memory_flag(
+        "auto",
+        "launch a step before the host has read the tokens of the one before; auto: on GPUs",
+        choices=("auto", "on", "off"),
+    )
+    disable_overlap_schedule: bool = memory_flag(False, "as --overlap-schedule off")
+    disable_prefix_cache: bool = memory_flag(
+        False, "never reuse KV pages between requests", "--disable-radix-cache"
+    )
+    state_snapshot_interval: int = memory_flag(
+        0,
+        "keep states of recurrent layers every so many tokens, so that prefixes are reused; 0: reuse none",
+        minimum=0,
+    )
+    scheduling_policy: str = memory_flag(
+        "fcfs",
+        "which waiting request is next; fcfs: the first that came, priority: that with the lowest `priority`",
+        choices=("fcfs", "priority"),
+    )
+    page_size: int = memory_flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
 
     @property
     def drafts_by_layer(self) -> bool:
@@ -191,59 +210,62 @@ class Config:
 class ServerConfig(Config):
     """What `serve` adds: where to listen, whom to let in, how to stop."""
 
-    host: str = flag("127.0.0.1", "address to bind")
-    port: int = flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
-    api_key: str | None = flag(None, "require `Authorization: Bearer KEY`")
-    served_model_name: str = flag("", "model id shown to clients; default: the model's name")
-    tool_call_parser: str = flag(
-        "auto",
-        "how the model writes calls of tools; auto: by its chat template; none; or a name of SGLang or vLLM "
-        "(docs/operations.md)",
-    )
-    reasoning_parser: str = flag(
-        "auto", "how the model writes reasoning, which answers then hold apart; auto, none, or a name"
-    )
-    max_queued_requests: int = flag(4096, "requests waiting before new ones get 503", minimum=1)
-    max_request_bytes: int = flag(4 * 2**20, "largest request body", minimum=1024)
-    max_request_restarts: int = flag(
-        2,
-        "restarts of the ranks in a row that a request may see without getting on; then it is tried apart "
-        "from others, and ends with an error if the ranks die again; 0: requests end when ranks die",
-        minimum=0,
-    )
-    shutdown_timeout: float = flag(30.0, "seconds for running requests to finish after SIGTERM", minimum=0)
-    verify: str = flag(
-        "off",
-        "before serving, check the loaded experts against the reference; quick: the first and last MoE "
-        "layer, in seconds; full: all",
-        choices=("off", "quick", "full"),
-    )
-    enable_expert_metrics: bool = flag(
-        False, "tokens of every expert in /metrics: a series for each layer and expert"
-    )
-    log_requests: str = flag(
-        "off",
-        "a line of JSON for each request that has ended; full: with prompt and answer",
-        choices=("off", "meta", "full"),
-    )
-    otlp_traces_endpoint: str = flag(
-        "", "address of an OpenTelemetry collector (OTLP over HTTP) to send a span of each request to"
-    )
-    distributed_executor_backend: str = flag(
+    distributed_executor_backend: str = parallel_flag(
         "mp",
         "who starts the ranks; mp: this host its own, those of further hosts dial in; external: all dial in "
         "(`turnout rank`), from as many hosts as they come; ray: a Ray cluster all",
         choices=("mp", "external", "ray"),
     )
-    secret_file: str = flag("", "file with the secret of ranks that dial in, the same on all hosts")
-    startup_timeout: float = flag(600.0, "seconds for the engine to load before giving up", minimum=1)
-    watchdog_timeout: float = flag(
+    secret_file: str = parallel_flag("", "file with the secret of ranks that dial in, the same on all hosts")
+
+    host: str = server_flag("127.0.0.1", "address to bind")
+    port: int = server_flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
+    api_key: str | None = server_flag(None, "require `Authorization: Bearer KEY`")
+    served_model_name: str = server_flag("", "model id shown to clients; default: the model's name")
+    tool_call_parser: str = server_flag(
+        "auto",
+        "how the model writes calls of tools; auto: by its chat template; none; or a name of SGLang or vLLM "
+        "(docs/operations.md)",
+    )
+    reasoning_parser: str = server_flag(
+        "auto", "how the model writes reasoning, which answers then hold apart; auto, none, or a name"
+    )
+    max_queued_requests: int = server_flag(4096, "requests waiting before new ones get 503", minimum=1)
+    max_request_bytes: int = server_flag(4 * 2**20, "largest request body", minimum=1024)
+    max_request_restarts: int = server_flag(
+        2,
+        "restarts of the ranks in a row that a request may see without getting on; then it is tried apart "
+        "from others, and ends with an error if the ranks die again; 0: requests end when ranks die",
+        minimum=0,
+    )
+    log_level: str = server_flag("info", "log level", choices=("debug", "info", "warning", "error"))
+    enable_expert_metrics: bool = server_flag(
+        False, "tokens of every expert in /metrics: a series for each layer and expert"
+    )
+    log_requests: str = server_flag(
+        "off",
+        "a line of JSON for each request that has ended; full: with prompt and answer",
+        choices=("off", "meta", "full"),
+    )
+    otlp_traces_endpoint: str = server_flag(
+        "", "address of an OpenTelemetry collector (OTLP over HTTP) to send a span of each request to"
+    )
+    verify: str = server_flag(
+        "off",
+        "before serving, check the loaded experts against the reference; quick: the first and last MoE "
+        "layer, in seconds; full: all",
+        choices=("off", "quick", "full"),
+    )
+    startup_timeout: float = server_flag(600.0, "seconds for the engine to load before giving up", minimum=1)
+    shutdown_timeout: float = server_flag(
+        30.0, "seconds for running requests to finish after SIGTERM", minimum=0
+    )
+    watchdog_timeout: float = server_flag(
         0.0,
         "seconds until ranks with work count as stalled and restart; 0: 3 without a heartbeat, or, where "
         "all processes run, 5 times the longest pause so far without progress and at least 30",
         minimum=0,
     )
-    log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,85 +274,6 @@ class ServerConfig(Config):
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"api_key": "***" if self.api_key else ""}
-
-
-# The flags by what they are about, as help shows them: each panel has those first that are used most.
-PANELS: dict[str, tuple[str, ...]] = {
-    "Model": (
-        "device",
-        "dtype",
-        "cpu_bf16_units",
-        "context_length",
-        "quantization",
-        "random_seed",
-        "deterministic",
-        "trust_remote_code",
-        "num_threads",
-        "load_progress",
-    ),
-    "Attention": ("attention_backend",),
-    "Experts": (
-        "moe_runner_backend",
-        "moe_a2a_backend",
-        "moe_activation_dtype",
-        "moe_weight_storage",
-        "moe_dispatch_dtype",
-        "moe_combine_dtype",
-        "enable_two_batch_overlap",
-        "disable_shared_expert_overlap",
-        "deepep_mode",
-        "max_dispatch_tokens_per_rank",
-    ),
-    "Parallelism": (
-        "tp_size",
-        "dp_size",
-        "ep_size",
-        "enable_dp_attention",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "distributed_executor_backend",
-        "secret_file",
-    ),
-    "Memory and scheduling": (
-        "max_running_requests",
-        "mem_fraction_static",
-        "max_total_tokens",
-        "chunked_prefill_size",
-        "max_prefill_tokens",
-        "speculative_algorithm",
-        "speculative_num_draft_tokens",
-        "speculative_num_steps",
-        "cuda_graph_max_bs",
-        "disable_cuda_graph",
-        "disable_prefill_graph",
-        "overlap_schedule",
-        "disable_overlap_schedule",
-        "disable_prefix_cache",
-        "state_snapshot_interval",
-        "scheduling_policy",
-        "page_size",
-    ),
-    "Server": (
-        "host",
-        "port",
-        "api_key",
-        "served_model_name",
-        "tool_call_parser",
-        "reasoning_parser",
-        "max_queued_requests",
-        "max_request_bytes",
-        "max_request_restarts",
-        "log_level",
-        "enable_expert_metrics",
-        "log_requests",
-        "otlp_traces_endpoint",
-        "verify",
-        "startup_timeout",
-        "shutdown_timeout",
-        "watchdog_timeout",
-    ),
-}
 
 
 def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = None) -> C:

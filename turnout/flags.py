@@ -17,12 +17,20 @@ def flag(
     default: Any,
     help: str,
     *alias: str,
+    panel: str = "",
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A configuration field: its default, help line, alias flags and allowed values."""
-    metadata = {"help": help, "alias": alias, "choices": choices, "min": minimum, "max": maximum}
+    """A configuration field: its default, help line, alias flags, panel of the help and allowed values."""
+    metadata = {
+        "help": help,
+        "alias": alias,
+        "panel": panel,
+        "choices": choices,
+        "min": minimum,
+        "max": maximum,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

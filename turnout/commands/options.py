@@ -35,13 +35,7 @@ def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
 
     def decorate(command: Callable) -> Callable:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        flags = [
-            _option(fields[name], panel)
-            for panel, names in PANELS.items()
-            for name in names
-            if name in fields
-        ]
+        flags = [_option(f) for f in dataclasses.fields(cls) if f.metadata["panel"]]
         flags.append(
             inspect.Parameter(
                 "config_file",
@@ -70,7 +64,7 @@ def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _option(f: dataclasses.Field, panel: str) -> inspect.Parameter:
+def _option(f: dataclasses.Field) -> inspect.Parameter:
     kind = field_type(f)
     choices = f.metadata["choices"]
     names = [flag_name(f.name), *f.metadata["alias"]]
@@ -79,7 +73,7 @@ def _option(f: dataclasses.Field, panel: str) -> inspect.Parameter:
     shown = f.default if f.default != "" else None
     text = f.metadata["help"] + (f" [{'|'.join(choices)}]" if choices else "")
     text += f" (default: {shown})" if shown is not None else ""
-    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
+    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=f.metadata["panel"])
     return inspect.Parameter(
         f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
