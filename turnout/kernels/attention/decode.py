@@ -1,8 +1,8 @@
 """Attention of one query token per sequence over its paged context (Triton).
 
 A context is cut into `splits` spans that programs attend to apart, each with the softmax of its own span;
-a second kernel joins them, and sinks, by their log-sum-exp (FlashDecoding). Both begin before their
-predecessors have ended (programmatic dependent launch). All sizes but the batch are read on the device, so a
+a second kernel joins them, and sinks, by their log-sum-exp (FlashDecoding); a context that is one span needs
+none. Both begin before their predecessors have ended (programmatic dependent launch). All sizes but the batch are read on the device, so a
 captured graph serves contexts of any length. Every query head of a KV head is one row of the products: keys
 and values are read once for all of them.
 
@@ -28,12 +28,16 @@ ROWS = 256  # of one launch: bounds the spans' partial results
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])
 def attend_span(
-    q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
+    q_ptr, cache_ptr, table_ptr, ends_ptr, sinks_ptr, partial_ptr, lse_ptr,
     scale, head_stride, P, Hkv, SPLITS,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head.
+
+    ONE: there is one span, whose result, with the share of sinks float32 [Hq] if SINKS, is all: partial is
+    the result [B, Hq, D], and there is no lse.
 
     q [B, Hq, D]; cache [Hkv, S, 2, D], keys before values; table [B, P] pages; ends [B] context lengths,
     0 for rows that are padding. `scale` includes log2(e). An empty span has lse -inf. WINDOW: of so many last
@@ -75,11 +79,15 @@ def attend_span(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         best = higher
-    lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
+    if ONE and SINKS:
+        sink = tl.load(sinks_ptr + h * G + g, mask=g < G, other=0.0) * 1.4426950408889634  # log2(e)
+        total += tl.where(total > 0, tl.exp2(sink - best), 0.0)
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = rows * SPLITS + split
-    tl.store(lse_ptr + to, lse, mask=g < G)
-    tl.store(partial_ptr + to[:, None] * D + d[None, :], mean, mask=held)
+    if not ONE:
+        lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
+        tl.store(lse_ptr + to, lse, mask=g < G)
+    tl.store(partial_ptr + to[:, None] * D + d[None, :], mean.to(partial_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -162,16 +170,19 @@ def attend(
     Hkv = len(cache_HS2D)
     G, DP = Hq // Hkv, max(16, triton.next_power_of_2(D))
     early = launches_early(q_BHD.device)
-    partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)
-    lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
+    sinks = q_BHD if sinks_H is None else sinks_H
+    partial, lse = out_BHD, out_BHD
+    if splits > 1:
+        partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)
+        lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
     attend_span[(B, Hkv, splits)](
-        q_BHD, cache_HS2D, table_BP, ends_B, partial, lse,
+        q_BHD, cache_HS2D, table_BP, ends_B, sinks, partial, lse,
         scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
-        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, window, early,
-        launch_pdl=early,
+        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, window, splits == 1,
+        sinks_H is not None and splits == 1, early, launch_pdl=early,
     )  # fmt: skip
-    sinks = lse if sinks_H is None else sinks_H
-    join_spans[(B * Hq,)](
-        partial, lse, sinks, out_BHD, Hq, D, DP, splits, sinks_H is not None, early, launch_pdl=early
-    )
+    if splits > 1:
+        join_spans[(B * Hq,)](
+            partial, lse, sinks, out_BHD, Hq, D, DP, splits, sinks_H is not None, early, launch_pdl=early
+        )
     return out_BHD
