@@ -23,7 +23,7 @@ from torch import Tensor
 from turnout.attention.kinds import AttentionSpec
 from turnout.kernels import cpu
 from turnout.models import interface
-from turnout.models.dense import Dense, Linear, linear, product
+from turnout.models.dense import Dense, Linear, linear, normed_product, product
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished
@@ -113,6 +113,14 @@ class Norm:
             return normed
         total_NH = x_NH if delta_NH is None else x_NH + delta_NH
         return total_NH, self(total_NH)
+
+    def product(
+        self, x_NH: Tensor, delta: Tensor | None, multiply: Linear, weight_MH: Dense
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`of_sum`, and parts [P, N, M] of its product, in one launch; None where there is none for that."""
+        if self.weight.dim() != 1:
+            return None
+        return normed_product(multiply, x_NH, delta, self.weight, self.eps, weight_MH)
 
 
 class WholeNorm:
@@ -217,11 +225,38 @@ class Attention:
         self._qk_norm, self._sinks = qk_norm, sinks
         self._fused = one_kernel(qkv.device, qkv.dtype, spec.head_dim // 2)
 
-    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
-        """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
+    def of_sum(
+        self,
+        norm: Norm,
+        x_NH: Tensor,
+        delta: Tensor | None,
+        rotaries: Rotaries,
+        attention: interface.Attention,
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, a call on its norm)."""
+        adds_parts = self._qk_norm is None or isinstance(self._qk_norm, Norm)
+        if self._fused and adds_parts and self._qkv_bias is None and attention.place(self._layer) is not None:
+            found = norm.product(x_NH, delta, self._linear, self._qkv)
+            if found is not None:
+                total_NH, normed_NH, heads = found
+                return total_NH, self(normed_NH, rotaries, attention, heads)
+        total_NH, normed_NH = norm.of_sum(x_NH, delta)
+        return total_NH, self(normed_NH, rotaries, attention)
+
+    def __call__(
+        self,
+        x_NH: Tensor,
+        rotaries: Rotaries,
+        attention: interface.Attention,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H].
+
+        heads: parts of x's queries, keys and values, where `of_sum` has them.
+        """
         N, D, rotary = x_NH.shape[0], self._head_dim, rotaries[self._rope]
         if self._fused:
-            out_NHD = self._attend_fused(self._fused, x_NH, rotary, attention)
+            out_NHD = self._attend_fused(self._fused, x_NH, rotary, attention, heads)
         else:
             heads_NGD = self._linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
             q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
@@ -242,7 +277,12 @@ class Attention:
         return qk_NGD[:, : self._num_q], qk_NGD[:, self._num_q :]
 
     def _attend_fused(
-        self, rows: ModuleType, x_NH: Tensor, rotary: tuple[Tensor, Tensor], attention: interface.Attention
+        self,
+        rows: ModuleType,
+        x_NH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: interface.Attention,
+        heads: Tensor | None,
     ) -> Tensor:
         """Norm, rotation and, where the cache is there to be written, the store in one launch."""
         norm, num_k = self._qk_norm, self._num_qk - self._num_q
@@ -252,7 +292,8 @@ class Attention:
         place = attention.place(self._layer)
         given = self._num_q, num_k, cos_ND, sin_ND, weight_GD, eps
         if place is not None and norm is each:
-            heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
+            if heads is None:
+                heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
             q_NHD, _ = rows.rotate(heads, *given, store=place)
             return attention.attend(self._layer, q_NHD, self._sinks)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from turnout.attention import interface
-from turnout.models.blocks import Embedding, Head, Norm, Rotaries, RotaryEmbedding
-from turnout.models.dense import Linear
+from turnout.models.blocks import Attention, Embedding, Head, Norm, Rotaries, RotaryEmbedding
+from turnout.models.dense import Linear, linear
 from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
 from turnout.moe.layer import MoELayer
@@ -77,15 +77,29 @@ class DecoderLayer:
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is to be added to it, [N, H] each, to the same after this layer."""
-        x_NH, normed_NH = self.attend(x_NH, delta_NH, rotary, step)
+        x_NH, delta_NH = self._attend(x_NH, delta_NH, rotary, step)
+        if isinstance(self.mlp, MoELayer) and self.mlp.adds_parts_by is not None:
+            found = self.mlp_norm.product(x_NH, delta_NH, linear, self.mlp.adds_parts_by)
+            if found is not None:
+                x_NH, normed_NH, logits = found
+                return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real, logits)
+        x_NH, normed_NH = self.mlp_norm.of_sum(x_NH, delta_NH)
         return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
 
     def attend(
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [N, H] after attention, and its norm [N, H], the input of the MLP."""
+        return self.mlp_norm.of_sum(*self._attend(x_NH, delta_NH, rotary, step))
+
+    def _attend(
+        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream up to attention, and what that adds."""
+        if isinstance(self.attention, Attention):
+            return self.attention.of_sum(self.attention_norm, x_NH, delta_NH, rotary, step.attention)
         x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
-        return self.mlp_norm.of_sum(x_NH, self.attention(normed_NH, rotary, step.attention))
+        return x_NH, self.attention(normed_NH, rotary, step.attention)
 
     def overlapped(
         self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]

@@ -143,6 +143,22 @@ def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | N
     return linear(x_NK, weight_MK, bias_M) if parts_PNM is None else parts_PNM
 
 
+def normed_product(
+    multiply: Linear, x_NH: Tensor, delta: Tensor | None, gain_H: Tensor, eps: float, weight_MH: Dense
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(x + delta, its norm, parts [P, N, M] of the latter's product) of one row on a GPU, where `multiply` is
+    `linear`; None elsewhere."""
+    if multiply is not linear or len(x_NH) != 1 or x_NH.device.type != "cuda" or not find_spec("triton"):
+        return None
+    from turnout.kernels.common.normed_row import normed_parts
+
+    if isinstance(weight_MH, Fp8Weight):
+        scale_GM, group = weight_MH.scale_GM, weight_MH.group
+        return normed_parts(x_NH, delta, gain_H, eps, weight_MH.data_MK, scale_GM=scale_GM, group=group)
+    same = weight_MH.dtype == x_NH.dtype
+    return normed_parts(x_NH, delta, gain_H, eps, weight_MH) if same else None
+
+
 def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor | None:
     """Of up to SOME rows; with a bias of few."""
     from turnout.kernels.common import row_gemm, split_gemm

@@ -94,12 +94,14 @@ class MoELayer:
         phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
+        logits_PTE: Tensor | None = None,
     ) -> Tensor:
         """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
+        logits: float32 parts of x's product by `adds_parts_by`, where they are known.
         """
         shared = self._start_shared(x_TH)
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
@@ -141,12 +143,21 @@ class MoELayer:
             return None
         return self._fork_shared(partial(self._shared_expert, x_TH))
 
-    def _route(self, x_TH: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def adds_parts_by(self) -> Tensor | None:
+        """The router's weight [E, H], where a call adds up parts of a product by it."""
+        whole = self._router_bias is not None or self._linear is not F.linear
+        return self._router_weight if self._router.adds_parts and not whole else None
+
+    def _route(
+        self, x_TH: Tensor, real_T: Tensor | None, logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
         # A product per row, or parts [P, T, E] for a router that adds them up.
-        multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
-        logits_TE = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
-        ids_TK, weights_TK = self._router(logits_TE, real_T, self.expert_counts)
+        if logits is None:
+            multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
+            logits = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
+        ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts)
         if self._spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
         return x_TH, ids_TK, weights_TK

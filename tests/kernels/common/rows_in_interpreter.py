@@ -9,7 +9,9 @@ import json
 
 import torch
 import torch.nn.functional as F
+import triton
 
+from turnout.kernels.common.normed_row import multiply_normed_row
 from turnout.kernels.common.route import choose, choose_sigmoid
 from turnout.kernels.common.rows import norm, rotate
 from turnout.moe.routing import route
@@ -149,6 +151,25 @@ def odd() -> bool:
     )
 
 
+def normed_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
+    """Of the parts of a sum by a matrix, next to norm and product one after the other."""
+    x, delta, gain = torch.randn(1, size), torch.randn(parts, 1, size), torch.randn(size)
+    w, block = torch.randn(outputs, size), triton.next_power_of_2(size)
+    total, normed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    y = torch.full((size // width, 1, outputs), torch.nan)
+    multiply_normed_row[(-(-outputs // 64), len(y))](
+        x, delta, gain, w, w, total, normed, y, outputs, size, 1e-6, size, parts, block, 64, width, 0, False
+    )
+    summed = x + delta.sum(0)
+    wanted = F.rms_norm(summed, (size,), gain, 1e-6)
+    good = near(normed, wanted) and torch.allclose(y.sum(0), wanted @ w.T, atol=1e-3)
+    return good and (near(total, summed) if parts else bool(total.isnan().all()))
+
+
+results["normed-product"] = all(
+    normed_product(*sizes, width=width)
+    for sizes, width in (((512, 70, 1), 256), ((384, 128, 5), 128), ((256, 9, 0), 256))
+)
 results["norm"] = norms(3, 48) and norms(1, 64)
 results["rotate"] = (
     rotates(3, 4, 2, 16, normed=True)

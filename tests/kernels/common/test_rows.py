@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
+from turnout.formats.fp8 import encode_blocks
+from turnout.formats.packed import PackedTensor
+from turnout.models.dense import Fp8Weight, linear, normed_product
+from turnout.models.shares import whole
+from turnout.vocabulary import Format
 
 CASES = [
     "norm",
+    "normed-product",
     "rotate",
     "rotate-only",
     "softmax-topk",
@@ -78,3 +84,28 @@ def test_choice_of_experts_on_a_gpu(tokens: int, experts: int, top_k: int):
     assert torch.equal(ids, wanted.int().masked_fill(~real[:, None], -1))
     torch.testing.assert_close(weights, shares / shares.sum(-1, keepdim=True) * real[:, None])
     assert counts.sum() == real.sum() * top_k
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [0, 1, 16])
+def test_norm_and_product_of_a_row_on_a_gpu(parts: int):
+    """Both kept in FP8 and not, next to norm and product in launches of their own."""
+    from turnout.kernels.common.rows import norm
+
+    torch.manual_seed(0)
+    for M, H in ((5120, 2048), (128, 2048), (2112, 7168)):
+        x, gain = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(H, device="cuda").bfloat16()
+        delta = None if parts == 0 else torch.randn(parts, 1, H, device="cuda")
+        delta = delta[0].bfloat16() if delta is not None and parts == 1 else delta
+        data, scale = encode_blocks(torch.randn(M, H) * H**-0.5)
+        kept = Fp8Weight.of(PackedTensor(format=Format.FP8, data=data, scale=scale), whole(M), whole(H))
+        assert kept is not None
+        plain = (torch.randn(M, H, device="cuda") * H**-0.5).bfloat16()
+        for weight in (plain, kept.to(torch.device("cuda"))):
+            apart = norm(x, gain, 1e-6, delta)
+            wanted = linear(apart[1], weight)
+            found = normed_product(linear, x, delta, gain, 1e-6, weight)
+            assert found is not None
+            assert torch.equal(found[0], apart[0])
+            torch.testing.assert_close(found[1], apart[1], rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(found[2].sum(0).bfloat16(), wanted, rtol=2e-2, atol=2e-2)

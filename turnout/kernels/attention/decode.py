@@ -1,10 +1,10 @@
 """Attention of one query token per sequence over its paged context (Triton).
 
-A context is cut into `splits` spans that programs attend to apart, each with the softmax of its own span;
-a second kernel joins them, and sinks, by their log-sum-exp (FlashDecoding); a context that is one span needs
-none. Both begin before their predecessors have ended (programmatic dependent launch). All sizes but the batch are read on the device, so a
-captured graph serves contexts of any length. Every query head of a KV head is one row of the products: keys
-and values are read once for all of them.
+A context is cut into `splits` spans that programs attend to apart, each with the softmax of its own span; a
+second kernel joins them, and sinks, by their log-sum-exp (FlashDecoding); a context that is one span needs
+none. Both begin before their predecessors have ended (programmatic dependent launch). All sizes but the batch
+are read on the device, so a captured graph serves contexts of any length. Every query head of a KV head is
+one row of the products: keys and values are read once for all of them.
 
 Legend: B sequences, Hq/Hkv query/KV heads, G = Hq/Hkv, GP its power of two of at least 16, D head size,
 DP its power of two, S slots of the cache, P pages of a row of the table, N splits.
