@@ -186,10 +186,11 @@ class CacheGroup:
 def cache_groups(layers: Sequence[AttentionSpec]) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers that keep something of each token: first those that keep whole contexts,
     then by their first layer."""
+    without_rope = {spec: replace(spec, rope="") for spec in set(layers)}
     members: dict[AttentionSpec, list[int]] = {}
     for i, spec in enumerate(layers):
         if spec.kind != AttentionKind.RECURRENT:
-            members.setdefault(replace(spec, rope=""), []).append(i)
+            members.setdefault(without_rope[spec], []).append(i)
     groups = [CacheGroup(layers=tuple(found), spec=layers[found[0]]) for found in members.values()]
     return tuple(sorted(groups, key=lambda group: group.spec.window > 0))
 

@@ -286,7 +286,9 @@ def rank_cache_groups(description: ModelDescription, topology: Topology) -> tupl
 
 
 def _local_layers(description: ModelDescription, topology: Topology) -> list[AttentionSpec]:
-    return [layer.split(topology.attention_tp) for layer in description.shape.attention]
+    layers = description.shape.attention
+    local = {layer: layer.split(topology.attention_tp) for layer in set(layers)}
+    return [local[layer] for layer in layers]
 
 
 def pages_by_group(

@@ -48,6 +48,10 @@ class Candidate:
     def dispatcher(self, phase: Phase) -> DispatcherCapability:
         return self.prefill if phase == Phase.PREFILL else self.decode
 
+    def rank_bytes(self, num_layers: int) -> int:
+        """Experts of all layers and the shared buffers; the rest of the model comes on top."""
+        return self.weight_bytes * num_layers + self.workspace_bytes + self.dispatch_bytes
+
 
 def search(
     problem: PlanningProblem, runners: Sequence[RunnerCapability], dispatchers: Sequence[DispatcherCapability]
@@ -80,11 +84,11 @@ def search(
         prefills, decodes = ([(at, d) for at, d in feeders if d in serving[phase]] for phase in PHASES)
         for choice in product(enumerate(activations), enumerate(storages), prefills, decodes):
             candidate = _join(problem, (place, runner), *choice)
-            reasons = _layout_refusals(candidate) or _memory_refusals(problem, candidate)
-            if not reasons:
+            wrong_layout = _layout_refusals(candidate)
+            if not wrong_layout and candidate.rank_bytes(problem.num_layers) <= problem.hardware.memory_bytes:
                 candidates.append(candidate)
             elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
-                refused += reasons
+                refused += wrong_layout or [_memory_refusal(problem, candidate)]
     return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
 
 
@@ -173,7 +177,7 @@ def _dispatch_bytes(
 
 
 def _needed(problem: PlanningProblem, candidate: Candidate) -> int:
-    """Experts of all layers and the shared buffers; the rest of the model comes on top."""
+    """`Candidate.rank_bytes` under another budget."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
     workspace = max(
         candidate.runner.workspace(
@@ -204,11 +208,9 @@ def _layout_refusals(candidate: Candidate) -> list[Refusal]:
     ]
 
 
-def _memory_refusals(problem: PlanningProblem, candidate: Candidate) -> list[Refusal]:
-    """What a rank needs against the whole device."""
-    needed = _needed(problem, candidate)
-    if needed <= problem.hardware.memory_bytes:
-        return []
+def _memory_refusal(problem: PlanningProblem, candidate: Candidate) -> Refusal:
+    """Why what a rank needs is more than the whole device has."""
+    needed = candidate.rank_bytes(problem.num_layers)
     experts = candidate.weight_bytes * problem.num_layers
 
     def fits(smaller: Budget) -> bool:
@@ -225,14 +227,12 @@ def _memory_refusals(problem: PlanningProblem, candidate: Candidate) -> list[Ref
             remedies.append("divide the experts among more ranks (--tp-size)")
     remedies.append("take a device with more memory")
     dispatchers = " and ".join(sorted({candidate.prefill.name, candidate.decode.name}))
-    return [
-        Refusal(
-            who=f"runner {candidate.runner.name} with dispatcher {dispatchers}",
-            asked=f"experts of {problem.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
-            f"workspace {gigabytes(candidate.workspace_bytes)}, "
-            f"dispatch buffers {gigabytes(candidate.dispatch_bytes)} for "
-            f"{problem.rows(candidate.prefill, Phase.PREFILL)} tokens",
-            limit=f"{problem.hardware.name} has {gigabytes(problem.hardware.memory_bytes)}",
-            remedy=", or ".join(remedies),
-        )
-    ]
+    return Refusal(
+        who=f"runner {candidate.runner.name} with dispatcher {dispatchers}",
+        asked=f"experts of {problem.num_layers} layers kept {candidate.storage} ({gigabytes(experts)}), "
+        f"workspace {gigabytes(candidate.workspace_bytes)}, "
+        f"dispatch buffers {gigabytes(candidate.dispatch_bytes)} for "
+        f"{problem.rows(candidate.prefill, Phase.PREFILL)} tokens",
+        limit=f"{problem.hardware.name} has {gigabytes(problem.hardware.memory_bytes)}",
+        remedy=", or ".join(remedies),
+    )
