@@ -6,8 +6,11 @@ prompt begins with the token ids in TURNOUT_POISON kills every rank that compute
 
 import json
 import os
+import resource
 import signal
 import sys
+
+import psutil
 
 FAULTS = ("raise", "memory", "exit")
 SIGNALS = {name: signal.SIGRTMIN + i for i, name in enumerate(FAULTS)}
@@ -17,7 +20,11 @@ def fail(fault: str) -> None:
     if fault == "raise":
         raise RuntimeError("injected")
     if fault == "memory":
-        raise MemoryError("injected")
+        import torch
+
+        room = psutil.Process().memory_info().vms + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        torch.ones(1 << 30)
     os._exit(3)
 
 

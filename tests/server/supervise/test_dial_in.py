@@ -187,3 +187,27 @@ def test_told_to_stop_the_head_sends_all_home(dialled: Dialled, served: str):
     assert dialled.head.stop() == 0
     assert [rank.wait(20) for rank in serving] == [0] * len(serving)
     assert all(has_ended(worker) for worker in workers)
+
+
+@pytest.mark.more
+def test_ranks_that_torchrun_starts(tiny_folder: Path, tmp_path: Path, root: str):
+    secret = tmp_path / "secret"
+    secret.write_text("pears and plums, and then some plums\n")
+    dialled = Dialled(tiny_folder, secret)
+    rank = ["-m", "turnout.cli", "rank", "--head", dialled.address, "--secret-file", str(secret)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, *rank], stderr=subprocess.PIPE, text=True) as ranks:
+        try:
+            served = dialled.head.wait_ready().removesuffix("/v1")
+            body = {"prompt": "pears", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+            answers = [httpx.post(f"{at}/v1/completions", json=body, timeout=60) for at in (served, root)]
+            texts = [answer.json()["choices"][0]["text"] for answer in answers]
+            assert texts[0] == texts[1]
+            starters = [starter_of(process_of(served, number)) for number in (0, 1)]
+            assert [starter.ppid() for starter in starters] == [ranks.pid] * 2
+            assert dialled.head.stop() == 0
+            _, said = ranks.communicate(timeout=60)
+            assert ranks.returncode == 0, said
+        finally:
+            ranks.terminate()
+            dialled.close()

@@ -14,6 +14,7 @@ from tests.server.processes import eventually
 from tests.serving import tiny_config
 from tools import chaos
 from turnout.config import ServerConfig
+from turnout.server.supervise.watchdog import SILENT_SECONDS
 
 
 def config(folder: Path, mode: str, **fields: Any) -> ServerConfig:
@@ -48,11 +49,17 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(tiny_folder: Path, 
     assert "the engine failed: RuntimeError: injected" in row["kinds"]["raise"]["said"]
     assert "does not run: no heartbeat for 3 s" in row["kinds"]["stop"]["said"]
     assert "was killed by SIGSEGV" in row["kinds"]["crash"]["said"]
+    assert "can't allocate memory" in row["kinds"]["memory"]["said"]
+    assert "ended with exit code 3" in row["kinds"]["exit"]["said"]
+    for kind, noticed in row["kinds"].items():
+        bound = SILENT_SECONDS if kind == "stop" else 0
+        assert bound <= noticed["noticed_s"]["most"] < bound + 10, kind  # 1 s, where nothing else runs
 
 
-@pytest.mark.more
-def test_a_request_that_kills_ranks_ends_and_no_other(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of 64 that run together."""
+@pytest.mark.parametrize("others", [7, pytest.param(63, marks=pytest.mark.more)])
+def test_a_request_that_kills_ranks_ends_and_no_other(
+    others: int, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     poison = [7, 77, 7]
     monkeypatch.setenv("TURNOUT_POISON", json.dumps(poison))
 
@@ -65,7 +72,7 @@ def test_a_request_that_kills_ranks_ends_and_no_other(tiny_folder: Path, monkeyp
         return undisturbed, refused, await answers
 
     with chaos.server_of(config(tiny_folder, "dp2")) as (server, folder):
-        made = chaos.Chaos(server, folder, 100, 63)
+        made = chaos.Chaos(server, folder, 100, others)
         undisturbed, refused, answers = asyncio.run(together(made))
         for expected, answer in zip(undisturbed, answers, strict=True):
             assert answer.differs(expected) == ""
