@@ -78,7 +78,7 @@ def test_a_request_that_kills_ranks_ends_and_no_other(
             assert answer.differs(expected) == ""
         assert refused.status_code == 500
         assert refused.json()["error"]["code"] == "engine_failed"
-        assert "the ranks died 3 times over this request" in refused.json()["error"]["message"]
+        assert "the ranks died 4 times over this request" in refused.json()["error"]["message"]
         assert eventually(lambda: httpx.get(f"{made.root}/ready").status_code == 200)
         info = httpx.get(f"{made.root}/server_info", headers=chaos.HEADERS).json()
-        assert info["restarts"] == 3
+        assert info["restarts"] == 4

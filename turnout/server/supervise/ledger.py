@@ -6,8 +6,9 @@ it takes to go on with it on other ranks as if nothing had happened.
 A request that kills ranks must not do so for ever. Each of those that were being computed when ranks died
 gets a strike; for one that had got on since it was submitted it is the first one. Those that reach the limit
 are suspects: the next ranks get them before all others and one at a time, each until it has got on. If the
-ranks die then, the one that ran alone is to blame, and nothing else is lost. One of 64 requests that always
-kills costs three restarts in that way; halving the suspects from death to death would cost about six.
+ranks die then, and once more over the same one, it is to blame, and nothing else is lost: once might have
+another reason. One of 64 requests that always kills costs four restarts in that way; halving the suspects
+from death to death would cost about six.
 
 Pure: no clock, no sockets. One caller.
 """
@@ -164,7 +165,7 @@ class Ledger:
             else:
                 entry.strikes += 1
                 stuck.append(entry)
-        return stuck if len(stuck) == 1 and stuck[0].strikes > self._max_strikes else []
+        return stuck if len(stuck) == 1 and stuck[0].strikes >= self._max_strikes + 2 else []
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.request.id]
