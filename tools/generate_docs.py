@@ -1,7 +1,7 @@
 """Write the parts of the documentation that are facts of the code or of results: docs/backends.md,
-docs/formats.md, docs/metrics.md, docs/gpu-tests.md, docs/grafana.json, and between their markers the tables
-of support and of architectures in README.md, the error bounds in docs/operations.md and the results in
-docs/performance.md and docs/notes.
+docs/formats.md, docs/interface.md, docs/metrics.md, docs/gpu-tests.md, docs/grafana.json, and between their
+markers the tables of support and of architectures in README.md, the error bounds in docs/operations.md and
+the results in docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tools import gpu_tests
+from tools import gpu_tests, interface
 from tools.architectures import architectures
 from tools.grafana import grafana
 from tools.headline import headline
@@ -104,6 +104,7 @@ def wanted(root: Path) -> dict[Path, str]:
     files = {
         root / "docs" / "backends.md": backends(runs),
         root / "docs" / "formats.md": formats(),
+        root / "docs" / "interface.md": interface.page(NOTICE),
         root / "docs" / "metrics.md": metrics(),
         root / "docs" / "gpu-tests.md": gpu_tests.page(root),
         root / "docs" / "grafana.json": grafana(),
