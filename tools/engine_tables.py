@@ -10,9 +10,9 @@ from tools.tables import table
 PARTS = {  # of a step: words in the names of its kernels
     "experts": ("expert_gemm",),
     "around the experts": ("choose_experts", "place_pairs", "count_pairs", "sum_pairs", "quantize"),
-    "dense products": ("multiply_part", "nvjet", "gemm", "cutlass", "cublas"),
+    "dense products": ("multiply_", "decode_tile", "add_parts", "nvjet", "gemm", "cutlass", "cublas"),
     "attention": ("attend", "join_spans", "flash", "fmha"),
-    "norms, rotations": ("norm_rows", "rotate_heads"),
+    "norms, rotations": ("norm_rows", "rotate_heads", "norm_latents", "rotate_tails", "gate_rows"),
 }
 
 

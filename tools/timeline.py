@@ -24,7 +24,7 @@ ROLES = {  # what a kernel belongs to, by its name; the first that matches
     "experts": r"expert_gemm|_pairs|sorted|quantize|tile_slabs|spread_rows|weigh_rows",
     "router": r"choose_experts",
     "attention": r"atten|paged|fmha|flash|join_spans|rope",
-    "dense": r"nvjet|gemm|cutlass|splitK|multiply_rows",
+    "dense": r"nvjet|gemm|cutlass|splitK|multiply_|decode_tile|add_parts",
 }
 SHARED, OTHER = "shared expert", "other"
 COLORS = {

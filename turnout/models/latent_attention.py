@@ -12,6 +12,7 @@ part, Dv of a value, Lq/Lc ranks of queries and of the latent vector, C = Lc + D
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from turnout.attention.kinds import AttentionSpec
 from turnout.attention.up_projection import UpProjection
 from turnout.models import interface
 from turnout.models.blocks import Norm, Rotaries, rotate
-from turnout.models.dense import Dense, Linear, linear, ordered_rows
+from turnout.models.dense import Dense, Linear, linear, ordered_rows, product
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import LatentProjections
 from turnout.models.weights import Weights
@@ -54,11 +55,20 @@ class LatentAttention:
         self._latent_norm, self._up, self._out = latent_norm, up, out
         sizes = spec.latent_dim, spec.rope_dim
         self._sizes = [len(down) - sum(sizes), *sizes]
+        self._on_gpu = down.device.type == "cuda" and find_spec("triton") is not None
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
-        """[N, H]."""
+        """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""
+        make = self._fused if self._on_gpu else self._composed
+        q_NHD, latent_NC = make(x_NH, *rotaries[self._spec.rope])
+        out_NX = attention.latent(self._layer, q_NHD, latent_NC, self._up).flatten(1)
+        if self._on_gpu and self._group.size == 1:
+            return product(self._linear, out_NX, self._out, None)
+        return self._group.all_reduce(self._linear(out_NX, self._out))
+
+    def _composed(self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [N, Hq, D], rotated, and what is kept [N, C]."""
         N, spec = len(x_NH), self._spec
-        cos_N1R, sin_N1R = rotaries[spec.rope]
         q_NX, c_NL, rope_NR = self._linear(x_NH, self._down).split(self._sizes, dim=-1)
         if self._query_norm is not None and self._query_up is not None:
             q_NX = self._linear(self._query_norm(q_NX), self._query_up)
@@ -67,9 +77,19 @@ class LatentAttention:
         )
         q_NHD = torch.cat((nope_NHD, rotate(turned_NHR, cos_N1R, sin_N1R)), dim=-1)
         key_N1R = rotate(rope_NR[:, None], cos_N1R, sin_N1R)
-        latent_NC = torch.cat((self._latent_norm(c_NL), key_N1R[:, 0]), dim=-1)
-        out_NHV = attention.latent(self._layer, q_NHD, latent_NC, self._up)
-        return self._group.all_reduce(self._linear(out_NHV.flatten(1), self._out))
+        return q_NHD, torch.cat((self._latent_norm(c_NL), key_N1R[:, 0]), dim=-1)
+
+    def _fused(self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in a launch each after the products."""
+        from turnout.kernels.common.latent_rows import latents, rotated
+
+        spec, norm, turn = self._spec, self._query_norm, (cos_N1R[:, 0], sin_N1R[:, 0])
+        down, latent_norm = product(self._linear, x_NH, self._down, None), self._latent_norm
+        gain = None if norm is None else norm.weight
+        latent_NC, q_NL = latents(down, gain, latent_norm.weight, *turn, latent_norm.eps)
+        if q_NL is not None and self._query_up is not None:
+            down = product(self._linear, q_NL, self._query_up, None)
+        return rotated(down, spec.num_heads, spec.head_dim, *turn), latent_NC
 
 
 def read_latent_attention(
