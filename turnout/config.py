@@ -140,6 +140,12 @@ class Config:
     max_prefill_tokens: int = memory_flag(
         0, "prompt tokens of all requests per step; 0: 2048 on a CPU, on a GPU up to 8192", minimum=0
     )
+    target_tpot: float = memory_flag(
+        0.0,
+        "milliseconds that a step may take while requests decode: prompts get what that leaves of it; "
+        "0: as --max-prefill-tokens says",
+        minimum=0,
+    )
     speculative_algorithm: str = memory_flag(
         "none",
         "draft tokens from; ngram: what followed the request's last words before; MTP (or NEXTN, EAGLE): the "

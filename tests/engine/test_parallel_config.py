@@ -142,3 +142,9 @@ def test_a_shared_expert_is_split_where_the_layer_sums_and_else_whole(model):
     assert dense(tp_size=2, dp_size=2, **APART) == shared + attention + biases + vocabulary + every
     sent = dense(tp_size=2, moe_a2a_backend="collective")
     assert sent == shared + (attention + biases + vocabulary) // 2 + every
+
+
+def test_ranks_that_share_requests_take_no_target(model):
+    with pytest.raises(PlanRefused, match="--target-tpot 20 where 2 ranks share requests.*dp-size 2"):
+        resolve(model(tp_size=2, target_tpot=20.0), named("h200"))
+    assert resolve(model(tp_size=2, dp_size=2, enable_dp_attention=True, target_tpot=20.0), named("h200"))

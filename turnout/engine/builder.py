@@ -24,6 +24,7 @@ from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.scheduler.snapshots import SnapshotPool
+from turnout.engine.scheduler.step_times import StepTimes
 from turnout.engine.selfcheck import SelfCheck
 from turnout.engine.startup import StartupTimes
 from turnout.engine.state_limits import why_no_prefix_cache
@@ -187,6 +188,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         max_context=engine_plan.max_context,
         tokens_per_request=engine_plan.budget.tokens_per_request,
         by_priority=config.scheduling_policy == "priority",
+        times=StepTimes(config.target_tpot / 1000) if config.target_tpot else None,
     )
 
 

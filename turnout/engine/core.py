@@ -138,6 +138,8 @@ class EngineCore:
         synced = self._sync(chunks, tokens)
         if not synced.phase:
             outputs += self._finish()[0]
+            if times := self._scheduler.times:
+                times.rest(time.perf_counter())
             compiled = self._compilations()
             self._forward.use_rest()
             self._compiled_at_rest += self._compilations() - compiled  # while nobody waited
@@ -163,7 +165,9 @@ class EngineCore:
             self._commit.begin(chunk for chunk, _ in rows)
         self._scheduler.computed(chunk for chunk, _ in rows)
         score_prompts(chunks, computed.hidden_NH, self._model.logits)
-        self._launched = self._commit.launch(rows, computed)
+        decoding = sum(chunk.decodes for chunk in chunks)
+        work = decoding, sum(chunk.length for chunk in chunks if not chunk.decodes)
+        self._launched = self._commit.launch(rows, computed, work)
         if self._overlap:
             self._forward.keep(self._launched.leave_pending())
         else:
@@ -184,6 +188,10 @@ class EngineCore:
         if launched is None:
             return [], set()
         advanced, near_ties = self._commit.finish(launched)
+        if (times := self._scheduler.times) is not None:
+            times.launched(*launched.work)
+            if launched.drawn is not None:
+                times.read(time.perf_counter())
         if self._commit.resolves_near_ties:
             self._watch.note(self._steps, "settling")
             advanced += self._commit.resolve(near_ties)

@@ -33,6 +33,7 @@ from turnout.engine.parallel_config import (
     draft_layer_refusals,
     host_refusals,
     make_topology,
+    target_refusals,
     two_batch_refusals,
 )
 from turnout.engine.state_limits import state_refusals
@@ -236,6 +237,7 @@ def _decide(
         *_contradictions(config, description, hardware),
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
+        *target_refusals(config, topology),
         *state_refusals(config, description, hardware),
         *draft_layer_refusals(config),
     ]

@@ -107,6 +107,21 @@ def draft_layer_refusals(config: Config) -> list[Refusal]:
     ]
 
 
+def target_refusals(config: Config, topology: Topology) -> list[Refusal]:
+    """Why steps cannot be sized by how long they take."""
+    if not config.target_tpot or topology.attention_tp == 1:
+        return []
+    return [
+        Refusal(
+            who="engine",
+            asked=f"--target-tpot {config.target_tpot:g} where {topology.attention_tp} ranks share requests",
+            limit="they must schedule alike, and each has a clock of its own",
+            remedy="leave --target-tpot out and lower --max-prefill-tokens, or use --enable-dp-attention "
+            f"--dp-size {topology.tp_size}",
+        )
+    ]
+
+
 def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:
     """Why steps cannot be split into two micro-batches as asked."""
     if not config.enable_two_batch_overlap:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
+from turnout.engine.scheduler.step_times import StepTimes
 
 
 class Lack(StrEnum):
@@ -93,7 +94,7 @@ class Scheduler:
     """Queues and pages. `schedule` -> forward -> `computed` -> tokens appended by the caller -> `extended`.
 
     tokens_per_request: what a decoding request may bring to a step, its drafts included. by_priority: lower
-    priorities count as earlier arrivals.
+    priorities count as earlier arrivals. times: of steps, where these have a target.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Scheduler:
         max_context: int,
         tokens_per_request: int = 1,
         by_priority: bool = False,
+        times: StepTimes | None = None,
     ):
         self.kv = kv
         self.max_running = max_running
@@ -115,6 +117,7 @@ class Scheduler:
         self.tokens_per_request = tokens_per_request
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first, as in `waiting`
+        self.times = times
         self._by_priority = by_priority
         self._arrivals = 0
         self.preemptions = 0
@@ -171,6 +174,8 @@ class Scheduler:
         self._lacks_pages = False
         decoding = sum(request.remaining == 1 for request in self.running)
         budget = min(self.prefill_tokens, self.step_tokens - decoding)
+        if self.times is not None:
+            budget = self.times.prompt_tokens(decoding, budget)
         chunks, budget, preempted = self._continue_running(budget)
         self._lacks_pages |= preempted
         if not preempted:

@@ -51,11 +51,12 @@ class NearTie:
 @dataclass(frozen=True, kw_only=True)
 class Launched:
     """What a step draws. scored: requests for no token. drawn: one row for each token of `drawing`, drafts
-    included; None if nothing is drawn."""
+    included; None if nothing is drawn. work: requests that decode in the step, and its prompt tokens."""
 
     scored: list[Request]
     drawing: list[Chunk]
     drawn: Drawn | None
+    work: tuple[int, int]
 
     def leave_pending(self) -> Tensor | None:
         """Let the next step take what is drawn from the device: int64 [S], by `Request.drawn_row`."""
@@ -91,10 +92,12 @@ class StepCommit:
         before it must be known."""
         self._token_masks.begin([(chunk.request, chunk.drafts) for chunk in chunks if _draws(chunk)])
 
-    def launch(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> Launched:
+    def launch(
+        self, rows: Sequence[tuple[Chunk, int]], computed: Computed, work: tuple[int, int]
+    ) -> Launched:
         """Draw for every request whose last token was computed, without waiting for what is drawn.
 
-        rows: chunks of a step with the row of their first token in `computed`.
+        rows: chunks of a step with the row of their first token in `computed`. work: as of `Launched`.
         """
         scored: list[Request] = []
         drawing: list[Chunk] = []
@@ -107,7 +110,7 @@ class StepCommit:
             drawing.append(chunk)
             indices += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
         drawn = self._draw(drawing, computed, indices) if drawing else None
-        return Launched(scored=scored, drawing=drawing, drawn=drawn)
+        return Launched(scored=scored, drawing=drawing, drawn=drawn, work=work)
 
     def finish(self, launched: Launched) -> tuple[list[RequestOutput], list[NearTie]]:
         """Give requests what was drawn for them, waiting for it. Returns the outputs of those that have all
