@@ -145,6 +145,6 @@ def test_a_shared_expert_is_split_where_the_layer_sums_and_else_whole(model):
 
 
 def test_ranks_that_share_requests_take_no_target(model):
-    with pytest.raises(PlanRefused, match="--target-tpot 20 where 2 ranks share requests.*dp-size 2"):
+    with pytest.raises(PlanRefused, match=r"--target-tpot 20 where 2 ranks share requests.*dp-size 2"):
         resolve(model(tp_size=2, target_tpot=20.0), named("h200"))
     assert resolve(model(tp_size=2, dp_size=2, enable_dp_attention=True, target_tpot=20.0), named("h200"))

@@ -26,6 +26,7 @@ from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.scheduler.snapshots import SnapshotPool
 from turnout.engine.scheduler.step_times import StepTimes
 from turnout.engine.selfcheck import SelfCheck
+from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.startup import StartupTimes
 from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.engine.step import batch_invariant
@@ -189,6 +190,8 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         tokens_per_request=engine_plan.budget.tokens_per_request,
         by_priority=config.scheduling_policy == "priority",
         times=StepTimes(config.target_tpot / 1000) if config.target_tpot else None,
+        # Ranks that share requests have to draft alike, and each has a clock of its own.
+        switch=DraftSwitch() if config.verified_tokens and engine_plan.topology.attention_tp == 1 else None,
     )
 
 

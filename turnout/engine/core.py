@@ -172,6 +172,9 @@ class EngineCore:
             self._forward.keep(self._launched.leave_pending())
         else:
             advanced += self._finish()[0]
+        if (switch := self._scheduler.switch) and self._scheduler.only_decoding:
+            given = sum(len(output.token_ids) for output in advanced)
+            switch.ran(self._scheduler.only_decoding, given, time.perf_counter() - agreed)
         if self._drafter:
             self._drafter.propose(list(with_rows(chunks)), computed)
         self._computed_tokens += tokens

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.step_times import StepTimes
+from turnout.engine.speculative.switch import DraftSwitch
 
 
 class Lack(StrEnum):
@@ -95,6 +96,7 @@ class Scheduler:
 
     tokens_per_request: what a decoding request may bring to a step, its drafts included. by_priority: lower
     priorities count as earlier arrivals. times: of steps, where these have a target.
+    switch: says which steps bring drafts; None: all do.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Scheduler:
         tokens_per_request: int = 1,
         by_priority: bool = False,
         times: StepTimes | None = None,
+        switch: DraftSwitch | None = None,
     ):
         self.kv = kv
         self.max_running = max_running
@@ -117,7 +120,8 @@ class Scheduler:
         self.tokens_per_request = tokens_per_request
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first, as in `waiting`
-        self.times = times
+        self.times, self.switch = times, switch
+        self.only_decoding = 0  # requests of the last schedule, if it had nothing else
         self._by_priority = by_priority
         self._arrivals = 0
         self.preemptions = 0
@@ -180,7 +184,10 @@ class Scheduler:
         self._lacks_pages |= preempted
         if not preempted:
             chunks += self._admit(budget)
-        return self._with_drafts(chunks) if self.tokens_per_request > 1 else chunks
+        self.only_decoding = decoding if decoding == len(chunks) else 0
+        if self.tokens_per_request == 1 or (self.switch and not self.switch.drafts(decoding)):
+            return chunks
+        return self._with_drafts(chunks)
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
         """Record that the forward of `chunks` is done; pages that it filled become reusable.
