@@ -6,8 +6,9 @@
 Names are imported on first use, so that processes which need no torch never load it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from turnout.lazy import lazy
 
 if TYPE_CHECKING:
     from turnout.engine.llm import LLM as LLM
@@ -16,10 +17,4 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "turnout.engine.llm", "SamplingParams": "turnout.engine.sampling_params"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'turnout' has no attribute {name!r}")
+__getattr__ = lazy(__name__, {"LLM": "engine.llm", "SamplingParams": "engine.sampling_params"})

@@ -12,13 +12,13 @@ expected and what was found.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.locate import locate
 from turnout.checkpoint.quantization import Quantization, parse_quantization
+from turnout.lazy import lazy
 
 if TYPE_CHECKING:
     from turnout.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -37,16 +37,13 @@ __all__ = [
     "read_config",
 ]
 
-_NEEDS_TORCH = {
-    "Checkpoint": "checkpoint",
-    "ExpertShape": "experts",
-    "ProgressFn": "files",
-    "open_checkpoint": "checkpoint",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import what needs torch on first use: the server and `plan` read configurations without it."""
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+# The server and `plan` read configurations without torch.
+__getattr__ = lazy(
+    __name__,
+    {
+        "Checkpoint": "checkpoint",
+        "ExpertShape": "experts",
+        "ProgressFn": "files",
+        "open_checkpoint": "checkpoint",
+    },
+)

@@ -4,8 +4,9 @@ codec.py encodes and packed.py decodes weights; e2m1, fp8, nvfp4, mxfp4 and int4
 the resolution of NVFP4's scales, layouts the orders in which kernels want weights and scales.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from turnout.lazy import lazy
 
 if TYPE_CHECKING:
     from turnout.formats.codec import FormatError as FormatError
@@ -13,10 +14,4 @@ if TYPE_CHECKING:
     from turnout.formats.packed import PackedTensor as PackedTensor
 
 # What library users import from here; on first use, since the table needs no torch.
-_LAZY = {"FormatError": "codec", "encode": "codec", "PackedTensor": "packed"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"turnout.formats.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'turnout.formats' has no attribute {name!r}")
+__getattr__ = lazy(__name__, {"FormatError": "codec", "encode": "codec", "PackedTensor": "packed"})

@@ -5,8 +5,9 @@
 `MoELayer` is imported on first use: a plan needs no torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from turnout.lazy import lazy
 from turnout.moe.plan import plan
 
 if TYPE_CHECKING:
@@ -14,10 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["MoELayer", "plan"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "MoELayer":
-        from turnout.moe.layer import MoELayer
-
-        return MoELayer
-    raise AttributeError(f"module 'turnout.moe' has no attribute {name!r}")
+__getattr__ = lazy(__name__, {"MoELayer": "layer"})

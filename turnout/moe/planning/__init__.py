@@ -2,6 +2,7 @@
 what decides between those that are left. No torch here, and no backend by name.
 
     problem               the question: layer, ranks, device, bounds, what the user asked for
+    choices               what request and checkpoint leave each backend to choose from
     candidates            all combinations, joined by what backends declare (moe/capabilities)
     backend_refusals      what one backend by itself cannot do
     compatibility         what runner and dispatcher must agree on
