@@ -78,7 +78,7 @@ def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
         steps, idle = core.stats().steps, core.stats().idle_steps
         return {
             "graphs": llm.info()["decode_graphs"],
-            "beside": llm.info()["plan"]["overlap_shared_expert"],
+            "overlapped": llm.info()["plan"]["overlap_shared_expert"],
             "tokens": first,
             "repeated": answers(llm) == first,
             "routed": routed,
@@ -117,15 +117,17 @@ def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], n
 
 @pytest.mark.timeout(2 * TIMEOUT + 30)
 @pytest.mark.parametrize("name", ["dp", "tp"])
-def test_a_shared_expert_beside_the_others_changes_no_bit(ranks: Pools, tmp_path: Path, name: str):
+def test_a_shared_expert_during_the_others_changes_no_bit(ranks: Pools, tmp_path: Path, name: str):
     """Whole where tokens are sent, a share of the sum where they do not."""
     write_model(tmp_path, QWEN2_MOE, dtype=torch.bfloat16)
     settings = SETTINGS | ARRANGEMENTS[name] | {"model": str(tmp_path), "tp_size": 2, "ep_size": 2}
     found = {
-        beside: ranks(2).run(
-            on_rank, Config(**settings, disable_shared_expert_overlap=not beside), timeout=TIMEOUT
+        overlap: ranks(2).run(
+            on_rank, Config(**settings, disable_shared_expert_overlap=not overlap), timeout=TIMEOUT
         )[0]
-        for beside in (True, False)
+        for overlap in (True, False)
     }
-    assert all(own["beside"] is beside and own["graphs"] == [1, 2, 4, 8] for beside, own in found.items())
+    assert all(
+        own["overlapped"] is overlap and own["graphs"] == [1, 2, 4, 8] for overlap, own in found.items()
+    )
     assert found[True]["tokens"] == found[False]["tokens"]

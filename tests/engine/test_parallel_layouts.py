@@ -114,7 +114,7 @@ def adds_up(engine_plan):
 
 
 def advice_leads_to_a_plan(config, refusals, depth=0):
-    """Following any alternative of any refusal mends it; following on ends in a plan."""
+    """Following any alternative of any refusal removes it; following on ends in a plan."""
     assert depth < 4
     reached = False
     for refusal in refusals:

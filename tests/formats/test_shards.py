@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def make(format: str, *, gated: bool = True, biased: bool = False) -> ExpertWeights:
-    """Block scales that differ by orders of magnitude, so that one beside the right one is noticed."""
+    """Block scales that differ by orders of magnitude, so that a neighbour of the right one is noticed."""
     rows = 2 * I if gated else I
     heights, widths = (torch.logspace(-3, 3, rows)[:, None], torch.logspace(-2, 2, I))
     scale = torch.ones(E)

@@ -18,7 +18,7 @@ def run(
     rank: Rank,
     folder: Path,
     sizes: dict[str, int],
-    wishes: dict[str, str],
+    options: dict[str, str],
     steps: Sequence[Any],
     device: str = "cpu",
 ) -> list[list[Tensor]]:
@@ -27,7 +27,7 @@ def run(
     steps: (phase, the chunks of each data-parallel rank), the ranks without any idling along.
     """
     groups = rank.groups(device, **sizes)
-    attention = PlainAttention(load(folder, groups=groups, device=device, **wishes), device)
+    attention = PlainAttention(load(folder, groups=groups, device=device, **options), device)
     results = []
     for phase, chunks_by_rank in steps:
         tokens = tuple(sum(len(ids) for _, ids in chunks) for chunks in chunks_by_rank)

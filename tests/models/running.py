@@ -27,7 +27,7 @@ from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
 
 
-def plan_for(config: dict, dtype: str, device: str, topology: Topology, **wishes: str) -> MoEPlan:
+def plan_for(config: dict, dtype: str, device: str, topology: Topology, **options: str) -> MoEPlan:
     return plan(
         describe(config).moe,
         topology=topology,
@@ -38,7 +38,7 @@ def plan_for(config: dict, dtype: str, device: str, topology: Topology, **wishes
             dp_size=topology.dp_size,
         ),
         hardware=detect(device),
-        request=Wishes(**wishes),
+        request=Wishes(**options),
         compute_dtype=dtype,
     )
 
@@ -50,11 +50,11 @@ def load(
     groups: Groups = SINGLE_RANK,
     device: str = "cpu",
     shared: SharedWeights | None = None,
-    **wishes: str,
+    **options: str,
 ) -> Model:
     checkpoint = open_checkpoint(folder)
     name = str(dtype).removeprefix("torch.")
-    moe_plan = plan_for(checkpoint.config, name, device, groups.topology, **wishes)
+    moe_plan = plan_for(checkpoint.config, name, device, groups.topology, **options)
     return load_model(
         checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress, shared=shared
     )

@@ -41,9 +41,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def run(folder: Path, **wishes: str) -> Tensor:
+def run(folder: Path, **options: str) -> Tensor:
     """Most of the prompt at once, the rest token by token: both phases of the plan."""
-    attention = PlainAttention(load(folder, **wishes))
+    attention = PlainAttention(load(folder, **options))
     parts = [attention.logits(("a", IDS[:40]))[0]]
     parts += [attention.logits(("a", [i]), phase="decode")[0] for i in IDS[40:]]
     return torch.cat(parts)

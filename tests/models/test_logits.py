@@ -120,7 +120,7 @@ def test_fields_change_the_logits(edit: dict, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_token_by_token_in_changing_batches(base: str, tmp_path: Path) -> None:
-    """Every token from the first one alone, beside sequences that come and go."""
+    """Every token from the first one alone, in steps with sequences that come and go."""
     theirs = write_model(tmp_path, BASES[base])
     run = PlainAttention(load(tmp_path))
     ids, others = prompt(24), [prompt(24, seed=s) for s in (1, 2)]

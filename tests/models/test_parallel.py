@@ -86,11 +86,11 @@ def check(
     sizes: dict[str, int],
     device: str = "cpu",
     timeout: float = 60,
-    **wishes: str,
+    **options: str,
 ) -> None:
     dp_size = sizes.get("dp_size", 1)
     steps, attention_tp = schedule(dp_size), size // dp_size
-    results = ranks(size).run(run, folder, sizes, wishes, steps, device, timeout=timeout)
+    results = ranks(size).run(run, folder, sizes, options, steps, device, timeout=timeout)
     for dp_rank in range(dp_size):
         group = [by_sequence(r, steps, dp_rank) for r in results[dp_rank * attention_tp :][:attention_tp]]
         for name, logits in group[0].items():

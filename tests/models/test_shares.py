@@ -1,4 +1,4 @@
-"""Which heads and rows a rank holds: all of them once, and each query's keys beside it."""
+"""Which heads and rows a rank holds: all of them once, and each query's keys with it."""
 
 from __future__ import annotations
 

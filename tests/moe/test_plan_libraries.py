@@ -58,7 +58,7 @@ def made(
 
 
 def refused(*args, **kwargs) -> dict[tuple[str, str], str]:
-    """What each backend was asked -> the change that mends it; every refusal has one."""
+    """What each backend was asked -> the change that removes the refusal; every refusal has one."""
     with pytest.raises(PlanRefused) as caught:
         made(*args, **kwargs)
     found = {(r.who, r.asked): r.remedy for r in caught.value.refusals}

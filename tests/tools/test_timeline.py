@@ -11,7 +11,7 @@ from tools.timeline import COLORS, panels_of, svg, trace
 RESULT = Path(__file__).parents[2] / "benchmarks/results/overlap-nvidia-h200-x2-2026-11-22.json"
 
 
-def test_a_shared_expert_beside_the_others():
+def test_a_shared_expert_during_the_others():
     content = json.loads(RESULT.read_text())
     panels = panels_of(content)
     assert len(panels) == 3, "none, nvlink, nvlink-experts"

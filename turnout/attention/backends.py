@@ -62,6 +62,8 @@ class Chosen:
 
 
 class Obstacle(NamedTuple):
+    """Why a backend cannot compute a layer, and what to change: the end of a `Refusal`."""
+
     limit: str
     remedy: str
 

@@ -51,7 +51,10 @@ class FlashAttn4Prompts:
         self._kv = paged.cache.unflatten(2, (-1, size)).permute(0, 4, 2, 3, 1, 5)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, sinks_H: Tensor | None) -> None:
-        """Fill `out` with what the prompts' rows see, whose keys and values are stored; both contiguous."""
+        """Write the attention of the prompts' T rows, whose keys and values are stored, to out [T, Hq, D].
+
+        q: [T, Hq, D], contiguous as `out` is; sinks: float32 [Hq], or None.
+        """
         # Its public functions cannot write to a given tensor.
         from flash_attn.cute.interface import _flash_attn_fwd
 

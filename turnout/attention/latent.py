@@ -164,7 +164,7 @@ class _Joined:
         self._lse_HT = torch.full((H, T), float("-inf"), dtype=torch.float32, device=q_HTD.device)
 
     def add(self, rows: slice, out_HTV: Tensor, lse_HT: Tensor) -> None:
-        """The attention of these rows over more keys."""
+        """Join the attention of these rows over more keys: out [H, rows, Dv], lse float32 [H, rows]."""
         before_HT, total_HT = self._lse_HT[:, rows], torch.logaddexp(self._lse_HT[:, rows], lse_HT)
         shrunk_HTV = self.out_HTV[:, rows] * (before_HT - total_HT).exp_()[..., None]
         self.out_HTV[:, rows] = shrunk_HTV.addcmul_(out_HTV.float(), (lse_HT - total_HT).exp_()[..., None])

@@ -170,7 +170,7 @@ class _LaidOut(Recurrence):
 
 
 class SequenceStates(Attention):
-    """Of one sequence that comes in parts, one after the other."""
+    """Of one sequence, which is computed in consecutive parts; states are kept here, not in slots."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}

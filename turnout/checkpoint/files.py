@@ -104,13 +104,13 @@ class TensorFiles:
             os.close(self._files.popitem()[1])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for tensors that go to the device as soon as they are read."""
+        """Uninitialised memory on the host; pinned where tensors are copied to a GPU once they are read."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pinned)
 
     def read_each(
         self, reads: Sequence[tuple[str, Tensor]], check: Callable[[str, Tensor], None] | None = None
     ) -> None:
-        """`read_into` for each (name, out), by several threads if it is much; then `check`."""
+        """`read_into` for each (name, out), by several threads from _SHARED_BYTES on, then `check`."""
 
         def one(read: tuple[str, Tensor]) -> None:
             self.read_into(*read)

@@ -40,7 +40,7 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, packed: PackedTensor, rows: Share, columns: Share) -> Fp8Weight | None:
-        """A rank's share of a matrix in FP8; None where that cuts groups of columns into narrow ones."""
+        """A rank's share of a matrix in FP8; None where it would cut groups of columns below LEAST_GROUP."""
         group = math.gcd(columns.start, BLOCK)
         if packed.scale is None or group < LEAST_GROUP:
             return None
@@ -87,7 +87,8 @@ class Linear(Protocol):
 
 
 def ordered_rows(weight: Dense, starts: Iterable[int], order: Sequence[int]) -> Tensor:
-    """Indices of its rows, but those from each of `starts` on, which come in this order."""
+    """int64 [M]: the indices of all rows, with the len(order) rows from each of `starts` on permuted by
+    `order`."""
     rows, turned = torch.arange(len(weight)), torch.tensor(order)
     for start in starts:
         rows[start : start + len(order)] = start + turned
@@ -102,7 +103,7 @@ def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tensor:
-    """As fast as can be; a row's last bits may depend on how many there are."""
+    """See `Linear`; the fastest product: the last bits of a row may depend on N."""
     if isinstance(weight_MK, Tensor):
         return F.linear(x_NK, weight_MK, bias_M)
     from turnout.kernels.common import rows
@@ -122,7 +123,7 @@ def linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tens
 
 
 def invariant_linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tensor:
-    """A row's bits depend on nothing but itself (kernels/common/rowwise.py)."""
+    """See `Linear`; the bits of a row do not depend on other rows (kernels/common/rowwise.py)."""
     if isinstance(weight_MK, Tensor):
         return rowwise.linear(x_NK, weight_MK, bias_M)
     from turnout.kernels.common import row_gemm

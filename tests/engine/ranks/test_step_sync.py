@@ -157,7 +157,7 @@ def test_near_ties_are_decided_while_others_work(
 def test_drafts_change_no_answer(
     ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
 ):
-    """Ranks with drafts, of different numbers, beside ranks that decode one token or nothing."""
+    """Ranks with drafts, of different numbers, next to ranks that decode one token or nothing."""
     drafts = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
     with Cluster(ranks(4), folder, model, **DATA_PARALLEL, **drafts) as cluster:
         schedules = Random(cluster, single, prompts + [prompt * 2 for prompt in prompts[:6]])

@@ -47,7 +47,7 @@ results["places"] = (
     and int((scales_P != 0).any(1).sum()) == len(held)
 )
 
-# Beside the sort: what either launch alone leaves.
+# Next to the sort: what either launch alone leaves.
 ids = torch.randint(-1, 9, (R * 2,), generator=draw).int()
 E, EP = 5, 8
 
@@ -66,7 +66,7 @@ def sorted_pairs(quantised: bool) -> list[torch.Tensor]:
     return [counts, order, tiles, codes.float(), scales]
 
 
-results["beside the sort"] = all(
+results["next to the sort"] = all(
     torch.equal(one, other) for one, other in zip(sorted_pairs(True), sorted_pairs(False), strict=True)
 )
 

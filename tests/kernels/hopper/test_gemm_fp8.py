@@ -89,6 +89,6 @@ def results() -> dict[str, bool]:
     return interpreted.results("hopper/quantize_in_interpreter.py")
 
 
-@pytest.mark.parametrize("case", ["rows", "places", "beside the sort"])
+@pytest.mark.parametrize("case", ["rows", "places", "next to the sort"])
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
