@@ -117,6 +117,12 @@ class Config:
     )
     ep_size: int = parallel_flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
     enable_dp_attention: bool = parallel_flag(False, "attention data-parallel, experts across all ranks")
+    moe_dense_tp_size: int = parallel_flag(
+        0, "ranks that divide the MLPs of dense layers: 1 or, 0, as many as attention", minimum=0
+    )
+    enable_dp_lm_head: bool = parallel_flag(
+        False, "the head divided over the ranks that share requests only, as it always is"
+    )
     nnodes: int = parallel_flag(1, "hosts", minimum=1)
     node_rank: int = parallel_flag(0, "which host this is", minimum=0)
     dist_init_addr: str = parallel_flag("", "HOST:PORT where ranks dial in to the first host")

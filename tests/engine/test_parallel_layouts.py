@@ -304,3 +304,11 @@ def test_a_thousand_ranks_are_arranged_in_seconds(tmp_path):
     )
     assert code == 0
     assert "1023" in text
+
+
+def test_dense_layers_whole_on_each_rank_take_their_bytes(tmp_path):
+    config = large(tmp_path)(tp_size=32, dp_size=4, ep_size=32, enable_dp_attention=True)
+    split, whole = (attempt(replace(config, moe_dense_tp_size=size))[0] for size in (0, 1))
+    assert whole.topology.attention_tp == 8
+    more = whole.description.dense.mlps * 7 // 8
+    assert more <= whole.memory.dense - split.memory.dense < 1.1 * 2 * more

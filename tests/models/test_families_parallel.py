@@ -33,6 +33,21 @@ def test_a_key_head_that_two_ranks_hold_counts_once_in_a_whole_norm(tmp_path: An
     check(ranks, tmp_path, expected_logits(built.model), 4, {})
 
 
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        (2, {}),
+        pytest.param(4, {"dp_size": 2, "ep_size": 4, "enable_dp_lm_head": True}, marks=pytest.mark.more),
+    ],
+    ids=str,
+)
+def test_dense_layers_whole_on_each_rank(
+    size: int, sizes: dict[str, Any], tmp_path: Any, ranks: Pools
+) -> None:
+    built = build(tmp_path, FAMILIES["glm4_moe_lite"])
+    check(ranks, tmp_path, expected_logits(built.model), size, sizes | {"moe_dense_tp_size": 1})
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"dp_size": 2, "ep_size": 4}], ids=str)
 @pytest.mark.parametrize("dispatcher", ["none", "collective", "collective-experts"])

@@ -84,6 +84,20 @@ def test_every_size_that_a_remedy_names_works(tp, ep):
     assert Topology(tp_size=int(by_ep.group(3)), ep_size=ep).refusals() == []
 
 
+def test_dense_layers_are_divided_like_attention_or_whole():
+    four = Topology(tp_size=8, dp_size=2, enable_dp_attention=True)
+    assert [replace(four, moe_dense_tp_size=size).dense_tp for size in (0, 1, 4)] == [4, 1, 4]
+    assert [replace(four, moe_dense_tp_size=size).refusals() for size in (0, 1, 4)] == [[], [], []]
+    (refusal,) = replace(four, moe_dense_tp_size=2).refusals()
+    assert refusal.remedy == "use --moe-dense-tp-size 1 or 4"
+
+
+def test_the_flag_of_the_head_needs_data_parallel_attention():
+    assert Topology(tp_size=4, dp_size=2, enable_dp_attention=True, enable_dp_lm_head=True).refusals() == []
+    (refusal,) = Topology(tp_size=4, enable_dp_lm_head=True).refusals()
+    assert refusal.asked == "--enable-dp-lm-head"
+
+
 def test_data_parallel_groups_need_data_parallel_attention():
     (refusal,) = Topology(tp_size=4, dp_size=2).refusals()
     assert "--enable-dp-attention" in refusal.remedy

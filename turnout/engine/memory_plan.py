@@ -260,9 +260,9 @@ def dense_parameters(
 ) -> int:
     """How many of these parameters one rank has.
 
-    Matrices of attention, dense MLPs and the vocabulary are split over attention TP, as evenly as can be;
-    a KV head is whole, and held by several ranks where there are more of them than heads. A shared expert
-    is split over all ranks, or whole, as the plan says.
+    Matrices of attention and the vocabulary are split over attention TP, as evenly as can be, dense MLPs
+    too or whole. A KV head is whole, and held by several ranks where there are more of them than heads. A
+    shared expert is split over all ranks, or whole, as the plan says.
     """
     shape = description.shape
     split = topology.attention_tp
@@ -273,7 +273,8 @@ def dense_parameters(
     )
     return (
         dense.vocabulary // shape.vocab_size * rows
-        + -(-(dense.queries + dense.mlps) // split)
+        + -(-dense.queries // split)
+        + -(-dense.mlps // topology.dense_tp)
         + dense.keys_values * local_kv // kv
         + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1))
         + dense.replicated

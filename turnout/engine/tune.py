@@ -48,6 +48,8 @@ ONE_RANK: dict[str, Any] = {
     "dp_size": 1,
     "ep_size": 1,
     "enable_dp_attention": False,
+    "moe_dense_tp_size": 0,
+    "enable_dp_lm_head": False,
     "nnodes": 1,
     "node_rank": 0,
     "moe_a2a_backend": "auto",

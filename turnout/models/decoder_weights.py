@@ -60,6 +60,7 @@ class DecoderReader:
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._ahead: dict[int, Future[ExpertWeights]] = {}  # by layer, those that are being read ahead
         self._shape, self._group, self._make_runner = spec.shape, groups.attention_tp, make_runner
+        self._dense_group = self._group if groups.topology.dense_tp > 1 else SINGLE_RANK.world
         self._keep, self._share = keep, f"{self._group.rank} of {self._group.size}"
         self._moe_layers: list[MoELayer] = []
 
@@ -99,7 +100,8 @@ class DecoderReader:
             self._moe_layers.append(moe)
         else:
             dense = f"{prefix}.{names.dense}"
-            mlp = self._keep(f"{dense} {self._share}", lambda: self._read_dense(dense))
+            share = f"{self._dense_group.rank} of {self._dense_group.size}"
+            mlp = self._keep(f"{dense} {share}", lambda: self._read_dense(dense))
         attention_norm, attention, mlp_norm = self._keep(
             f"{prefix} {self._share}",
             lambda: (
@@ -231,8 +233,8 @@ class DecoderReader:
         return sinks_H.narrow(0, heads.start, heads.size).float()
 
     def _read_dense(self, prefix: str) -> GatedMLP:
-        inner = split(self._spec.dense_intermediate_size, self._group)
-        return self._weights.gated_mlp(prefix, self._shape.hidden_size, inner, self._group)
+        inner = split(self._spec.dense_intermediate_size, self._dense_group)
+        return self._weights.gated_mlp(prefix, self._shape.hidden_size, inner, self._dense_group)
 
     def _read_moe(self, i: int, prefix: str) -> MoELayer:
         spec, names, weights = self._spec.moe, self._spec.names, self._weights

@@ -31,6 +31,8 @@ class Topology:
     dp_size: int = 1
     ep_size: int = 1
     enable_dp_attention: bool = False
+    moe_dense_tp_size: int = 0  # 0: as many as attention
+    enable_dp_lm_head: bool = False
     nnodes: int = 1
     rank: int = 0
 
@@ -43,6 +45,11 @@ class Topology:
     @property
     def attention_tp(self) -> int:
         return self.tp_size // self.dp_size
+
+    @property
+    def dense_tp(self) -> int:
+        """Ranks that divide an MLP of a dense layer."""
+        return self.moe_dense_tp_size or self.attention_tp
 
     @property
     def expert_tp(self) -> int:
@@ -111,6 +118,25 @@ class Topology:
                     asked=f"--dp-size {self.dp_size}",
                     limit="data-parallel groups share the experts, so their attention must be data-parallel",
                     remedy="add --enable-dp-attention, or drop --dp-size",
+                )
+            )
+        if self.enable_dp_lm_head and not self.enable_dp_attention:
+            found.append(
+                Refusal(
+                    who="topology",
+                    asked="--enable-dp-lm-head",
+                    limit="without data-parallel attention all ranks share requests and divide the head",
+                    remedy="add --enable-dp-attention with --dp-size, or drop --enable-dp-lm-head",
+                )
+            )
+        if not found and self.moe_dense_tp_size not in (0, 1, self.attention_tp):
+            found.append(
+                Refusal(
+                    who="topology",
+                    asked=f"--moe-dense-tp-size {self.moe_dense_tp_size}",
+                    limit="dense layers are divided over the ranks that share requests, or whole on each",
+                    remedy="use --moe-dense-tp-size 1"
+                    + (f" or {self.attention_tp}" if self.attention_tp > 1 else ""),
                 )
             )
         if not 0 <= self.rank < self.tp_size:
