@@ -34,11 +34,11 @@ from tests.tiny import QWEN3_MOE, write_model
 
 Tensors = dict[str, Tensor]
 EXPERT = re.compile(
-    r"(?P<experts>.*\.(mlp|block_sparse_moe)\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight"
+    r"(?P<experts>.*\.(mlp|block_sparse_moe|feed_forward)\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight"
 )
 DENSE = re.compile(
     r".*\.(self_attn\.([qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
-    r"|(mlp|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
+    r"|(mlp|feed_forward|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
 )
 
 

@@ -37,7 +37,7 @@ COMMON = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+EXPERTS = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.(gate_up_proj|down_proj)")
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -390,7 +390,7 @@ FAMILIES = {
                 "projector_output_dim": 16,
             },
         },
-        formats=("bf16",),
+        formats=("bf16", "fp8-dynamic"),
         release=lambda t: renamed(
             t,
             (r"^model\.language_model\.", "language_model.model."),

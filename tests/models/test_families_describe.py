@@ -15,8 +15,10 @@ from rich.console import Console
 from tests.models.families import FAMILIES, random_model, release_config
 from turnout.commands.plan import explain
 from turnout.config import Config
+from turnout.engine.engine_plan import resolve
 from turnout.errors import UserError
 from turnout.models import describe
+from turnout.parallel.hardware import named
 from turnout.vocabulary import RoutingKind
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -392,3 +394,25 @@ def test_what_states_do_not_permit_is_refused_by_name() -> None:
     code, text = plan(name, "h200", tp_size=32, nnodes=4)
     assert code == 2
     assert "16 key heads and 32 value heads of Gated DeltaNet, over 32 attention-TP ranks" in text
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_windows_take_little_next_to_whole_contexts(name: str, tmp_path: Path) -> None:
+    """32 requests of 32k tokens, against the same layers with no windows."""
+    config, tokens = published(name), 32 * 32768
+    layers = config["num_hidden_layers"]
+    flags = {"max_running_requests": 32, "context_length": 32768, "max_total_tokens": tokens}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * layers}))
+    whole = resolve(Config(model=str(tmp_path), **flags), named("b200"))
+    assert whole.memory.kv == tokens * layers * 2 * 8 * 64 * 2
+    windows = resolve(Config(model=str(PUBLISHED / f"{name}.json"), **flags), named("b200"))
+    assert 0.5 < windows.memory.kv / whole.memory.kv <= 0.56
+    full, sliding = windows.describe()["kv"]["groups"]
+    assert (full["window"], sliding["window"]) == (0, 128)
+    assert full["layers"] == sliding["layers"] == layers // 2
+    assert full["num_pages"] * 16 == tokens
+    assert full["bytes"] + sliding["bytes"] == windows.memory.kv
+    code, text = plan(name, "b200", **flags)
+    assert code == 0
+    assert f"{sliding['bytes']:,}" in text
+    assert f"KV cache ({sliding['num_pages']} pages of 16 tokens, {layers // 2} layers of window 128)" in text
