@@ -71,8 +71,10 @@ ARCHITECTURES: Registry[Any] = Registry(
     "model architecture",
     {
         "DeepseekV3ForCausalLM": "turnout.models.deepseek_v3:read_spec",
+        "DeepseekV32ForCausalLM": "turnout.models.deepseek_v32:read_spec",
         "Glm4MoeForCausalLM": "turnout.models.glm4_moe:read_spec",
         "Glm4MoeLiteForCausalLM": "turnout.models.glm4_moe_lite:read_spec",
+        "GlmMoeDsaForCausalLM": "turnout.models.glm_moe_dsa:read_spec",
         "GptOssForCausalLM": "turnout.models.gpt_oss:read_spec",
         "HYV3ForCausalLM": "turnout.models.hy_v3:read_spec",
         "KimiK25ForConditionalGeneration": "turnout.models.kimi_k25:read_spec",

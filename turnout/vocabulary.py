@@ -125,3 +125,4 @@ class AttentionKind(Word):
     SLIDING_WINDOW = "sliding_window"
     RECURRENT = "recurrent"
     LATENT = "latent"
+    SPARSE_LATENT = "sparse_latent"

@@ -114,6 +114,11 @@ HYBRID = {
     "num_experts_per_tok": 4,
 }
 
+INDEXER = {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}  # few heads tie, and any choice is right
 LATENT = {  # beyond COMMON, of DeepSeek-V3 and its followers
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -446,6 +451,30 @@ FAMILIES = {
         formats=("bf16", "modelopt"),
         release=lambda t: with_draft_layer(one_by_one(t), 3),
         extra={"num_nextn_predict_layers": 1},
+    ),
+    "deepseek_v32": Family(
+        architecture="DeepseekV32ForCausalLM",
+        config={"model_type": "deepseek_v32", "q_lora_rank": 48, "n_group": 4, "topk_group": 2}
+        | LATENT
+        | INDEXER,
+        formats=("bf16", "fp8", "modelopt"),
+        release=lambda t: with_draft_layer(one_by_one(t), 3),
+        extra={"num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "glm_moe_dsa": Family(
+        architecture="GlmMoeDsaForCausalLM",
+        config={
+            "model_type": "glm_moe_dsa",
+            "q_lora_rank": 48,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
+        | {name: value for name, value in LATENT.items() if name != "rope_parameters"}
+        | INDEXER,
+        formats=("bf16", "fp8"),
+        release=lambda t: with_draft_layer(one_by_one(t), 4),
+        extra={"num_nextn_predict_layers": 1, "indexer_rope_interleave": True},
     ),
     "kimi_k25": Family(
         architecture="KimiK25ForConditionalGeneration",

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
 from turnout.attention.up_projection import UpProjection
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
@@ -68,6 +69,8 @@ class PlainAttention(Attention):
         self.cache: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
         self.states: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.lengths: dict[str, int] = {}
+        self.index_keys: dict[tuple[int, str], list[Tensor]] = {}
+        self.choices: dict[str, list[set[int]]] = {}  # of each token of this step, by the last indexer
 
     @torch.inference_mode()
     def logits(
@@ -104,15 +107,34 @@ class PlainAttention(Attention):
             self._chunks, *(x.split(counts) for x in (q_NHD, k_NHD, v_NHD)), strict=True
         ):
             past = self.cache.setdefault((layer, name), [])
-            parts.append(self._attend(self.model.shape.attention[layer], past, *qkv, sinks_H))
+            spec = self.model.shape.attention[layer]
+            chosen = self.choices[name] if isinstance(spec, SparseLatentSpec) else None
+            parts.append(self._attend(spec, past, *qkv, sinks_H, chosen))
         return torch.cat(parts)
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         """Keys and values of every head, made once, by the weights' definition."""
+        if index is not None:
+            self._choose(layer, index)
         nope, rank = up.nope_dim, up.weight_HXL.shape[-1]
         made_NHX = torch.einsum("hxl,nl->nhx", up.weight_HXL, latent_NC[:, :rank])
         rope_NHR = latent_NC[:, None, rank:].expand(-1, q_NHD.shape[1], -1)
         return self(layer, q_NHD, torch.cat((made_NHX[..., :nope], rope_NHR), dim=-1), made_NHX[..., nope:])
+
+    def _choose(self, layer: int, index: Index) -> None:
+        """Token by token, in float64: places sorted by falling score, then by place."""
+        topk, at = self.model.shape.attention[layer].index_topk, 0
+        for name, count in self._chunks:
+            keys = self.index_keys.setdefault((layer, name), [])
+            self.choices[name] = []
+            for n in range(at, at + count):
+                keys.append(index.key_ND[n].double())
+                products_LH = torch.stack(keys) @ index.q_NHD[n].double().T
+                scores = (products_LH.clamp(min=0) @ index.weights_NH[n].double()).tolist()
+                self.choices[name].append(set(sorted(range(len(scores)), key=lambda i: -scores[i])[:topk]))
+            at += count
 
     def _attend(
         self,
@@ -122,6 +144,7 @@ class PlainAttention(Attention):
         k_THD: Tensor,
         v_THD: Tensor,
         sinks_H: Tensor | None,
+        chosen: list[set[int]] | None,
     ) -> Tensor:
         past.append((k_THD, v_THD))
         group = spec.num_heads // k_THD.shape[1]
@@ -130,6 +153,8 @@ class PlainAttention(Attention):
         scores_HTL = torch.einsum("thd,lhd->htl", q_THD, k_LHD) * spec.scale
         ages_TL = torch.arange(L - T, L)[:, None] - torch.arange(L)
         hidden_TL = ((ages_TL < 0) | (ages_TL >= (spec.window or L))).to(self.device)
+        for t, places in enumerate(chosen or ()):
+            hidden_TL[t, sorted(set(range(L)) - places)] = True
         scores_HTL = scores_HTL.masked_fill(hidden_TL, float("-inf")).float()
         if sinks_H is not None:
             scores_HTL = torch.cat((scores_HTL, sinks_H[:, None, None].expand(-1, T, 1)), dim=-1)

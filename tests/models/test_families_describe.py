@@ -148,6 +148,7 @@ def test_structure_equals_transformers(name: str) -> None:
     routers = [t for n, t in text.items() if n.endswith(("gate.weight", "e_score_correction_bias"))]
     sigmoid = moe.routing.kind == RoutingKind.SIGMOID_TOPK and not moe.routing.on_input
     wide = routers if sigmoid else []
+    wide += [t for n, t in text.items() if n.endswith("indexer.weights_proj.weight")]
     if FAMILIES[name].norms_around_one:
         wide = [t for n, t in text.items() if "norm" in n and not n.endswith("linear_attn.norm.weight")]
         wide += [t for n, t in text.items() if n.endswith(("A_log", "dt_bias"))]

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
+from turnout.attention.kinds import (
+    LATENT_KINDS,
+    AttentionSpec,
+    CacheGroup,
+    DeltaNetSpec,
+    SparseLatentSpec,
+)
 from turnout.errors import Refusal
 from turnout.packages import NUMBA, TRITON, Package
 from turnout.vocabulary import AttentionKind
@@ -89,7 +95,7 @@ class AttentionBackend:
     def obstacles(self, spec: AttentionSpec, place: Place) -> list[Obstacle]:
         """All that stands in the way of this layer; [] if nothing does."""
         most, D, package = self.most_head_dim, spec.head_dim, self.package
-        latent, on_gpu = spec.kind == AttentionKind.LATENT, place.device == "cuda"
+        latent, on_gpu = spec.kind in LATENT_KINDS, place.device == "cuda"
         generations = " and ".join(f"{major}.x" for major in sorted(self.architectures))
         lacking = package.lacking() if package and place.present else ""
         pages, other_model = self.page_multiple, "use another model"
@@ -163,7 +169,7 @@ BACKENDS = (
         name="torch",
         devices=frozenset({"cpu", "cuda"}),
         dtypes=HALVES | {"float32"},
-        kinds=KINDS | {AttentionKind.LATENT},
+        kinds=KINDS | LATENT_KINDS,
         sinks=True,
     ),
     AttentionBackend(
@@ -181,6 +187,8 @@ BACKENDS = (
 )
 NAMED = {backend.name: backend for backend in BACKENDS}
 LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a time
+SPARSE_ROWS = 16  # tokens that sparse latent attention computes at a time
+INDEX_SPAN = 4096  # tokens of a context that it scores at a time
 
 
 def choose(spec: AttentionSpec, place: Place) -> Chosen | None:
@@ -238,18 +246,34 @@ def recurrence(spec: DeltaNetSpec, device: str, dtype: str, *, present: bool = T
     return "torch"
 
 
-def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int) -> int:
+def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int, longest: int = 0) -> int:
     """The most that attention allocates for a chunk of so many tokens, next to queries and results.
 
     Only latent attention does: keys and values of a span, made and then padded, and in float32 what the spans
-    give.
+    give. longest: of contexts, in tokens, whose scores sparse latent attention ranks.
     """
     most = 0
-    for spec in (group.spec for group in groups if group.spec.kind == AttentionKind.LATENT):
+    for spec in (group.spec for group in groups if group.spec.kind in LATENT_KINDS):
         expanded = LATENT_SPAN * (3 * spec.head_dim + 2 * spec.value_dim) * itemsize
         joined = tokens * (3 * spec.value_dim * 4 + spec.head_dim * itemsize)
         most = max(most, spec.num_heads * (expanded + joined))
+        if isinstance(spec, SparseLatentSpec):
+            most = max(most, _sparse_bytes(spec, tokens, itemsize, longest))
     return most
+
+
+def _sparse_bytes(spec: SparseLatentSpec, tokens: int, itemsize: int, longest: int) -> int:
+    """The choices of a step, and of some of its tokens the products and scores of index keys, their ranking,
+    and the chosen vectors with their scores."""
+    scored = INDEX_SPAN * (2 * spec.index_heads * 4 + spec.index_dim * (4 + itemsize))
+    ranked = longest * (3 * 8 + 3 * 4)
+    read = (spec.latent_dim + spec.rope_dim) * 2 * itemsize + spec.num_heads * 3 * 4
+    absorbed = tokens * spec.num_heads * (2 * spec.latent_dim + spec.rope_dim) * itemsize
+    return (
+        tokens * spec.index_topk * 4
+        + absorbed
+        + SPARSE_ROWS * max(scored + ranked, spec.index_topk * (read + 8))
+    )
 
 
 def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:

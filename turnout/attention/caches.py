@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.states import RequestStates
 from turnout.attention.torch import PagedAttention
@@ -82,5 +83,7 @@ class _ByLayer(Attention):
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self._attentions[self._numbers[layer]].recur(layer, mixed_NX, cell)
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
-        return self._attentions[self._numbers[layer]].latent(layer, q_NHD, latent_NC, up)
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        return self._attentions[self._numbers[layer]].latent(layer, q_NHD, latent_NC, up, index)

@@ -19,6 +19,7 @@ from turnout.attention.backends import Chosen, choose
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup
 from turnout.attention.latent import LatentAttention
+from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.attention.torch import PagedAttention, place_of
 from turnout.vocabulary import AttentionKind
 
@@ -37,6 +38,8 @@ def paged_attention(
     kind = CompiledAttention if chosen and chosen.backend == "cpu" else PagedAttention
     if group.spec.kind == AttentionKind.LATENT:
         kind = LatentAttention
+    if group.spec.kind == AttentionKind.SPARSE_LATENT:
+        kind = SparseLatentAttention
     return kind(group, page_size=page_size, device=device, dtype=dtype, chosen=chosen, **rest)
 
 

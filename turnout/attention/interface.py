@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnout.attention.delta_rule import DeltaCell
+    from turnout.attention.indexing import Index
     from turnout.attention.up_projection import UpProjection
 
 
@@ -48,11 +49,15 @@ class Attention(Protocol):
         """
         raise ValueError(f"layer {layer} is recurrent, and no states are kept for it")
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         """Of a layer that declares latent attention: store latent [N, C], attend with q [N, Hq, D].
 
         latent: normed, then the part of the keys that all heads share, rotated; q ends in its rotated part.
-        up: makes keys and values of the heads. Returns [N, Hq, Dv]. Raises ValueError for other layers.
+        up: makes keys and values of the heads. index: of sparse latent attention, unless the layer shares the
+        choice of the last one before it that has an indexer. Returns [N, Hq, Dv]. Raises ValueError for other
+        layers.
         """
         raise ValueError(f"layer {layer} keeps keys and values, not latent vectors")
 

@@ -6,9 +6,13 @@
 | sliding_window | positions max(0, t - window + 1) to t | keys and values     | pages below the window |
 | recurrent      | a state made of positions 0 to t      | nothing             | nothing before its end |
 | latent         | positions 0 to t                      | latent_dim+rope_dim | nothing before its end |
+| sparse_latent  | index_topk of positions 0 to t        | the same, index_dim | nothing before its end |
 
 Latent attention (MLA) keeps one vector for all heads of a token, from which their keys and values are made,
 and next to it the rotated part of the keys, which the heads share. It is whole on each rank.
+
+Sparse latent attention (DSA) also keeps an index key of each token, by which a token chooses the few that it
+attends to (indexing.py). Layers that share the choice of the last one before them that made one keep none.
 
 With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
 not multiplied by the scale.
@@ -23,6 +27,8 @@ from dataclasses import dataclass, replace
 
 from turnout.vocabulary import AttentionKind
 
+LATENT_KINDS = frozenset({AttentionKind.LATENT, AttentionKind.SPARSE_LATENT})
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -31,7 +37,7 @@ class AttentionSpec:
     head_dim: of queries and keys; value_dim: of values. scale multiplies the products of queries and keys.
     rope: the name of one of the model's rotary embeddings. window: in tokens, the token itself included; 0
     unless the kind is sliding_window. latent_dim, rope_dim: of the kept vector and of the rotated end of a
-    key, 0 unless the kind is latent, whose num_kv_heads is 1.
+    key, 0 unless the kind is one of LATENT_KINDS, whose num_kv_heads is 1.
     """
 
     kind: AttentionKind = AttentionKind.FULL
@@ -49,7 +55,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if (self.kind == AttentionKind.SLIDING_WINDOW) != (self.window > 0):
             raise ValueError(f"{self.kind} attention with a window of {self.window} tokens")
-        if (self.kind == AttentionKind.LATENT) != (self.latent_dim > 0):
+        if (self.kind in LATENT_KINDS) != (self.latent_dim > 0):
             raise ValueError(f"{self.kind} attention with a latent vector of {self.latent_dim}")
 
     @classmethod
@@ -113,9 +119,28 @@ class AttentionSpec:
 
     def token_bytes(self, itemsize: int) -> int:
         """What is kept of one token in one layer."""
-        if self.kind == AttentionKind.LATENT:
+        if self.kind in LATENT_KINDS:
             return (self.latent_dim + self.rope_dim) * itemsize
         return self.num_kv_heads * (self.head_dim + self.value_dim) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLatentSpec(AttentionSpec):
+    """A layer of sparse latent attention, whose indexer is whole on each rank.
+
+    index_heads, index_dim: number and size of the heads of index queries; a token has one index key.
+    index_topk: how many tokens a token attends to. shares_choice: the layer has no indexer, and attends to
+    what the last layer before it that has one chose.
+    """
+
+    kind: AttentionKind = AttentionKind.SPARSE_LATENT
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    shares_choice: bool = False
+
+    def token_bytes(self, itemsize: int) -> int:
+        return super().token_bytes(itemsize) + (0 if self.shares_choice else self.index_dim * itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,27 +197,48 @@ class StateGroup:
 class CacheGroup:
     """Layers of one kind and shape, which share pages, a page table and an eviction rule.
 
-    layers: their indices in the model, ascending. spec: of each of them, but for the rope.
+    layers: their indices in the model, ascending. spec: of each of them, but for the rope and for whether it
+    shares a choice. sharing: those that do.
     """
 
     layers: tuple[int, ...]
     spec: AttentionSpec
+    sharing: tuple[int, ...] = ()
 
     def token_bytes(self, itemsize: int) -> int:
         """Of one token in all layers of the group."""
-        return len(self.layers) * self.spec.token_bytes(itemsize)
+        keys = self.spec.index_dim * itemsize if isinstance(self.spec, SparseLatentSpec) else 0
+        return len(self.layers) * self.spec.token_bytes(itemsize) - len(self.sharing) * keys
 
 
 def cache_groups(layers: Sequence[AttentionSpec]) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers that keep something of each token: first those that keep whole contexts,
     then by their first layer."""
-    without_rope = {spec: replace(spec, rope="") for spec in set(layers)}
+    alike = {spec: _alike(spec) for spec in set(layers)}
     members: dict[AttentionSpec, list[int]] = {}
     for i, spec in enumerate(layers):
         if spec.kind != AttentionKind.RECURRENT:
-            members.setdefault(without_rope[spec], []).append(i)
-    groups = [CacheGroup(layers=tuple(found), spec=layers[found[0]]) for found in members.values()]
+            members.setdefault(alike[spec], []).append(i)
+    groups = [
+        CacheGroup(
+            layers=tuple(found),
+            spec=layers[found[0]],
+            sharing=tuple(i for i in found if _shares_choice(layers[i])),
+        )
+        for found in members.values()
+    ]
     return tuple(sorted(groups, key=lambda group: group.spec.window > 0))
+
+
+def _alike(spec: AttentionSpec) -> AttentionSpec:
+    """What layers of a group have in common."""
+    if isinstance(spec, SparseLatentSpec):
+        return replace(spec, rope="", shares_choice=False)
+    return replace(spec, rope="")
+
+
+def _shares_choice(spec: AttentionSpec) -> bool:
+    return isinstance(spec, SparseLatentSpec) and spec.shares_choice
 
 
 def state_groups(layers: Sequence[AttentionSpec]) -> tuple[StateGroup, ...]:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.attention.backends import LATENT_SPAN
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import AttentionSpec
 from turnout.attention.torch import (
@@ -78,13 +79,18 @@ class LatentAttention(PagedAttention):
         cache_SC, M = self.store(layer, layout.write_N, latent_NC), layout.num_decoding
         parts = []
         if M:
-            k_1XC = cache_SC.index_select(0, layout.slots_BL)[None]
-            v_1XL = k_1XC[..., : self.spec.latent_dim]
-            mixed_MHL = attend_decoding(up.absorb(q_NHD[:M]), k_1XC, v_1XL, layout, self.spec.scale)
-            parts.append(up.values(mixed_MHL))
+            parts.append(self.attend_decoding(layout, cache_SC, q_NHD[:M], up))
         for chunk in layout.chunks:
             parts.append(self.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
         return torch.cat(parts) if parts else q_NHD.new_empty(0, *up.values_size)
+
+    def attend_decoding(
+        self, layout: StepLayout, cache_SC: Tensor, q_MHD: Tensor, up: UpProjection
+    ) -> Tensor:
+        """[M, H, Dv] of the tokens that decode, which are stored already."""
+        k_1XC = cache_SC.index_select(0, layout.slots_BL)[None]
+        v_1XL = k_1XC[..., : self.spec.latent_dim]
+        return up.values(attend_decoding(up.absorb(q_MHD), k_1XC, v_1XL, layout, self.spec.scale))
 
     def attend_chunk(
         self, chunk: ChunkLayout, cache_SC: Tensor, q_THD: Tensor, latent_TC: Tensor, up: UpProjection
@@ -111,7 +117,9 @@ class _LaidOut(Attention):
     ) -> Tensor:
         raise ValueError(f"layer {layer} keeps latent vectors, not keys and values")
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         return self.paged.attend_latent(self.layout, layer, q_NHD, latent_NC, up)
 
 

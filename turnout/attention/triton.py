@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.flash_attn_4 import FlashAttn4Prompts, takes_prompts
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.latent import LatentAttention
 from turnout.attention.torch import PagedAttention, to_device
@@ -95,7 +96,9 @@ class RowAttention(_Stored):
             out_BHD=out_NHD,
         )
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         assert isinstance(self._paged, LatentAttention)
         cache_SC = self._paged.store(layer, self._slots_N, latent_NC)
         return self._attend_latent(cache_SC, q_NHD, up, self._table_NP, self._ends_N, self._splits)
@@ -115,7 +118,9 @@ class LatentStep(_Stored):
         self._chunks = paged.chunk_layouts(chunks, M)
         self._splits = self._spans(max(1, M))
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         paged, M = self._paged, self._num_decoding
         assert isinstance(paged, LatentAttention)
         cache_SC = paged.store(layer, self._slots_N, latent_NC)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnout.attention.backends import recurrence
+from turnout.attention.kinds import LATENT_KINDS, SparseLatentSpec
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
@@ -118,8 +119,11 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
     for group, chosen in zip(engine_plan.cache_groups, engine_plan.attention_backends, strict=True):
         spec = group.spec
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
-        if spec.kind == AttentionKind.LATENT:
+        if spec.kind in LATENT_KINDS:
             kind += f" of latent vectors ({spec.latent_dim} + {spec.rope_dim})"
+        if isinstance(spec, SparseLatentSpec):
+            kind += f", {spec.index_topk} of each context by keys of {spec.index_dim} that "
+            kind += f"{len(group.layers) - len(group.sharing)} layers keep,"
         lines.append(
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: {chosen}"
         )

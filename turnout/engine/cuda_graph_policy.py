@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from importlib.util import find_spec
 
 from turnout.attention.backends import Place, choose
-from turnout.attention.kinds import CacheGroup
+from turnout.attention.kinds import LATENT_KINDS, CacheGroup
 from turnout.config import Config
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
@@ -36,7 +36,7 @@ def why_no_decode_graphs(
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
     chosen = [(group.spec.kind, choose(group.spec, place)) for group in groups]
-    if any(kind == AttentionKind.LATENT and c and c.backend != "triton" for kind, c in chosen):
+    if any(kind in LATENT_KINDS and c and c.backend != "triton" for kind, c in chosen):
         return "latent attention computes with torch"
     if config.attention_backend == "torch":
         return "--attention-backend torch computes outside of graphs"

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from turnout.attention import backends as attention_backends
+from turnout.attention.kinds import LATENT_KINDS
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config
 from turnout.config import Config
@@ -49,7 +50,7 @@ from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.packages import TRITON
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import AttentionKind, ComputeDtype
+from turnout.vocabulary import ComputeDtype
 
 NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
@@ -370,7 +371,7 @@ def _contradictions(config: Config, description: ModelDescription, hardware: Har
 def _not_deterministic(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
     """What stands against --deterministic on CUDA."""
     limits = {}
-    if AttentionKind.LATENT in {layer.kind for layer in description.shape.attention}:
+    if LATENT_KINDS & {layer.kind for layer in description.shape.attention}:
         limits["latent attention on CUDA has products by head that are not batch-invariant"] = (
             "leave --deterministic out, or use --device cpu"
         )

@@ -174,7 +174,12 @@ class Rank:
             dense=dense_bytes(self, moe),
             experts=moe.weight_bytes * len(description.moe_layers),
             kv=0,
-            attention=workspace_bytes(self.cache_groups, budget.local, ITEMSIZE[self.compute_dtype]),
+            attention=workspace_bytes(
+                self.cache_groups,
+                budget.local,
+                ITEMSIZE[self.compute_dtype],
+                config.context_length or description.shape.max_position_embeddings,
+            ),
             workspace=moe.workspace_bytes,
             dispatch=moe.dispatch_bytes,
             logits=logits_bytes(rows, description.shape.vocab_size),

@@ -34,8 +34,10 @@ def read_deepseek(
     first_dense: int = 3,
     scaling_factor: float = 2.5,
     norm_eps: float = 1e-6,
+    drafts: bool = True,
 ) -> DecoderSpec:
-    """The fields of DeepSeek-V3. Defaults are given where families differ in them."""
+    """The fields of DeepSeek-V3. Defaults are given where families differ in them. drafts: its draft layer
+    is served."""
     fields.choice("partial_rotary_factor", (1.0, 1), default=1.0)  # of the part of a head that is rotated
     fields.choice("rope_interleave", (True,), default=True)
     rope = read_rope(fields, head_dim=fields.integer("qk_rope_head_dim"), interleaved=True)
@@ -66,7 +68,7 @@ def read_deepseek(
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         skipped=draft_layers,
-        draft_layers=len(draft_layers),
+        draft_layers=len(draft_layers) if drafts else 0,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from turnout.attention.kinds import DeltaNetSpec
+from turnout.attention.kinds import DeltaNetSpec, SparseLatentSpec
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
 from turnout.models.rope import Rope
 from turnout.moe.spec import MoESpec
@@ -52,10 +52,12 @@ class SharedExpert:
 @dataclass(frozen=True, kw_only=True)
 class LatentProjections:
     """Where queries and the latent vectors of latent attention come from. query_rank: of the vector that
-    queries are made from; 0: they are made from the hidden state. norm_eps: of the norms of both vectors."""
+    queries are made from; 0: they are made from the hidden state. norm_eps: of the norms of both vectors.
+    index_interleaved: what an indexer rotates it rotates in pairs of neighbours, not of halves."""
 
     query_rank: int
     norm_eps: float = 1e-6  # whatever the other norms have
+    index_interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,10 @@ class DecoderSpec:
                 queries += layer.num_heads * (made * layer.latent_dim + layer.value_dim * H)
                 keys_values += (layer.latent_dim + layer.rope_dim) * H
                 small += rank * H + rank + layer.latent_dim
+                if isinstance(layer, SparseLatentSpec) and not layer.shares_choice:
+                    heads, dim = layer.index_heads, layer.index_dim
+                    small += heads * dim * rank + dim * (H + 2) + heads * H
+                    wide += heads * H
                 continue
             q, k = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
             queries += (

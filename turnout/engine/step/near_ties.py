@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.indexing import Index, index_scores, largest
 from turnout.attention.interface import Attention
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
 from turnout.attention.states import SequenceStates
 from turnout.attention.torch import additive, attend_chunk, visible
 from turnout.attention.up_projection import UpProjection
@@ -40,6 +41,8 @@ class WholeAttention(SequenceStates):
         super().__init__()
         self._layers = layers
         self._tokens: list[list[Tensor]] = [[] for _ in layers]  # keys and values, or latent vectors
+        self._index_keys: list[list[Tensor]] = [[] for _ in layers]
+        self._chosen_NL: Tensor | None = None  # what the last indexer chose for this block
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
@@ -51,13 +54,22 @@ class WholeAttention(SequenceStates):
         seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
         return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale, sinks_H)
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         """In the expanded form."""
         spec = self._layers[layer]
         self._tokens[layer].append(latent_NC)
         k_HLD, v_HLD = up.expand(torch.cat(self._tokens[layer]))
         end = k_HLD.shape[1]
         seen_NL = visible(spec, end - len(q_NHD), end, 0, q_NHD.device)
+        if isinstance(spec, SparseLatentSpec):
+            if index is not None:
+                self._index_keys[layer].append(index.key_ND)
+                scores_NL = index_scores(index, torch.cat(self._index_keys[layer]))
+                self._chosen_NL = largest(scores_NL, seen_NL, spec.index_topk)
+            assert self._chosen_NL is not None, "the first layer has an indexer"
+            seen_NL = self._chosen_NL
         return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale)
 
 
@@ -72,7 +84,9 @@ class NoAttention(Attention):
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return mixed_NX.new_empty(0, cell.spec.num_heads * cell.spec.value_dim)
 
-    def latent(self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection) -> Tensor:
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
         return q_NHD.new_empty(0, *up.values_size)
 
 
