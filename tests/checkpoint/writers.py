@@ -37,7 +37,7 @@ EXPERT = re.compile(
     r"(?P<experts>.*\.(mlp|block_sparse_moe|feed_forward)\.experts)\.(?P<e>\d+)\.(?P<projection>\w+)\.weight"
 )
 DENSE = re.compile(
-    r".*\.(self_attn\.([qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
+    r".*\.(self_attn\.([qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(wq_b|wk))"
     r"|(mlp|feed_forward|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
 )
 
@@ -204,7 +204,7 @@ def _modelopt_tensors(written: Written, tensors: Tensors, dense: bool, inputs: b
 def _modelopt(written: Written, tensors: Tensors, dense: bool) -> None:
     """NVFP4 announced by hf_quant_config.json, with wildcards as ModelOpt writes them."""
     ignored = _modelopt_tensors(written, tensors, dense, inputs=True)
-    wild = sorted({re.sub(r"self_attn\..*", "self_attn*", module) for module in ignored})
+    wild = sorted({re.sub(r"self_attn\.(?!indexer).*", "self_attn*", module) for module in ignored})
     with edit_config(written.folder, "hf_quant_config.json") as config:
         config["producer"] = {"name": "modelopt", "version": "0.39.0"}
         config["quantization"] = {

@@ -51,6 +51,9 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "kimi-k2.5-bf16": (1026, 32),
     "moonlight-16b-a3b": (16, 1),
     "glm-4.7-flash": (30, 1),
+    "deepseek-v3.2": (672, 8),
+    "glm-5": (744, 16),
+    "glm-5.2": (743, 16),
 }
 
 
@@ -101,6 +104,22 @@ def test_published_configurations_plan_with_data_parallel_attention(hardware: st
 
 
 WIDE = {"tp_size": 8, "dp_size": 8, "ep_size": 8, "enable_dp_attention": True}
+
+
+@pytest.mark.more
+def test_plans_of_sparse_attention_count_index_keys() -> None:
+    """Of a token: latent vectors in all layers, and index keys of 128 where an indexer is."""
+    wide = {"tp_size": 16, "dp_size": 16, "ep_size": 16, "nnodes": 2, "enable_dp_attention": True}
+    code, text = plan("glm-5.2", "b200", **wide)
+    assert code == 0, text
+    full = [i for i in range(78) if i < 3 or (i - 2) % 4 == 0]
+    assert f"{(78 * 576 + len(full) * 128) * 2:,}" in text
+    told = (
+        f"(512 + 64), 2048 of each context by keys of 128 that {len(full)} layers keep, in 78 layers: torch"
+    )
+    assert told in text
+    shapes = describe(published("glm-5.2")).shape.attention
+    assert [i for i, layer in enumerate(shapes) if not layer.shares_choice] == full
 
 
 def test_plans_of_latent_attention_count_what_every_rank_holds_whole() -> None:
@@ -301,6 +320,27 @@ MLA = [  # of all families with latent attention
     ("index_topk", 2048, "could change the result: index_topk = 2048"),
 ]
 REFUSED |= dict.fromkeys(("deepseek-v3", "moonlight-16b-a3b", "glm-4.7-flash", "kimi-k2.5-bf16"), MLA)
+SPARSE = [case for case in MLA if case[0] not in ("index_topk", "q_lora_rank")] + [
+    ("q_lora_rank", None, "q_lora_rank is missing"),
+    ("index_topk", None, "index_topk is missing"),
+    ("index_topk", 0, "index_topk = 0: must be an integer of at least 1"),
+    ("index_n_heads", "x", "index_n_heads = 'x'"),
+    ("index_head_dim", 32, "index_head_dim = 32: must be at least qk_rope_head_dim (64)"),
+]
+REFUSED["deepseek-v3.2"] = [
+    *SPARSE,
+    ("indexer_rope_interleave", True, "indexer_rope_interleave = True: is not implemented; only False is"),
+    ("index_topk_freq", 4, "could change the result: index_topk_freq = 4"),
+]
+REFUSED["glm-5"] = [
+    *SPARSE,
+    ("indexer_rope_interleave", False, "indexer_rope_interleave = False: is not implemented; only True is"),
+    ("index_topk_freq", 0, "index_topk_freq = 0"),
+    ("index_topk_pattern", "FFS", "index_topk_pattern = 'FFS': must say 'full' or 'shared'"),
+    ("index_topk_pattern", "FX" * 39, "must say 'full' or 'shared' (F or S) of 78 layers"),
+    ("indexer_types", 78, "indexer_types = 78: must say 'full' or 'shared'"),
+    ("indexer_types", ["shared"] * 78, "must begin with a full layer"),
+]
 REFUSED["kimi-k2"] = [
     ("rope_scaling", {"type": "yarn", "mscale_all_dim": "x"}, "mscale_all_dim = 'x'"),
     ("rope_scaling", {"type": "su"}, "rope_type 'su' is not implemented"),

@@ -21,6 +21,8 @@ def _read_indexer_types(fields: ConfigFields, num_layers: int) -> list[str]:
     name, kinds = "index_topk_freq", _every(num_layers, every, offset)
     for listed in ("index_topk_pattern", "indexer_types"):  # the last of them counts
         value = fields.raw(listed)
+        if value is not None and not isinstance(value, str | list):
+            raise fields.wrong(listed, f"must say 'full' or 'shared' (F or S) of {num_layers} layers")
         if value is not None:
             letters = {"F": FULL, "S": SHARED}
             name, kinds = listed, [letters.get(kind, kind) for kind in value]
