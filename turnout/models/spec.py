@@ -159,6 +159,10 @@ class DecoderSpec:
                 keys_values += stored((layer.latent_dim + layer.rope_dim) * H, prefix, *down)
                 replicated += stored(rank * H, prefix, *down)
                 queries += stored(q * rank, prefix, "q_b_proj") if rank else stored(q * H, prefix, *down)
+                if isinstance(layer, SparseLatentSpec) and not layer.shares_choice:
+                    dim = layer.index_dim
+                    replicated += stored(layer.index_heads * dim * rank, prefix, "indexer.wq_b")
+                    replicated += stored(dim * H, prefix, "indexer.wk")
                 continue
             together = "q_proj", "k_proj", "v_proj"
             queries += stored(q * H * (1 + self.output_gate), prefix, *together)
