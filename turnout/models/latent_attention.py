@@ -130,9 +130,7 @@ class LatentAttention:
         key_N1R = rotate(rope_NR[:, None], cos_N1R, sin_N1R)
         return q_NHD, torch.cat((self._latent_norm(c_NL), key_N1R[:, 0]), dim=-1), normed_NX
 
-    def _fused(
-        self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _fused(self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same in a launch each after the products."""
         from turnout.kernels.common.latent_rows import latents, rotated
 
