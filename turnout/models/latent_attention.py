@@ -117,7 +117,7 @@ class LatentAttention:
     def _composed(
         self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries [N, Hq, D], rotated, what is kept [N, C], and the vector [N, Lq] that queries are made of."""
+        """Queries [N, Hq, D], rotated, what is kept [N, C], and [N, Lq] that queries are made of."""
         N, spec, normed_NX = len(x_NH), self._spec, None
         q_NX, c_NL, rope_NR = self._linear(x_NH, self._down).split(self._sizes, dim=-1)
         if self._query_norm is not None and self._query_up is not None:
