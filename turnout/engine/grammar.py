@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -118,28 +118,84 @@ def repeated(part: str, *, between: str = "") -> str:
 
 
 def tool_calls(
-    tools: Sequence[tuple[str, Any]], call: str, *, parallel: bool, special: Mapping[str, int] | None = None
+    tools: Sequence[tuple[str, Any]],
+    call: str,
+    *,
+    parallel: bool,
+    special: Mapping[str, int] | None = None,
+    arguments: Callable[[Any], str] | None = None,
 ) -> str:
     """Calls of `tools` (name, JSON schema of its arguments; None: any object), at least one and nothing else.
 
     call: how the model writes one, as a format string of `name` and `arguments`; braces doubled, as in
-    '<tool_call>\\n{{"name": "{name}", "arguments": {arguments}}}\\n</tool_call>'. Raises UserError naming the
-    tool and the keyword of a schema that cannot be followed.
+    '<tool_call>\\n{{"name": "{name}", "arguments": {arguments}}}\\n</tool_call>'. arguments: of a schema,
+    where they are not a JSON object. Raises UserError naming the tool and the keyword of a schema that cannot
+    be followed.
     """
     calls = []
     for name, parameters in tools:
         before, after = call.format(name=name, arguments=_PLACE).split(_PLACE)
         try:
-            arguments = json_value(ANY_OBJECT if parameters is None else parameters)
+            given = (arguments or json_value)(ANY_OBJECT if parameters is None else parameters)
         except UserError as error:
             raise UserError(f"tool {name!r}: {error}") from None
         parts = [literal(text, special) for text in (before, after)]
-        calls.append(sequence(parts[0], arguments, parts[1]) if after else sequence(parts[0], arguments))
+        calls.append(sequence(parts[0], given, parts[1]) if after else sequence(parts[0], given))
     each = one_of(calls)
     return repeated(each, between=r"/\n?/") if parallel else each
 
 
 _PLACE = "\0"  # stands in no template
+_TAGLESS = r"([^<]|<+[^<\/])*"  # text in which no tag ends
+_OF_TEXTS = {"type", "enum", "const", "title", "description", "default", "examples"}
+
+
+def tagged_arguments(
+    schema: Mapping[str, Any],
+    argument: str,
+    *,
+    is_text: Callable[[Any], bool],
+    special: Mapping[str, int] | None = None,
+) -> str:
+    """The properties of an object, each in tags, in their order; those that are not required may be missing.
+
+    argument: how one is written, as a format string of `key`, `value` and `is_text`. is_text: whether values
+    of a schema stand there as they are; others as JSON. Raises UserError naming what cannot be written so.
+    """
+    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
+    if unknown := required - properties.keys():
+        raise UserError(f"required: {min(unknown)!r} is not one of the properties")
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts = ['""']
+    for key, own in properties.items():
+        if not key or re.search(r'[<>"\s]', key):
+            raise UserError(f"properties: {key!r} cannot be the name of an argument in tags")
+        text = is_text(own)
+        written = argument.format(key=key, value=_PLACE, is_text=str(text).lower())
+        before, after = written.split(_PLACE)
+        if text:
+            rest = _text(key, own, after, special)
+        else:
+            value = json_value({**shared, **own} if isinstance(own, dict) else own)
+            rest = sequence(value, literal(after, special))
+        part = sequence(literal(before, special), rest)
+        parts.append(part if key in required else f"({part})?")
+    return sequence(*parts)
+
+
+def _text(key: str, schema: Mapping[str, Any], after: str, special: Mapping[str, int] | None) -> str:
+    """A text by a schema, up to the first `</`, and the tag `after` it."""
+    if further := schema.keys() - _OF_TEXTS:
+        raise UserError(f"{min(further)}: cannot be followed in {key!r}, whose text stands in tags")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choices is not None:
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        return sequence(one_of(map(json.dumps, texts)), literal(after, special))
+    if any(mark in after for mark in special or ()):
+        return sequence(f"/{_TAGLESS}/", literal(after.lstrip("\n"), special))
+    # One lexeme: alone, the text would take the beginning of the tag, and then there is no way back.
+    tag = re.escape(after).replace("\\\n", "\\n").replace("/", "\\/")
+    return f"/{_TAGLESS}{tag}/"
 
 
 def check(grammar: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from turnout.engine.grammar import literal, sequence, tool_calls
+from turnout.engine.grammar import literal, sequence, tagged_arguments, tool_calls
 from turnout.server.api.body import Body
 from turnout.server.api.errors import invalid
+from turnout.server.api.parsing.calls import is_text
 from turnout.server.api.parsing.family import Family
 from turnout.server.api.structured import TOOLS, Restrictions, StructuredFields
 
@@ -138,7 +140,7 @@ def forced_calls(fields: ToolFields, family: Family | None, special: Mapping[str
     written = family.calls if family is not None else None
     if written is None or written.written is None:
         raise invalid(
-            "tool_choice: this model writes arguments in tags or channels, in which calls cannot be forced; "
+            "tool_choice: this model writes calls in channels, in which they cannot be forced; "
             "send auto, or none",
             "tool_choice",
         )
@@ -155,10 +157,17 @@ def forced_calls(fields: ToolFields, family: Family | None, special: Mapping[str
     parallel = chosen is None and fields.parallel_tool_calls is not False
 
     def make() -> str:
-        calls = tool_calls(tools, written.written or "", parallel=parallel, special=special)
+        tagged = None
+        if written.written_argument is not None:
+            tagged = partial(
+                tagged_arguments, argument=written.written_argument, is_text=is_text, special=special
+            )
+        calls = tool_calls(tools, written.written or "", parallel=parallel, special=special, arguments=tagged)
         if written.section is None:
             return calls
         before, after = (literal(mark, special) for mark in written.section)
-        return sequence(before, calls, after)
+        return (
+            sequence(before, "/\\n?/", calls, "/\\n?/", after) if tagged else sequence(before, calls, after)
+        )
 
     return {TOOLS: make}

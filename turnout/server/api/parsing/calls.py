@@ -86,6 +86,11 @@ def _tagged_arguments(
     return arguments
 
 
+def is_text(schema: Any) -> bool:
+    """Whether an argument in tags by this schema stands there as it is, and not as JSON."""
+    return _types(schema) == {"string"}
+
+
 def _types(schema: Any) -> set[str]:
     """The JSON types that a schema names; none if it does not say."""
     if not isinstance(schema, Mapping):

@@ -23,8 +23,8 @@ class CallFormat:
     separators:     literal marks in `head`
     in_strings:     whether `end` may stand in a JSON string, where it ends nothing
     ends_reasoning: the first mark also ends reasoning that was not closed
-    written:        one call with its marks, as a format string of `name` and `arguments`, to force calls;
-                    only where arguments are JSON
+    written:        one call with its marks, as a format string of `name` and `arguments`, to force calls
+    written_argument: one argument in tags, as a format string of `key`, `value` and `is_text`
     """
 
     begin: str
@@ -37,6 +37,7 @@ class CallFormat:
     in_strings: bool = False
     ends_reasoning: bool = False
     written: str | None = None
+    written_argument: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,5 +17,7 @@ FAMILY = Family(
             r"(?P<value>.*?)</｜DSML｜parameter>"
         ),
         ends_reasoning=True,
+        written='<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>',
+        written_argument='<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
     ),
 )

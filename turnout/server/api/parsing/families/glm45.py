@@ -12,5 +12,7 @@ FAMILY = Family(
         end="</tool_call>",
         head=r"\s*(?P<name>[^\s<]+)",
         parameter=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        written="<tool_call>{name}\n{arguments}</tool_call>",
+        written_argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     ),
 )

@@ -13,5 +13,7 @@ FAMILY = Family(
         end="</invoke>",
         head=r'(?P<name>[^"]+)">',
         parameter=r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
+        written='<invoke name="{name}">\n{arguments}</invoke>',
+        written_argument='<parameter name="{key}">{value}</parameter>\n',
     ),
 )

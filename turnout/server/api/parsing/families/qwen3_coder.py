@@ -13,5 +13,7 @@ FAMILY = Family(
         head=r"\s*<function=(?P<name>[^>\n]+)>",
         tail="</function>",
         parameter=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+        written="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        written_argument="<parameter={key}>\n{value}\n</parameter>\n",
     ),
 )

@@ -1,0 +1,113 @@
+"""Calls that a request forces where arguments stand in tags: what chat templates write is allowed,
+and what breaks the schema is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from tests.server.api.parsing.formats import render
+from turnout.engine import grammar
+from turnout.errors import UserError
+from turnout.server.api.errors import ApiError
+from turnout.server.api.parsing.registry import CALL_PARSERS
+from turnout.server.api.protocol import ChatBody, validated
+from turnout.server.api.structured import TOOLS
+from turnout.server.api.tools import forced_calls
+
+TAGGED = ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4"]
+SIZE = {"type": "object", "properties": {"w": {"type": "number"}}, "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "color": {"type": "string", "enum": ["red", "deep blue"]},
+        "count": {"type": "integer"},
+        "size": {"$ref": "#/$defs/size"},
+        "maybe": {"type": ["string", "null"]},
+    },
+    "required": ["text", "color"],
+    "$defs": {"size": SIZE},
+}
+
+
+def forced(family: str, schema: dict[str, Any] = SCHEMA, **fields: Any) -> str:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in ("paint", "other")
+    ]
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": tools,
+        "tool_choice": "required",
+    } | fields
+    made = forced_calls(validated(ChatBody, body), CALL_PARSERS[family], {})
+    return grammar.grammar(made[TOOLS]())
+
+
+def allows(text: str, rules: str) -> bool:
+    matcher = LLMatcher(grammar._bytes_only(), rules)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+def written(family: str, *calls: dict[str, Any]) -> str:
+    made = [{"name": "paint", "arguments": arguments} for arguments in calls]
+    return render(family, content="", reasoning="", calls=made).strip()
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"text": "a < b <i> & c\nd", "color": "deep blue"},
+        {"text": "", "color": "red", "count": -3, "size": {"w": 1.5}, "maybe": None},
+    ],
+)
+def test_what_the_chat_template_writes_is_allowed(family: str, arguments: dict[str, Any]):
+    text = written(family, arguments)
+    text = text.rpartition("</think>")[2].strip()
+    assert allows(text, forced(family)), text
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"color": "red"},
+        {"text": "a", "color": "green"},
+        {"text": "a", "color": "red", "count": 1.5},
+        {"text": "a", "color": "red", "size": {"h": 1}},
+        {"text": "a", "color": "red", "further": 1},
+    ],
+)
+def test_what_breaks_the_schema_is_not(family: str, arguments: dict[str, Any]):
+    text = written(family, arguments).rpartition("</think>")[2].strip()
+    assert not allows(text, forced(family)), text
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_named_tool_is_the_only_one(family: str):
+    text = written(family, {"text": "a", "color": "red"}).rpartition("</think>")[2].strip()
+    for name in ("paint", "other"):
+        rules = forced(family, tool_choice={"type": "function", "function": {"name": name}})
+        assert allows(text, rules) is (name == "paint")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern: cannot be followed in 'a'"),
+        ({"properties": {"a b": {"type": "string"}}}, "'a b' cannot be the name"),
+        ({"properties": {}, "required": ["c"]}, "required: 'c' is not one of"),
+    ],
+)
+def test_what_tags_cannot_hold_is_said(schema: dict[str, Any], reason: str):
+    with pytest.raises(UserError, match=f"tool 'paint': .*{reason}"):
+        forced("glm45", schema)
+
+
+def test_channels_cannot_be_forced():
+    with pytest.raises(ApiError, match="in channels"):
+        forced("gpt_oss")
