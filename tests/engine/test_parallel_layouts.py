@@ -177,7 +177,7 @@ def test_batched_experts_at_ep_32_are_shown_and_refused(tmp_path):
 
 
 def test_advice_about_memory_is_as_much_as_fits(tmp_path):
-    config = large(tmp_path)(**EP32, moe_a2a_backend="collective", max_dispatch_tokens_per_rank=8192)
+    config = large(tmp_path)(**EP32, moe_a2a_backend="collective", max_dispatch_tokens_per_rank=12288)
     _, (refusal,) = attempt(config)
     (changed,) = followed(config, refusal)
     assert attempt(changed)[0] is not None

@@ -140,9 +140,10 @@ class EngineCore:
             outputs += self._finish()[0]
             if times := self._scheduler.times:
                 times.rest(time.perf_counter())
-            compiled = self._compilations()
-            self._forward.use_rest()
-            self._compiled_at_rest += self._compilations() - compiled  # while nobody waited
+            if not outputs:  # which wait for this step to return
+                compiled = self._compilations()
+                self._forward.use_rest()
+                self._compiled_at_rest += self._compilations() - compiled
             self._watch.note(self._steps, "resting")
             return outputs
         self._watch.note(self._steps, synced.phase)

@@ -40,7 +40,9 @@ def test_compiled_for_hopper():
 class Seen:
     """An attention that keeps what it is given, and answers with zeros."""
 
-    def latent(self, layer: int, q: torch.Tensor, latent: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    def latent(
+        self, layer: int, q: torch.Tensor, latent: torch.Tensor, up: UpProjection, index: None
+    ) -> torch.Tensor:
         self.given = q, latent
         return q.new_zeros(len(q), *up.values_size)
 
