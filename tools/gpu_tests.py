@@ -222,3 +222,7 @@ def _counts(tests: Iterable[dict[str, str]]) -> str:
     """As in "3 passed, 1 failed"."""
     counts = Counter(about["outcome"] for about in tests)
     return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -127,10 +127,11 @@ def test_what_ran_again_replaces_its_outcome_and_nothing_else(junit, tmp_path):
     )
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    assert main([str(junit)], results) == 0
-    [file] = results.iterdir()
+    file = results / "gpu-tests.json"
+    command = [sys.executable, "-m", "tools.gpu_tests", str(junit), "--output", str(file)]
+    subprocess.run(command, check=True, timeout=120)
     before = json.loads(file.read_text())["tests"]
-    assert main([str(again)], results) == 0
+    assert main([str(again), "--output", str(file)]) == 0
     failed = "test_suite.py::test_exchange[none]"
     after = json.loads(file.read_text())["tests"]
     assert after == before | {failed: before[failed] | {"outcome": "passed"}}
