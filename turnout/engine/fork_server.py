@@ -168,7 +168,10 @@ def main(commands: socket.socket) -> NoReturn:
 
     def reap(number: int, frame: FrameType | None) -> None:
         while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # the call that this one interrupts has found it, and tells
+                return
             if pid == 0:
                 return
             _tell(running[pid], os.waitstatus_to_exitcode(status))

@@ -77,6 +77,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, En
     engine = Engine()
     config = ServerConfig(model=str(tmp_path), max_running_requests=48, max_queued_requests=2000)
     opened = Service(config, engine)  # type: ignore[arg-type]
+    opened._room = 48 + 2000  # what `open` makes of the flags above
     opened.tokenizer = Tokenizer.load(tmp_path)
     opened.limits = Limits(model=opened.model_name, max_context=512, vocab_size=384)
     return opened, engine
