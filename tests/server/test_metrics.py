@@ -113,7 +113,7 @@ def test_steps_and_their_tokens_add_up(http: httpx.Client):
 def test_the_start_is_timed_and_printed(http: httpx.Client):
     phases = {s.labels["phase"]: s.value for s in families(http)["turnout:startup_seconds"].samples}
     assert {"imports", "plan", "rendezvous", "weights", "kv_cache"} <= set(phases)
-    assert phases["imports"] > 0.1
+    assert phases["weights"] > 0.001  # imports may take nothing: ranks are forks of what has imported
     assert all(seconds >= 0 for seconds in phases.values())
 
 
