@@ -168,15 +168,26 @@ def _gated_delta_net(mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
 
 
 def make_core(
-    model: ToyModel | None = None, *, num_pages: int = 64, max_context: int = 128, **flags: object
+    model: ToyModel | None = None,
+    *,
+    num_pages: int = 64,
+    max_context: int = 128,
+    drafts_rest: bool = False,
+    **flags: object,
 ) -> EngineCore:
     """An engine over a toy model; `flags` are fields of `Config`."""
     model = model or ToyModel()
     values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
     config = Config(**(values | flags))  # type: ignore[arg-type]
-    return build_engine(
-        engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context), model=model
-    )
+    plan = engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context)
+    core = build_engine(plan, model=model)
+    return core if drafts_rest else always_drafting(core)
+
+
+def always_drafting(core: EngineCore) -> EngineCore:
+    """The engine without its `DraftSwitch`, which goes by the clock, so that a test can count its drafts."""
+    core._scheduler.switch = None
+    return core
 
 
 def engine_plan(config: Config, shape: ModelShape, *, num_pages: int, max_context: int) -> EnginePlan:

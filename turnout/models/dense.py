@@ -27,7 +27,7 @@ from turnout.models.shares import Share
 SOME = 256  # rows, above which a decoded copy for the library's product costs little
 PROGRAMS = 132  # of a product of some rows: an H100's multiprocessors
 MOST_DECODED = 2**25  # weights decoded at a time
-LEAST_GROUP = 16
+MIN_GROUP_COLUMNS = 16  # under one scale: a share cut finer is decoded
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, packed: PackedTensor, rows: Share, columns: Share) -> Fp8Weight | None:
-        """A rank's share of a matrix in FP8; None where it would cut groups of columns below LEAST_GROUP."""
+        """A rank's share of a matrix in FP8; None where groups of columns come too small."""
         group = math.gcd(columns.start, BLOCK)
-        if packed.scale is None or group < LEAST_GROUP:
+        if packed.scale is None or group < MIN_GROUP_COLUMNS:
             return None
         these = slice(rows.start, rows.start + rows.size)
         scale_MG = packed.scale.repeat_interleave(packed.block_rows, 0)[these]

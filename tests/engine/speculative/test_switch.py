@@ -69,8 +69,7 @@ def test_an_engine_lets_drafts_rest_and_its_answers_stay(seed: int):
     sampling = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": seed}
     messages = [request(id, ids, **sampling) for id, ids in asked.items()]
     always = make_core(ToyModel(), num_pages=256, **NGRAM)
-    always._scheduler.switch = None
-    core = make_core(Slow(), num_pages=256, **NGRAM)
+    core = make_core(Slow(), num_pages=256, drafts_rest=True, **NGRAM)
     assert run(core, messages) == run(always, messages)
     given, drafted = always.stats().spec_accepted_tokens, always.stats().spec_draft_tokens
     assert given < 0.5 * drafted  # so that drafting loses

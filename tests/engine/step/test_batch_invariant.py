@@ -11,11 +11,10 @@ import pytest
 from tests.engine.test_llm_ranks import started
 from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
-from turnout import LLM, SamplingParams
+from turnout import LLM, SamplingParams, packages
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
 from turnout.errors import PlanRefused
-from turnout.moe.capabilities import packages
 from turnout.parallel import hardware
 
 SETTINGS = {

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from tests.checkpoint.writers import load as load_tensors
 from tests.checkpoint.writers import save
 from tests.engine.cluster import Cluster
+from tests.engine.toy import always_drafting
 from tests.models.families import FAMILIES, Built, build, noise, one_by_one
 from tests.models.running import PlainAttention, plan_for
 from tests.ranks import Pools
@@ -65,7 +66,7 @@ def latent(request, tmp_path_factory) -> tuple[Built, MtpModel]:
 def core(folder: Path, **flags) -> EngineCore:
     values = {"device": "cpu", "page_size": 4, "max_running_requests": 4, "num_threads": 1}
     values |= {"chunked_prefill_size": 16, "max_prefill_tokens": 64, "max_total_tokens": 512}
-    return build_engine(resolve(Config(model=str(folder), **(values | flags))))
+    return always_drafting(build_engine(resolve(Config(model=str(folder), **(values | flags)))))
 
 
 def run(engine: EngineCore, prompts: list[list[int]], **sampling) -> dict[str, list[int]]:
