@@ -289,6 +289,7 @@ def _attention(a: AttentionBackend) -> dict[str, str]:
         "devices": ", ".join(sorted(a.devices)) + capability,
         "computes in": _list(a.dtypes),
         "attention": _list(kind.replace("_", " ") for kind in a.kinds),
+        "of that on request only": _list(kind.replace("_", " ") for kind in a.on_request) or "-",
         "sinks": _yes(a.sinks),
         "heads": (f"up to {a.most_head_dim}" if a.most_head_dim else "any size") + multiples,
         "pages": f"multiples of {a.page_multiple} tokens" if a.page_multiple > 1 else "any",

@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 
 from turnout.attention.backends import FLASH_ATTN_4, Chosen, Place, choose, refusals
-from turnout.attention.kinds import AttentionSpec, cache_groups
+from turnout.attention.kinds import AttentionSpec, SparseLatentSpec, cache_groups
+from turnout.vocabulary import AttentionKind
 
 SPEC = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=64)
 H200 = Place(device="cuda", dtype="bfloat16", page_size=16, present=False)
 LATENT = AttentionSpec.latent(num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512)
+SPARSE = SparseLatentSpec(
+    **vars(LATENT) | {"kind": AttentionKind.SPARSE_LATENT}, index_heads=64, index_dim=128, index_topk=2048
+)
 HOST = Place(device="cpu", dtype="float32", page_size=16)
 
 
@@ -22,6 +26,8 @@ HOST = Place(device="cpu", dtype="float32", page_size=16)
         (LATENT, H200, "triton"),
         (LATENT, replace(H200, dtype="float32"), "torch"),
         (LATENT, HOST, "torch"),
+        (SPARSE, H200, "torch"),  # kernels on request, until they have run on a GPU
+        (SPARSE, replace(H200, asked="triton"), "triton"),
         (replace(SPEC.sliding(128), sinks=True), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=256), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=512), H200, "torch"),

@@ -78,7 +78,8 @@ class Obstacle(NamedTuple):
 class AttentionBackend:
     """head_multiple, page_multiple: what head sizes and pages are multiples of. architectures: major
     compute capabilities of GPUs that it runs on; empty: all. prompts_for: it has no decoding, and computes
-    prompts for this backend."""
+    prompts for this backend. on_request: of `kinds`, those it computes only where --attention-backend names
+    it."""
 
     name: str
     devices: frozenset[str]
@@ -91,6 +92,7 @@ class AttentionBackend:
     page_multiple: int = 1
     package: Package | None = None
     prompts_for: str = ""
+    on_request: frozenset[AttentionKind] = frozenset()
 
     def obstacles(self, spec: AttentionSpec, place: Place) -> list[Obstacle]:
         """All that stands in the way of this layer; [] if nothing does."""
@@ -116,6 +118,11 @@ class AttentionBackend:
                 f"use --dtype {' or '.join(sorted(self.dtypes))}",
             ),
             (spec.kind not in self.kinds, f"has no {spec.kind} attention", other_model),
+            (
+                spec.kind in self.on_request and place.asked != self.name,
+                f"computes {spec.kind} attention on request only",
+                f"use --attention-backend {self.name}",
+            ),
             (spec.sinks and not self.sinks, "has no sinks", other_model),
             (
                 spec.value_dim != D and not latent,
@@ -149,10 +156,11 @@ BACKENDS = (
         name="triton",
         devices=frozenset({"cuda"}),
         dtypes=HALVES,
-        kinds=KINDS | {AttentionKind.LATENT},
+        kinds=KINDS | LATENT_KINDS,
         sinks=True,
         most_head_dim=256,
         package=TRITON,
+        on_request=frozenset({AttentionKind.SPARSE_LATENT}),  # until its kernels have run on a GPU
     ),
     AttentionBackend(
         name="cpu",

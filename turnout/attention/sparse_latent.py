@@ -5,6 +5,9 @@ Index keys lie in the slots of the latent vectors, so that what happens to a pag
 token of a chunk sees more than `index_topk` the choice is everything, and the chunk is computed as latent.py
 does. Beyond that each token reads the vectors it chose, in the absorbed form, SPARSE_ROWS tokens at a time.
 
+With --attention-backend triton, decoding tokens are scored, and what they chose is read, by kernels
+(triton.py).
+
 Layers without an indexer attend to what the last layer before them chose in this step.
 
 Legend: N tokens of the step, M of them decoding, R some of them, H query heads, D/Dv sizes of keys and
@@ -32,7 +35,7 @@ from turnout.attention.up_projection import UpProjection
 
 
 @dataclass(frozen=True)
-class _Contexts:
+class Contexts:
     """Of tokens that may see more than `index_topk`. slots: int64, [L] of one context or [R, L] of each
     token's; ends: int64 [R], how many of them each sees."""
 
@@ -60,9 +63,9 @@ class SparseLatentAttention(LatentAttention):
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         layout = self._layout(decoding, chunks)
-        return _LaidOut(self, layout, self._decoding(decoding), [self._chunk(c) for c in chunks])
+        return _LaidOut(self, layout, self._decoding(decoding), [self.chunk_contexts(c) for c in chunks])
 
-    def _decoding(self, decoding: Sequence[Chunk]) -> _Contexts | None:
+    def _decoding(self, decoding: Sequence[Chunk]) -> Contexts | None:
         """None where no token sees more than `index_topk`."""
         if all(chunk.end <= self.spec.index_topk for chunk in decoding):
             return None
@@ -72,19 +75,20 @@ class SparseLatentAttention(LatentAttention):
         # Padding repeats a slot of the sequence: what another request left in a page is never read.
         places_RL = torch.where(places_RL < ends_R[:, None], places_RL, 0)
         slots_RL = self._single_slots(rows_R[:, None], places_RL)
-        return _Contexts(*to_device([slots_RL, ends_R], self.device))
+        return Contexts(*to_device([slots_RL, ends_R], self.device))
 
-    def _chunk(self, chunk: Chunk) -> _Contexts | None:
+    def chunk_contexts(self, chunk: Chunk) -> Contexts | None:
+        """As `_decoding`, of a chunk."""
         if chunk.end <= self.spec.index_topk:
             return None
         slots_L = self._slots(chunk.request.row, 0, chunk.end)
-        return _Contexts(*to_device([slots_L, torch.arange(chunk.start + 1, chunk.end + 1)], self.device))
+        return Contexts(*to_device([slots_L, torch.arange(chunk.start + 1, chunk.end + 1)], self.device))
 
     def store_index(self, layer: int, slots_N: Tensor, key_ND: Tensor) -> Tensor:
         """The index keys [S, Di] of a layer, once they hold these."""
         return self.index_keys[self._indexed[layer]].index_copy_(0, slots_N, key_ND)
 
-    def choose(self, contexts: _Contexts, keys_SD: Tensor, index: Index) -> Tensor:
+    def choose(self, contexts: Contexts, keys_SD: Tensor, index: Index) -> Tensor:
         """int32 [R, K]: the slots that the tokens of `index` attend to, then -1."""
         parts = []
         for start in range(0, len(contexts.ends_R), SPARSE_ROWS):
@@ -123,8 +127,8 @@ class _LaidOut(Attention):
 
     paged: SparseLatentAttention
     layout: StepLayout
-    decoding: _Contexts | None
-    chunks: Sequence[_Contexts | None]
+    decoding: Contexts | None
+    chunks: Sequence[Contexts | None]
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.backends import SPARSE_ROWS
 from turnout.attention.flash_attn_4 import FlashAttn4Prompts, takes_prompts
-from turnout.attention.indexing import Index
+from turnout.attention.indexing import Index, largest, places
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.latent import LatentAttention
+from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.attention.torch import PagedAttention, to_device
 from turnout.attention.up_projection import UpProjection
 
@@ -77,6 +79,7 @@ class RowAttention(_Stored):
         super().__init__(paged, slots_N)
         self._table_NP, self._ends_N = table_NP, ends_N
         self._splits = self._spans(len(slots_N))
+        self._chosen_NK: Tensor  # by the last layer that chose
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
@@ -101,6 +104,11 @@ class RowAttention(_Stored):
     ) -> Tensor:
         assert isinstance(self._paged, LatentAttention)
         cache_SC = self._paged.store(layer, self._slots_N, latent_NC)
+        if isinstance(self._paged, SparseLatentAttention):
+            if index is not None:
+                keys_SD = self._paged.store_index(layer, self._slots_N, index.key_ND)
+                self._chosen_NK = choose_rows(self._paged, keys_SD, index, self._table_NP, self._ends_N)
+            return attend_chosen(self._paged, self._chosen_NK, cache_SC, q_NHD, up)
         return self._attend_latent(cache_SC, q_NHD, up, self._table_NP, self._ends_N, self._splits)
 
 
@@ -128,6 +136,90 @@ class LatentStep(_Stored):
         for chunk in self._chunks:
             parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
         return torch.cat(parts)
+
+
+class SparseLatentStep(LatentStep):
+    """Of a step in a group of sparse latent layers. Chunks that see no more than they may choose are computed
+    as `LatentStep` does; of others each token reads what it chose."""
+
+    def __init__(self, paged: SparseLatentAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        super().__init__(paged, decoding, chunks)
+        self._sparse, self._contexts = paged, [paged.chunk_contexts(chunk) for chunk in chunks]
+        self._chosen: list[Tensor | None] = [None] * (1 + len(chunks))  # of decoding tokens, then of chunks
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        paged = self._sparse
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        if index is not None:
+            self._choose(paged.store_index(layer, self._slots_N, index.key_ND), index)
+        parts = []
+        for chosen, rows in zip(self._chosen, self._rows(), strict=True):
+            q_RHD = q_NHD[rows]
+            if chosen is not None:
+                parts.append(attend_chosen(paged, chosen, cache_SC, q_RHD, up))
+            else:
+                chunk = self._chunks[len(parts) - 1]
+                parts.append(paged.attend_chunk(chunk, cache_SC, q_RHD, latent_NC[rows], up))
+        return torch.cat(parts)
+
+    def _rows(self) -> list[slice]:
+        return [slice(0, self._num_decoding), *(chunk.rows for chunk in self._chunks)]
+
+    def _choose(self, keys_SD: Tensor, index: Index) -> None:
+        decoding, *chunks = self._rows()
+        own = index.rows(decoding)
+        self._chosen = [choose_rows(self._sparse, keys_SD, own, self._table_MP, self._ends_M)]
+        for contexts, rows in zip(self._contexts, chunks, strict=True):
+            chosen = None
+            if contexts is not None:
+                chosen = self._sparse.choose(contexts, keys_SD, index.rows(rows))
+            self._chosen.append(chosen)
+
+
+def choose_rows(
+    paged: SparseLatentAttention, keys_SD: Tensor, index: Index, table_NP: Tensor, ends_N: Tensor
+) -> Tensor:
+    """int32 [N, K]: the slots that tokens choose among the first ends [N] of the pages [N, P], then -1.
+
+    Of fixed shapes, for graphs: all of the table is ranked, SPARSE_ROWS tokens at a time.
+    """
+    from turnout.kernels.attention.index import scores
+
+    K, size, parts = paged.spec.index_topk, paged.page_size, [table_NP.new_empty(0, paged.spec.index_topk)]
+    for start in range(0, len(ends_N), SPARSE_ROWS):
+        rows = slice(start, start + SPARSE_ROWS)
+        table_RP, ends_R = table_NP[rows].contiguous(), ends_N[rows].contiguous()
+        some = index.rows(rows)
+        scores_RL = scores(
+            some.q_NHD.contiguous(), some.weights_NH.contiguous(), keys_SD, table_RP, ends_R, page_size=size
+        )
+        seen_RL = torch.arange(scores_RL.shape[1], device=ends_R.device) < ends_R[:, None]
+        places_RK = places(largest(scores_RL, seen_RL, K), K)
+        slots_RK = table_RP.gather(1, places_RK.clamp(min=0) // size) * size + places_RK % size
+        parts.append(torch.where(places_RK < 0, -1, slots_RK))
+    return torch.cat(parts).int()
+
+
+def attend_chosen(
+    paged: SparseLatentAttention, chosen_RK: Tensor, cache_SC: Tensor, q_RHD: Tensor, up: UpProjection
+) -> Tensor:
+    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel."""
+    from turnout.kernels.attention import latent
+
+    spec = paged.spec
+    mixed_RHL = latent.attend(
+        up.absorb(q_RHD),
+        cache_SC,
+        chosen_RK,
+        (chosen_RK >= 0).sum(1),
+        latent_dim=spec.latent_dim,
+        page_size=1,
+        splits=latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors),
+        scale=spec.scale,
+    )
+    return up.values(mixed_RHL)
 
 
 class StepAttention(_Stored):
@@ -199,6 +291,8 @@ def step_attention(
     paged: PagedAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]
 ) -> StepAttention | LatentStep:
     """The attention of a step, or of one of its micro-batches, by kernels."""
+    if isinstance(paged, SparseLatentAttention):
+        return SparseLatentStep(paged, decoding, chunks)
     if isinstance(paged, LatentAttention):
         return LatentStep(paged, decoding, chunks)
     return StepAttention(paged, decoding, chunks)

@@ -13,7 +13,17 @@ def results() -> dict[str, bool]:
     return interpreted.results("attention/latent_in_interpreter.py")
 
 
-CASES = ["short", "splits", "padding", "odd-heads", "many-heads", "deepseek", "no-rows", "steps"]
+CASES = [
+    "short",
+    "splits",
+    "padding",
+    "odd-heads",
+    "many-heads",
+    "deepseek",
+    "no-rows",
+    "steps",
+    "sparse-steps",
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -39,6 +49,35 @@ def test_on_a_gpu(H: int, splits: int, heads: int):
         kept = cache[slots].double()
         wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if end else 0
         assert (found[b].double() - wanted).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+def test_index_scores_and_chosen_rows_on_a_gpu():
+    """Of DeepSeek-V3.2's sizes, against the reference in torch."""
+    from turnout.attention.indexing import Index, index_scores
+    from turnout.kernels.attention.index import scores
+    from turnout.kernels.attention.latent import attend
+
+    torch.manual_seed(0)
+    ends, page = torch.tensor([1, 0, 4000, 777]).cuda(), 16
+    pages = torch.randperm(4 * 256).view(4, 256).cuda()
+    slots = (pages[..., None] * page + torch.arange(page).cuda()).flatten(1)
+    q, keys = torch.randn(4, 64, 128).cuda().bfloat16(), torch.randn(4 * 4096, 128).cuda().bfloat16()
+    weights = torch.randn(4, 64).cuda() / 64
+    found = scores(q, weights, keys, pages, ends, page_size=page)
+    wanted = index_scores(Index(q, keys[:4], weights), keys[slots])
+    seen = torch.arange(4096).cuda() < ends[:, None]
+    assert torch.equal(found.isfinite(), seen)
+    assert (found - wanted)[seen].abs().max() < 1e-2
+    chosen = torch.stack([s[torch.randperm(4096)[:2048]] for s in slots]).int()
+    counts = torch.tensor([2048, 0, 2048, 5]).cuda()
+    kept, q = torch.randn(4 * 4096, 576).cuda().bfloat16(), torch.randn(4, 128, 576).cuda().bfloat16()
+    rest = {"latent_dim": 512, "page_size": 1, "splits": 4, "scale": 576**-0.5}
+    out = attend(q, kept, chosen, counts, **rest)
+    for n, count in enumerate(counts.tolist()):
+        read = kept[chosen[n, :count].long()].double()
+        expected = (q[n].double() @ read.T * 576**-0.5).softmax(-1) @ read[:, :512] if count else 0
+        assert (out[n].double() - expected).abs().max() < 2e-2
 
 
 @pytest.mark.gpu
