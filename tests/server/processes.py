@@ -82,6 +82,18 @@ def is_ready(root: str) -> bool:
     return httpx.get(f"{root}/ready").status_code == 200
 
 
+def refusal(root: str, seconds: float) -> httpx.Response:
+    """The first answer of /ready, asked again and again, that is not 200."""
+    answers: list[httpx.Response] = []
+
+    def refused() -> bool:
+        answers.append(httpx.get(f"{root}/ready"))
+        return answers[-1].status_code != 200
+
+    assert eventually(refused, seconds)
+    return answers[-1]
+
+
 class Background(threading.Thread):
     """A streamed request, running when this returns; keeps its data lines, also if the stream breaks."""
 

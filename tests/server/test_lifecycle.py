@@ -15,7 +15,16 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.processes import Background, eventually, folder_of, has_ended, is_ready, ranks_of, started
+from tests.server.processes import (
+    Background,
+    eventually,
+    folder_of,
+    has_ended,
+    is_ready,
+    ranks_of,
+    refusal,
+    started,
+)
 from tests.serving import tiny_config
 from tests.tiny import write_model
 from turnout.errors import UserError
@@ -76,12 +85,12 @@ def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folde
         while httpx.get(f"{root}/server_info").json()["requests"]["active"] < 2:
             time.sleep(0.01)
         engine.kill()
+        refused = refusal(root, 10)
         assert streamed.error()["type"] == "server_error"
         thread.join(20)
         assert whole[0].status_code == 500
         assert "SIGKILL" in whole[0].json()["error"]["message"]
         assert eventually(lambda: has_ended(engine))
-        refused = httpx.get(f"{root}/ready")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
         assert "retry-after" in refused.headers
         assert eventually(lambda: is_ready(root))

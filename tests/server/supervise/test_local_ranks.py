@@ -21,6 +21,7 @@ from tests.server.processes import (
     has_ended,
     is_ready,
     ranks_of,
+    refusal,
     started,
 )
 from tests.serving import tiny_config
@@ -171,10 +172,9 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
     assert mapped > 0
     running = streams(root)
     old[0].kill()
-    assert eventually(lambda: not is_ready(root), NOTICED)
+    refused = refusal(root, NOTICED)
     with ThreadPoolExecutor() as pool:
         meanwhile = pool.submit(texts, root, PROMPTS)
-        refused = httpx.get(f"{root}/ready")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
         assert "rank 0 was killed by SIGKILL" in refused.json()["error"]["message"]
         assert "retry-after" in refused.headers
