@@ -234,7 +234,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         for layer in range(bench.layers):
             attend(layer)
 
-    seconds, host = _seconds(run, bench.device)
+    seconds, host = seconds_of(run, bench.device)
     seconds, host = seconds / bench.layers, host / bench.layers
     spec, keys = case.spec, case.requests * (case.end - case.spec.first_seen(case.start))
     row |= {"layers": bench.layers, "us": seconds * 1e6, "host_us": host * 1e6, "error": float(difference)}
@@ -244,7 +244,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     return row
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
+def seconds_of(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
     """Of a run: on the device, and of the host to launch it."""
     if device.type == "cpu":
         began = time.perf_counter()
@@ -261,7 +261,7 @@ def _seconds(run: Callable[[], None], device: torch.device) -> tuple[float, floa
     return do_bench_cudagraph(run, rep=100) / 1e3, host
 
 
-def _interpret() -> None:
+def interpret_kernels() -> None:
     """Have Triton, which is not imported yet, interpret kernels."""
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.kernels import loop_bounds
@@ -284,7 +284,7 @@ def main() -> None:
     check_output(options.output)
     device = torch.device(options.device)
     if device.type == "cpu":
-        _interpret()
+        interpret_kernels()
     chosen = (
         case.within(options.requests, options.tokens, options.attention_tp)
         for case in cases()

@@ -1,98 +1,225 @@
-"""How close decoding by the kernel of latent attention comes to this GPU's memory and tensor cores.
+"""Which tiles decode latent attention fastest on this GPU, and how close that is to its limits.
 
     python -m tools.latent_attention --output benchmarks/results/latent-attention-DEVICE-DATE.json
 
-The absorbed form alone, in a CUDA graph: queries of 1, 32 and 128 requests over contexts of 4096 tokens of
-512 + 64 values in bfloat16, read once, with 128 heads and with 16 (a rank of 8). `share` is what one H200
-needs, bytes of latent vectors over 4.2 TB/s or products over 790 TFLOP/s, whichever is longer, over the time
-that it took. Contexts of all layers together exceed the cache of the GPU, as a model's do. --heads: of a
-program, to compare.
+The absorbed form alone, in a CUDA graph: queries of 1, 32 and 128 requests over contexts of 4096 and 32768
+tokens of 512 + 64 values in bfloat16, read once, with 128 heads and with 16 (a rank of 8). `share` is what
+one H200 needs, bytes of latent vectors over 4.2 TB/s or products over 790 TFLOP/s, whichever is longer, over
+the time that it took. Contexts of all layers together exceed the cache of the GPU, as a model's do. `error`
+is the largest difference from attention in float32, of contexts of several lengths; tiles that miss BOUND, or
+that the GPU has no room for, are reported and not timed.
+
+The last lines are the best of each shape, and CHOICES for turnout/kernels/attention/latent.py: of each number
+of heads and requests the tiles with the least time over all contexts.
+
+--device cpu --requests 2 --context 40 shows on any machine that all tiles give what they should, in Triton's
+interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.testing import do_bench_cudagraph
+from torch import Tensor
 
-from turnout.bench.results import gpu_driver, result, save
-from turnout.kernels.attention import latent
+from tools.attention import interpret_kernels, seconds_of
+from turnout.bench.results import check_output, gpu_driver, result, save
+from turnout.parallel.hardware import cpu_name
+
+if TYPE_CHECKING:
+    from turnout.kernels.attention.latent import Tiles
 
 LATENT, ROPE, PAGE = 512, 64, 16
+SCALE = 192**-0.5
 BYTES_PER_S, PRODUCTS_PER_S = 4.2e12, 790e12
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
+BOUND = 2e-2  # of values near 1 in bfloat16
 
 
-def measure(requests: int, num_heads: int, context: int, heads: int) -> dict[str, Any]:
-    """Microseconds of a call, the mean over layers with caches of their own."""
-    pages = -(-context // PAGE)
-    nbytes = requests * context * (LATENT + ROPE) * 2
-    layers = max(2, min(64, CACHES // nbytes))
-    caches = [
-        torch.randn(requests * pages * PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
-        for _ in range(layers)
+def candidates(num_heads: int) -> list[Tiles]:
+    """The default first. Of Hopper's tensor cores (wgmma) with 64 heads a program."""
+    from turnout.kernels.attention.latent import Tiles
+
+    narrow = {"narrow": True, "parts": 4}
+    found = [
+        Tiles(),
+        Tiles(shortest=64, **narrow),
+        Tiles(programs=4, shortest=64, **narrow),
+        Tiles(warps=8, stages=3, ahead=True, shortest=64, **narrow),
+        Tiles(tokens=32, stages=3, ahead=True, shortest=64, **narrow),
+        Tiles(tokens=32, stages=4, ahead=True),
+        Tiles(tokens=32, stages=4, ahead=True, programs=4, shortest=64, **narrow),
+        Tiles(tokens=128, warps=8, ahead=True, **narrow),
     ]
-    table = torch.randperm(requests * pages, device="cuda").view(requests, pages)
-    ends = torch.full((requests,), context, device="cuda")
-    q = torch.randn(requests, num_heads, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    splits = latent.spans(requests, num_heads, context, processors, heads)
+    if num_heads > 16:
+        found += [
+            Tiles(heads=32, warps=8, ahead=True, shortest=64, **narrow),
+            Tiles(heads=64, warps=8),
+            Tiles(heads=64, warps=8, shortest=64, **narrow),
+            Tiles(heads=64, warps=8, ahead=True, **narrow),
+            Tiles(heads=64, warps=8, programs=1, **narrow),
+            Tiles(heads=64, warps=8, ahead=True),
+            Tiles(heads=64, warps=8, tokens=32, stages=3),
+            Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True),
+            Tiles(heads=64, warps=8, tokens=32, stages=3, **narrow),
+            Tiles(heads=64, warps=8, tokens=32, stages=3, ahead=True, **narrow),
+            Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True, **narrow),
+            Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True, programs=1, **narrow),
+        ]
+    return found
 
-    def run() -> None:
-        for cache in caches:
-            latent.attend(
-                q,
-                cache,
-                table,
-                ends,
-                latent_dim=LATENT,
-                page_size=PAGE,
-                splits=splits,
-                scale=192**-0.5,
-                heads=heads,
-            )
 
-    torch.cuda.synchronize()  # the benchmark runs on a stream of its own
-    seconds = do_bench_cudagraph(run, rep=100) / 1e3 / layers
-    products = 2 * requests * context * num_heads * (2 * LATENT + ROPE)
-    needed = max(nbytes / BYTES_PER_S, products / PRODUCTS_PER_S)
-    return {
-        "requests": requests,
-        "num_heads": num_heads,
-        "context": context,
-        "heads_per_program": heads,
-        "splits": splits,
-        "us": seconds * 1e6,
-        "tb_per_s": nbytes / seconds / 1e12,
-        "tflop_per_s": products / seconds / 1e12,
-        "share": needed / seconds,
-    }
+@dataclass(frozen=True)
+class Case:
+    requests: int
+    num_heads: int
+    context: int
+
+
+class Bench:
+    """Caches of as many layers as exceed a GPU's cache together."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device = case, device
+        on_gpu = device.type == "cuda"
+        # The interpreter's products of bfloat16 are wrong.
+        rest: Any = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+        pages = -(-case.context // PAGE)
+        self.nbytes = case.requests * case.context * (LATENT + ROPE) * 2
+        layers = max(2, min(64, CACHES // self.nbytes)) if on_gpu else 1
+        size = case.requests * pages * PAGE, LATENT + ROPE
+        self.caches = [torch.randn(size, **rest) for _ in range(layers)]
+        self.table = torch.randperm(case.requests * pages, device=device).view(case.requests, pages)
+        self.ends = torch.full((case.requests,), case.context, device=device)
+        self.q = torch.randn(case.requests, case.num_heads, LATENT + ROPE, **rest)
+        self.processors = 132
+        if on_gpu:
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.ragged = self.ends - 7 * torch.arange(case.requests, device=device) % case.context
+        self.wanted = [self._expected(b) for b in self._checked()]
+
+    def _checked(self) -> range:
+        return range(min(8, self.case.requests))
+
+    def _expected(self, b: int) -> Tensor:
+        """float32 [H, LATENT] of a request whose context ends at `ragged`."""
+        slots = (self.table[b, :, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
+        kept = self.caches[-1][slots[: int(self.ragged[b])]].float()
+        return (self.q[b].float() @ kept.T * SCALE).softmax(-1) @ kept[:, :LATENT]
+
+    def attend(self, cache: Tensor, ends: Tensor, tiles: Tiles, splits: int) -> Tensor:
+        from turnout.kernels.attention import latent
+
+        rest: Any = {"latent_dim": LATENT, "page_size": PAGE, "scale": SCALE}
+        return latent.attend(self.q, cache, self.table, ends, splits=splits, tiles=tiles, **rest)
+
+    def measure(self, tiles: Tiles) -> dict[str, Any]:
+        """A row of the result; with `error_message` where it was not timed."""
+        from triton.runtime.errors import OutOfResources
+
+        from turnout.kernels.attention import latent
+
+        case = self.case
+        splits = latent.spans(case.requests, case.num_heads, case.context, self.processors, tiles)
+        row = vars(case) | {"tiles": tiles._asdict(), "splits": splits}
+        try:
+            found = self.attend(self.caches[-1], self.ragged, tiles, splits)
+        except OutOfResources as error:
+            return row | {"error_message": str(error)}
+        difference = torch.stack([(found[b].float() - self.wanted[b]).abs().max() for b in self._checked()])
+        row["error"] = float(difference.max())
+        if not row["error"] < BOUND:
+            return row | {"error_message": "wrong"}
+
+        def run() -> None:
+            for cache in self.caches:
+                self.attend(cache, self.ends, tiles, splits)
+
+        seconds = seconds_of(run, self.device)[0] / len(self.caches)
+        products = 2 * case.requests * case.context * case.num_heads * (2 * LATENT + ROPE)
+        needed = max(self.nbytes / BYTES_PER_S, products / PRODUCTS_PER_S)
+        return row | {
+            "us": seconds * 1e6,
+            "tb_per_s": self.nbytes / seconds / 1e12,
+            "tflop_per_s": products / seconds / 1e12,
+            "share": needed / seconds,
+        }
+
+
+def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest row of each shape."""
+    found: dict[Case, dict[str, Any]] = {}
+    for row in rows:
+        case = Case(row["requests"], row["num_heads"], row["context"])
+        if "us" in row and (case not in found or row["us"] < found[case]["us"]):
+            found[case] = row
+    return list(found.values())
+
+
+def choices(rows: list[dict[str, Any]]) -> list[tuple[int, int, Tiles]]:
+    """Of all numbers of heads and requests, CHOICES: the tiles whose times, each over the best of its shape,
+    have the least product over the contexts. Between numbers of requests the larger's hold, beyond the last
+    its own."""
+    from turnout.kernels.attention.latent import Tiles
+
+    least = {(row["requests"], row["num_heads"], row["context"]): row["us"] for row in best(rows)}
+    over: dict[tuple[int, int], dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        shape = row["requests"], row["num_heads"], row["context"]
+        if shape in least:
+            times = over[row["num_heads"], row["requests"]][Tiles(**row["tiles"])]
+            times.append(math.log(row["us"] / least[shape]) if "us" in row else math.inf)
+    found = []
+    for heads in sorted({heads for heads, _ in over}, reverse=True):
+        counts = sorted(requests for h, requests in over if h == heads)
+        for requests in counts:
+            times = over[heads, requests]
+            fastest = min(times, key=lambda tiles: sum(times[tiles]))
+            found.append((heads, 1 << 30 if requests == counts[-1] else requests, fastest))
+    return found
+
+
+def told(row: dict[str, Any]) -> str:
+    tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
+    values = {k: v for k, v in row.items() if k != "tiles"}.items()
+    return " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values) + f": {tiles}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--num-heads", type=int, nargs="+", default=[128, 16])
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--heads", type=int, nargs="+", default=[16, 32, 64], help="of a program")
+    parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    rows = []
-    for num_heads in options.num_heads:
-        for requests in options.requests:
-            for heads in options.heads:
-                if heads > max(16, num_heads):
-                    continue
-                rows.append(measure(requests, num_heads, options.context, heads))
-                print(" ".join(f"{k} {v:.4g}" for k, v in rows[-1].items()), flush=True)
+    check_output(options.output)
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        interpret_kernels()
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for context in options.context:
+        for num_heads in options.num_heads:
+            for requests in options.requests:
+                bench = Bench(Case(requests, num_heads, context), device)
+                for tiles in candidates(num_heads):
+                    rows.append(bench.measure(tiles))
+                    print(told(rows[-1]), flush=True)
+                del bench
+    print("Best:", *map(told, best(rows)), "CHOICES:", sep="\n")
+    print(*(f"    {choice}," for choice in choices(rows)), sep="\n", flush=True)
     if options.output:
-        device = torch.cuda.get_device_name()
-        save(result("latent_attention", rows, device=device, driver=gpu_driver()), options.output)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+        save(result("latent_attention", rows, device=name, driver=gpu_driver()), options.output)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from tests.attention.test_latent import Chunk, drawn, paged, sequence
 from tests.kernels import loop_bounds
 from turnout.attention.latent import LatentAttention
 from turnout.attention.triton import RowAttention, step_attention
-from turnout.kernels.attention.latent import attend
+from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
 loop_bounds.teach()
 
 
-def error(ends: list[int], *, H=4, LC=32, DR=8, page=16, splits=1, heads=16) -> float:
+def error(ends: list[int], *, H=4, LC=32, DR=8, page=16, splits=1, tiles=None) -> float:
     """The largest difference from a softmax written out; every slot that no row sees is NaN."""
     draw = torch.Generator().manual_seed(len(ends))
     B, P = len(ends), 1 + -(-max(ends) // page)
@@ -36,7 +36,7 @@ def error(ends: list[int], *, H=4, LC=32, DR=8, page=16, splits=1, heads=16) -> 
         kept = cache[slots]
         wanted[b] = (q[b] @ kept.T * 0.3).softmax(-1) @ kept[:, :LC] if end else 0
     cache[~used] = torch.nan
-    rest = {"latent_dim": LC, "page_size": page, "splits": splits, "scale": 0.3, "heads": heads}
+    rest = {"latent_dim": LC, "page_size": page, "splits": splits, "scale": 0.3, "tiles": tiles}
     return float((attend(q, cache, pages, torch.tensor(ends), **rest) - wanted).abs().max())
 
 
@@ -44,7 +44,9 @@ results["short"] = error([1, 5, 17]) < 1e-5
 results["splits"] = error([300, 7, 129, 64], splits=4) < 1e-5
 results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
 results["odd-heads"] = error([90, 33], H=20, LC=24, DR=6, page=4, splits=2) < 1e-5
-results["many-heads"] = error([70], H=40, heads=32) < 1e-5
+results["many-heads"] = error([70], H=40, tiles=Tiles(heads=32)) < 1e-5
+results["ahead"] = error([300, 7, 0, 64], splits=4, tiles=Tiles(tokens=32, ahead=True)) < 1e-5
+results["joined-in-parts"] = error([90, 33], H=20, LC=24, DR=6, splits=2, tiles=Tiles(parts=2)) < 1e-5
 results["deepseek"] = error([100], H=16, LC=512, DR=64, splits=2) < 1e-5
 results["no-rows"] = attend(
     torch.empty(0, 4, 40),

@@ -19,6 +19,8 @@ CASES = [
     "padding",
     "odd-heads",
     "many-heads",
+    "ahead",
+    "joined-in-parts",
     "deepseek",
     "no-rows",
     "steps",
@@ -32,18 +34,28 @@ def test_interpreted(results: dict[str, bool], case: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {},
+        {"heads": 32, "warps": 8},
+        {"heads": 64, "warps": 8},
+        {"heads": 64, "warps": 8, "tokens": 32, "stages": 4, "ahead": True, "narrow": True, "parts": 4},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize("H", [16, 20, 128])
-def test_on_a_gpu(H: int, splits: int, heads: int):
-    from turnout.kernels.attention.latent import attend
+def test_on_a_gpu(H: int, splits: int, tiles: dict[str, int]):
+    from turnout.kernels.attention.latent import Tiles, attend
 
     torch.manual_seed(0)
     ends, page = torch.tensor([1, 0, 4000, 777, 16]), 16
     pages = torch.randperm(5 * 256).view(5, 256)
     q, cache = torch.randn(5, H, 576).bfloat16(), torch.randn(5 * 256 * page, 576).bfloat16()
     given = (t.cuda() for t in (q, cache, pages, ends))
-    found = attend(*given, latent_dim=512, page_size=page, splits=splits, scale=576**-0.5, heads=heads).cpu()
+    rest = {"latent_dim": 512, "page_size": page, "splits": splits, "scale": 576**-0.5}
+    found = attend(*given, **rest, tiles=Tiles(**tiles)).cpu()
     for b, end in enumerate(ends.tolist()):
         slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
         kept = cache[slots].double()

@@ -97,11 +97,14 @@ def join_spans(
 ):  # fmt: skip
     """out [rows, D]: the spans' results weighted by their share of the softmax; 0 where all are empty.
 
+    A program joins DP columns of a row, whose number is the grid's second axis.
     SINKS: sinks float32 [Hq] have a share too, of nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
+    if DP < D:
+        d += tl.program_id(1) * DP
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

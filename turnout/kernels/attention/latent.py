@@ -12,6 +12,7 @@ N splits.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +23,37 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.attention.decode import ROWS, join_spans
 from turnout.kernels.common.dependent import launches_early
 
-HEADS = 16  # of a program: rows of a tile of the tensor cores
-BLOCK = 64  # tokens of a context at a time
 MOST_SPANS = 64
-SHORTEST = 128  # tokens of a span, of the longest context
+
+
+class Tiles(NamedTuple):
+    """How the work is cut up.
+
+    heads: of a program, a power of two of at least 16, which tensor cores take at a time; at least 64 for
+    those of Hopper. tokens: of a context at a time. stages: of loading them. programs: of a multiprocessor,
+    for which contexts are cut. shortest: tokens of a span, of the longest context. ahead: as the kernel's.
+    narrow: spans leave results in q's dtype, half of float32's bytes. parts: programs that join the spans of
+    a head.
+    """
+
+    heads: int = 16
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 2
+    programs: int = 2
+    shortest: int = 128
+    ahead: bool = False
+    narrow: bool = False
+    parts: int = 1
+
+
+# Least heads, most rows of a step, and the tiles of these: the first that holds. Lines of it are what
+# tools/latent_attention.py prints.
+CHOICES: tuple[tuple[int, int, Tiles], ...] = ()
+
+
+def tiles_for(rows: int, num_heads: int) -> Tiles:
+    return next((tiles for least, most, tiles in CHOICES if num_heads >= least and rows <= most), Tiles())
 
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])
@@ -33,12 +61,13 @@ def attend_latent_span(
     q_ptr, cache_ptr, table_ptr, ends_ptr, partial_ptr, lse_ptr,
     scale, P, H, SPLITS,
     HB: tl.constexpr, LC: tl.constexpr, DR: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partial float32 [B, H, N, LC] and lse float32 [B, H, N] (base 2) of one span and HB heads.
+    """partial [B, H, N, LC] and lse float32 [B, H, N] (base 2) of one span and HB heads.
 
     q [B, H, C]; cache [S, C]; table [B, P] pages; ends [B] context lengths, 0 for rows that are padding.
-    `scale` includes log2(e). An empty span has lse -inf.
+    `scale` includes log2(e). An empty span has lse -inf. AHEAD: pages are looked up a tile before they are
+    read, so that reading waits for one access to memory, not for two in turn.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HB + tl.arange(0, HB)
@@ -60,11 +89,18 @@ def attend_latent_span(
     best = tl.full([HB], float("-inf"), tl.float32)
     total = tl.zeros([HB], tl.float32)
     acc = tl.zeros([HB, CP], tl.float32)
+    place = start + tl.arange(0, TOKENS)
+    page = tl.load(table_ptr + b * P + place // PAGE, mask=place < stop, other=0) if AHEAD else place
     for at in range(start, stop, TOKENS):
         place = at + tl.arange(0, TOKENS)
         known = place < stop
-        page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
-        slot = page.to(tl.int64) * PAGE + place % PAGE
+        if AHEAD:
+            slot = page.to(tl.int64) * PAGE + place % PAGE
+            later = place + TOKENS
+            page = tl.load(table_ptr + b * P + later // PAGE, mask=later < stop, other=0)
+        else:
+            page_here = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
+            slot = page_here.to(tl.int64) * PAGE + place % PAGE
         base = cache_ptr + slot[:, None] * (LC + DR)
         kept = tl.load(base + c[None, :], mask=known[:, None] & (c[None, :] < LC), other=0.0)
         rope = tl.load(base + LC + r[None, :], mask=known[:, None] & (r[None, :] < DR), other=0.0)
@@ -81,14 +117,15 @@ def attend_latent_span(
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = rows * SPLITS + split
     tl.store(lse_ptr + to, lse, mask=h < H)
-    tl.store(partial_ptr + to[:, None] * LC + c[None, :], mean, mask=held)
+    tl.store(partial_ptr + to[:, None] * LC + c[None, :], mean.to(partial_ptr.dtype.element_ty), mask=held)
 
 
-def spans(batch: int, num_heads: int, max_context: int, processors: int, heads: int = HEADS) -> int:
-    """How many spans to cut contexts into: a power of two that gives every processor two programs, where
-    contexts can be that long."""
-    wanted = max(1, 2 * processors // (batch * -(-num_heads // heads)))
-    return 1 << (min(wanted, max(1, max_context // SHORTEST), MOST_SPANS).bit_length() - 1)
+def spans(batch: int, num_heads: int, max_context: int, processors: int, tiles: Tiles | None = None) -> int:
+    """How many spans to cut contexts into: a power of two that gives every processor the programs that
+    `tiles` wants, where contexts can be that long."""
+    tiles = tiles or tiles_for(batch, num_heads)
+    wanted = max(1, tiles.programs * processors // (batch * -(-num_heads // tiles.heads)))
+    return 1 << (min(wanted, max(1, max_context // tiles.shortest), MOST_SPANS).bit_length() - 1)
 
 
 def attend(
@@ -101,29 +138,31 @@ def attend(
     page_size: int,
     splits: int,
     scale: float,
-    heads: int = HEADS,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """[B, H, LC] in q's dtype: mixtures of the first ends[b] latent vectors in the pages of each row.
 
     All contiguous. table int32 or int64 [B, P]; ends int32 or int64 [B], 0 for a row that is padding: it
-    gives 0. splits: a power of two. heads: of a program, a power of two of at least 16.
+    gives 0. splits: a power of two. tiles: None: what CHOICES says.
     """
     B, H, C = q_BHC.shape
     out_BHL = torch.empty(B, H, latent_dim, dtype=q_BHC.dtype, device=q_BHC.device)
     early = launches_early(q_BHC.device)
+    tiles = tiles or tiles_for(B, H)
     powers = [max(16, triton.next_power_of_2(size)) for size in (latent_dim, C - latent_dim)]
     parts = (x.split(ROWS) for x in (q_BHC, table_BP, ends_B, out_BHL))
     for q, table, ends, out in zip(*parts, strict=True) if B else ():
-        partial = torch.empty(len(q), H, splits, latent_dim, dtype=torch.float32, device=q.device)
+        kept_as = q.dtype if tiles.narrow else torch.float32
+        partial = torch.empty(len(q), H, splits, latent_dim, dtype=kept_as, device=q.device)
         lse = torch.empty(len(q), H, splits, dtype=torch.float32, device=q.device)
-        attend_latent_span[(len(q), -(-H // heads), splits)](
+        attend_latent_span[(len(q), -(-H // tiles.heads), splits)](
             q, cache_SC, table, ends, partial, lse,
             scale * math.log2(math.e), table.shape[1], H, splits,
-            heads, latent_dim, C - latent_dim, *powers, page_size, BLOCK, early,
-            num_warps=4 if heads == HEADS else 8, num_stages=2, launch_pdl=early,
+            tiles.heads, latent_dim, C - latent_dim, *powers, page_size, tiles.tokens, tiles.ahead, early,
+            num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
         )  # fmt: skip
-        join_spans[(len(q) * H,)](
-            partial, lse, lse, out, H, latent_dim, powers[0], splits, False, early,
-            num_warps=8, launch_pdl=early,
+        join_spans[(len(q) * H, tiles.parts)](
+            partial, lse, lse, out, H, latent_dim, powers[0] // tiles.parts, splits, False, early,
+            num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
         )  # fmt: skip
     return out_BHL
