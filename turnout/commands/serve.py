@@ -18,7 +18,7 @@ from turnout.errors import UserError
 from turnout.server.memory import allow_many_connections, map_large_blocks
 from turnout.server.run import Supervisor, bind, check_hosts, dialled_in
 from turnout.server.supervise.ledger import EngineFailed
-from turnout.server.supervise.rank_agent import RankAgent, hello, run_agents
+from turnout.server.supervise.rank_agent import hello, run_ranks
 from turnout.server.supervise.secret import read_secret
 
 
@@ -60,23 +60,17 @@ def rank(head: str, secret_file: str, *, count: int, model: str, num_threads: in
     _log("info")
     secret = read_secret(secret_file)
     own = ({"model": model} if model else {}) | ({"num_threads": num_threads} if num_threads else {})
-    agents = [
-        RankAgent(head, secret, hello(index, count), own=own, patience=patience) for index in range(count)
-    ]
-    return run_agents(agents)
+    hellos = [hello(index, count) for index in range(count)]
+    return run_ranks(head, secret, hellos, own=own, patience=patience)
 
 
 def _serve_as_node(config: ServerConfig) -> int:
     """The ranks of host --node-rank, under the command line of all hosts."""
     secret, count = read_secret(config.secret_file), config.tp_size // config.nnodes
     own = {"model": config.model, "num_threads": config.num_threads}
-    agents = []
-    for index in range(count):
-        said = structs.replace(hello(), order=config.node_rank * count + index)
-        agents.append(
-            RankAgent(config.dist_init_addr, secret, said, own=own, patience=config.startup_timeout)
-        )
-    return run_agents(agents)
+    first = config.node_rank * count
+    hellos = [structs.replace(hello(), order=first + index) for index in range(count)]
+    return run_ranks(config.dist_init_addr, secret, hellos, own=own, patience=config.startup_timeout)
 
 
 def _log(level: str) -> None:

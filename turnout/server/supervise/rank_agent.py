@@ -1,10 +1,11 @@
-"""`turnout rank`: a rank that dials in to a head, wherever and however it was started, and serves it.
+"""`turnout rank`: ranks that dial in to a head, wherever and however they were started, and serve it.
 
 0  the head, or a signal, told it to leave   1  the head failed
 2  a user error: the head cannot be reached, or refuses this rank
 
-It runs the ordinary rank process when told to, and again for each start of the group. If the connection ends,
-the process ends too, and the rank dials in anew.
+Each runs the ordinary rank process when told to, and again for each start of the group. If its connection
+ends, the process ends too, and the rank dials in anew. Those of one `turnout rank` share a fork server: its
+imports, and the weights that it keeps, are there once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class RankAgent:
         head: str,
         secret: bytes,
         hello: rank_protocol.Hello,
+        fork_server: ForkServer,
         *,
         own: Mapping[str, Any],
         patience: float,
@@ -64,18 +66,12 @@ class RankAgent:
         self._head, self._address = head, address
         self._secret, self._hello, self._own, self._patience = secret, hello, own, patience
         self._ranks: LocalRanks | None = None
-        self._fork_server = ForkServer()
+        self._fork_server = fork_server
         self._rank = self._number = 0
         self._contact = time.monotonic()  # with the head, the last one
 
     async def run(self) -> int:
         """The exit code. Raises UserError."""
-        try:
-            return await self._serve_heads()
-        finally:
-            self._fork_server.close()
-
-    async def _serve_heads(self) -> int:
         while True:
             try:
                 code = await self._connect()
@@ -213,20 +209,50 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
 
 
-def run_agents(agents: Sequence[RankAgent]) -> int:
-    """Run ranks until they were told to leave, or a signal comes; the exit code. Raises UserError."""
-    return asyncio.run(_run(agents))
+async def serve_heads(
+    head: str,
+    secret: bytes,
+    hellos: Sequence[rank_protocol.Hello],
+    *,
+    own: Mapping[str, Any],
+    patience: float,
+) -> int:
+    """Be the ranks that say `hellos`, until they are told to leave; the highest exit code. Raises UserError.
+
+    The arguments are those of `RankAgent`."""
+    fork_server = ForkServer()
+    agents = [RankAgent(head, secret, said, fork_server, own=own, patience=patience) for said in hellos]
+    lives = [asyncio.create_task(agent.run()) for agent in agents]
+    try:
+        return max(await asyncio.gather(*lives))
+    finally:
+        for life in lives:
+            life.cancel()
+        await asyncio.wait(lives)
+        fork_server.close()
 
 
-async def _run(agents: Sequence[RankAgent]) -> int:
+def run_ranks(
+    head: str,
+    secret: bytes,
+    hellos: Sequence[rank_protocol.Hello],
+    *,
+    own: Mapping[str, Any],
+    patience: float,
+) -> int:
+    """`serve_heads`, which a signal ends too."""
+    return asyncio.run(_until_signalled(serve_heads(head, secret, hellos, own=own, patience=patience)))
+
+
+async def _until_signalled(served: Coroutine[Any, Any, int]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lives = asyncio.gather(*(agent.run() for agent in agents))
+    lives = asyncio.create_task(served)
     lives.add_done_callback(lambda _: stop.set())
     await stop.wait()
-    if lives.done():  # one of them perhaps with an error; the others are cancelled with the loop
-        return max(lives.result())
+    if lives.done():
+        return lives.result()
     lives.cancel()
     await asyncio.wait([lives])
     return 0

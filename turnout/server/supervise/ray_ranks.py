@@ -1,7 +1,8 @@
-"""Ranks on a Ray cluster: Ray decides where each runs, and starts it again elsewhere when its node is lost.
+"""Ranks on a Ray cluster: Ray decides where they run, and starts those of a lost node elsewhere.
 
-Each rank is an actor that dials in to the head like any other rank (rank_agent.py), so that Ray has no part
-in steps, nor in what becomes of requests. The only file that imports Ray.
+An actor for each host runs its ranks, which dial in to the head like any others (rank_agent.py), so that Ray
+has no part in steps, nor in what becomes of requests. Ranks of one actor share a fork server, and so imports
+and prepared weights. The only file that imports Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from packaging.version import Version
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.topology import divisors
-from turnout.server.supervise.rank_agent import RankAgent
+from turnout.server.supervise.rank_agent import serve_heads
 from turnout.server.supervise.rank_protocol import PORTS, Hello
 
 OLDEST = "2.50"
@@ -56,8 +57,8 @@ class RayRanks:
         bundles = [{self._kind: per_host}] * self.config.nnodes
         self._group = self._ray.util.placement_group(bundles, strategy=strategy)
         self._wait_for_room()
-        for rank in range(self.config.tp_size):
-            self._start(rank, bundle=rank // per_host)
+        for host in range(self.config.nnodes):
+            self._start(host, per_host)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -77,36 +78,38 @@ class RayRanks:
                 )
             log.info("waiting for %s", text)
 
-    def _start(self, rank: int, bundle: int) -> None:
+    def _start(self, host: int, count: int) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = self._ray.remote(_Rank).options(
-            num_cpus=int(self._kind == "CPU"),
-            num_gpus=int(self._kind == "GPU"),
+        on_gpus = self._kind == "GPU"
+        # Else Ray sets CUDA_VISIBLE_DEVICES, as the head does. An environment costs one more process.
+        environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if on_gpus else {}
+        actor = self._ray.remote(_Host).options(
+            num_cpus=0 if on_gpus else count,
+            num_gpus=count if on_gpus else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=bundle
+                self._group, placement_group_bundle_index=host
             ),
             max_restarts=-1,
             max_task_retries=-1,  # `run` again in the actor that replaces a lost one
-            # Else Ray sets CUDA_VISIBLE_DEVICES for one rank; the head does so for those of a host together.
-            runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+            runtime_env={"env_vars": environment} if environment else None,
         )
         self._actors.append(actor.remote())
-        config = self.config
-        self._actors[-1].run.remote(config.dist_init_addr, self.secret, rank, config.startup_timeout)
+        config, ranks = self.config, range(host * count, (host + 1) * count)
+        self._actors[-1].run.remote(config.dist_init_addr, self.secret, ranks, config.startup_timeout)
 
 
-class _Rank:
-    """The actor of a rank."""
+class _Host:
+    """The actor of a host's ranks."""
 
-    def run(self, head: str, secret: bytes, rank: int, patience: float) -> int:
+    def run(self, head: str, secret: bytes, ranks: range, patience: float) -> int:
         """Serve the head until it says that all is done; the exit code. Raises UserError."""
         ray = _import_ray()
         os.environ.pop("OMP_NUM_THREADS", None)  # of Ray's making; the engine counts cores itself
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         node = ray.get_runtime_context().get_node_id()
-        hello = Hello(socket.gethostname(), node, rank, gpus)
-        return asyncio.run(RankAgent(head, secret, hello, own={}, patience=patience).run())
+        hellos = [Hello(socket.gethostname(), node, rank, gpus) for rank in ranks]
+        return asyncio.run(serve_heads(head, secret, hellos, own={}, patience=patience))
 
 
 def _import_ray() -> Any:
@@ -131,6 +134,8 @@ def _join_or_start(ray: Any, config: ServerConfig) -> None:
     cpus = os.cpu_count() or 1
     if config.device == "cpu":  # ranks may share cores, as they do without Ray
         cpus = max(cpus, config.tp_size)
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # else a process for each CPU, unused
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: ranks would wait for whatever else runs
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
 
 
