@@ -167,6 +167,26 @@ def server_of(config: ServerConfig) -> Iterator[tuple[ServerProcess, Path]]:
             server.stop()
 
 
+class CpuWaits:
+    """For how long the main threads of processes were ready to run and none of the CPUs had time for them."""
+
+    def __init__(self, pids: Sequence[int]):
+        self._first = {pid: self._of(pid) for pid in pids}
+        self._last = dict(self._first)
+
+    def look(self) -> float:
+        """In seconds, of all processes together, those that have ended up to the look before."""
+        self._last = {pid: max(last, self._of(pid)) for pid, last in self._last.items()}
+        return sum(self._last[pid] - first for pid, first in self._first.items())
+
+    @staticmethod
+    def _of(pid: int) -> float:
+        try:
+            return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, IndexError):  # it has ended, or the system does not count
+            return 0.0
+
+
 class Chaos:
     """Clients and failures of one server."""
 
@@ -231,25 +251,39 @@ class Chaos:
 
     async def _fail(self, kind: str) -> None:
         """Let a rank fail, or all be restarted, and wait until they serve again."""
-        victim = self._draw.choice((await self._info())["ranks"])
+        ranks = (await self._info())["ranks"]
+        victim = self._draw.choice(ranks)
+        waits = CpuWaits([os.getpid(), self.process.pid, *(rank["pid"] for rank in ranks)])
         start = time.monotonic()
         if kind == "restart":
             (await self.http.post(f"{self.root}/restart")).raise_for_status()
         else:
             os.kill(victim["pid"], KINDS[kind])
-        noticed = await self._until(lambda ready: not ready) - start
+        noticed = await self._until(lambda ready: not ready, waits) - start
+        on_time = noticed - waits.look()
         ready = await self._until(lambda ready: ready) - start
         why = (await self._info())["last_failure"]
         self.failures.append(
-            {"kind": kind, "rank": victim["rank"], "noticed_s": noticed, "ready_s": ready, "said": why}
+            {
+                "kind": kind,
+                "rank": victim["rank"],
+                "noticed_s": noticed,
+                "noticed_less_cpu_waits_s": max(on_time, 0.0),
+                "ready_s": ready,
+                "said": why,
+            }
         )
 
-    async def _until(self, reached: Callable[[bool], bool]) -> float:
-        """time.monotonic() when /ready is as wanted. Raises UserError if that takes too long."""
+    async def _until(self, reached: Callable[[bool], bool], waits: CpuWaits | None = None) -> float:
+        """time.monotonic() when /ready is as wanted; `waits` are looked at until then.
+
+        Raises UserError if that takes too long."""
         end = time.monotonic() + GIVEN_UP
         while time.monotonic() < end:
             if reached((await self.http.get(f"{self.root}/ready")).status_code == 200):
                 return time.monotonic()
+            if waits:
+                waits.look()
             await asyncio.sleep(0.01)
         raise UserError(
             f"/ready did not change within {GIVEN_UP:g} s; the last failure: {self.failures[-1:]}"
@@ -281,8 +315,10 @@ class Chaos:
         of_kind = [failure for failure in self.failures if failure["kind"] == kind]
         return {
             "count": len(of_kind),
-            "noticed_s": _spread([failure["noticed_s"] for failure in of_kind]),
-            "ready_s": _spread([failure["ready_s"] for failure in of_kind]),
+            **{
+                name: _spread([failure[name] for failure in of_kind])
+                for name in ("noticed_s", "noticed_less_cpu_waits_s", "ready_s")
+            },
             "said": of_kind[-1]["said"] if of_kind else "",
         }
 

@@ -53,7 +53,8 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(tiny_folder: Path, 
     assert "ended with exit code 3" in row["kinds"]["exit"]["said"]
     for kind, noticed in row["kinds"].items():
         bound = SILENT_SECONDS if kind == "stop" else 0
-        assert bound <= noticed["noticed_s"]["most"] < bound + 10, kind  # 1 s, where nothing else runs
+        assert bound <= noticed["noticed_s"]["most"], kind
+        assert noticed["noticed_less_cpu_waits_s"]["most"] < bound + 1, kind
 
 
 @pytest.mark.parametrize("others", [7, pytest.param(63, marks=pytest.mark.more)])
