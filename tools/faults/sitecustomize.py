@@ -1,7 +1,8 @@
 """Failures inside a step, for tools.chaos: ranks with this folder in PYTHONPATH fail when they are told to.
 
 A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward. A request whose
-prompt begins with the token ids in TURNOUT_POISON kills every rank that computes it.
+prompt begins with the token ids in TURNOUT_POISON kills every rank that computes it. With TURNOUT_CLOCK_JUMPS
+the clock of all processes, as time.time() tells it, jumps by so many seconds back and forth twice a second.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import time
 
 import psutil
 
@@ -48,5 +50,12 @@ def install() -> None:
         signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
 
 
+def let_the_clock_jump(seconds: float) -> None:
+    true_time = time.time
+    time.time = lambda: true_time() + seconds * (int(time.monotonic() * 2) % 3 - 1)
+
+
 if "turnout.engine.fork_server" in sys.orig_argv:
     install()
+if jumps := os.environ.get("TURNOUT_CLOCK_JUMPS"):
+    let_the_clock_jump(float(jumps))

@@ -104,6 +104,19 @@ def test_suspects_are_tried_one_by_one_before_all_others():
     assert names(ledger.due()) == ["b", "new"]
 
 
+def test_a_trial_that_was_passed_is_not_repeated_when_ranks_die_in_a_step_of_others():
+    ledger = filled("a", "b")
+    for _ in range(STRIKES):
+        ledger.due()
+        ledger.ranks_died(["a", "b"])
+    (a,) = ledger.due()
+    give(ledger, a, 1)
+    assert give(ledger, a, 1)
+    assert names(ledger.due()) == ["b"]
+    assert ledger.ranks_died(["b"]) == []
+    assert names(ledger.due()) == ["b"]
+
+
 def test_whatever_ends_a_trial_lets_others_in():
     ledger = filled("a", "b")
     for _ in range(STRIKES):

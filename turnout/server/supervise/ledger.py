@@ -117,6 +117,8 @@ class Ledger:
         """Note what goes to a client; whether more may be `due` thereby."""
         entry.output_ids += output.token_ids
         entry.outputs += 1
+        if entry.got_on:  # also if ranks die in a later step that is not its own
+            entry.strikes = 0
         if output.finish_reason is not None:
             self._forget(entry)
         elif not (entry is self._on_trial and entry.got_on):
