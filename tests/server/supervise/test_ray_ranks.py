@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -55,15 +54,16 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    try:
-        nodes.add()
-        nodes.add()
-        os.environ["RAY_ADDRESS"] = nodes.cluster.address
-        yield nodes
-    finally:
-        os.environ.pop("RAY_ADDRESS", None)
-        nodes.cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else ranks wait for whatever else runs here
+        nodes = Nodes()
+        try:
+            nodes.add()
+            nodes.add()
+            patch.setenv("RAY_ADDRESS", nodes.cluster.address)
+            yield nodes
+        finally:
+            nodes.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
