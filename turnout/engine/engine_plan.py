@@ -272,7 +272,7 @@ def _decide(
         raise PlanRefused("no attention backend takes the model's layers", found)
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
     return EnginePlan(
-        **vars(rank),
+        **{field.name: getattr(rank, field.name) for field in dataclasses.fields(rank)},
         folder=model.folder,
         budget=budget,
         plan=moe,

@@ -16,6 +16,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from turnout.attention.backends import Chosen, Place, choose, workspace_bytes
 from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache_groups, state_groups
@@ -87,12 +88,12 @@ class Rank:
     hardware: Hardware
     compute_dtype: ComputeDtype
 
-    @property
+    @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """With the KV heads of this rank."""
         return rank_cache_groups(self.description, self.topology)
 
-    @property
+    @cached_property
     def state_groups(self) -> tuple[StateGroup, ...]:
         """With the heads of this rank."""
         return state_groups(_local_layers(self.description, self.topology))

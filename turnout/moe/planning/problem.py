@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from turnout.formats.spec import ITEMSIZE, token_bytes
 from turnout.moe import budget as sizes
@@ -62,7 +63,7 @@ class PlanningProblem:
     def num_local_experts(self) -> int:
         return self.spec.num_experts // self.topology.ep_size
 
-    @property
+    @cached_property
     def shape(self) -> RankShape:
         """This rank's part of the layer."""
         return RankShape.of(
