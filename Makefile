@@ -36,7 +36,7 @@ $(VENV)/.more: $(VENV)/.test
 	touch $@
 
 test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel, Ray
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more --durations=25
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps outcomes, for tools.gpu_tests
 	$(PYTHON) -m pytest -m 'gpu or multigpu' $(if $(JUNIT),--junitxml=$(JUNIT))

@@ -47,8 +47,8 @@ def one_of(visible: str, worker: int) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under --dist loadfile one worker for each file, and one for all files with ranks: those that step
-    together in several workers would wait for each other's cores."""
+    """Under --dist loadfile one worker for each file, one for all files with ranks, and one for all that
+    start Ray: those that step together in several workers would wait for each other's cores."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -56,14 +56,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneGang(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ranks" if asks_for_ranks(config.rootpath / file) else file
+            return gang(config.rootpath / file) or file
 
     return OneGang(config, log)
 
 
 @cache
-def asks_for_ranks(file: Path) -> bool:
-    return "ranks: Pools" in file.read_text()
+def gang(file: Path) -> str:
+    """The name of the worker that several files share, or ""."""
+    text = file.read_text()
+    return (
+        "ranks" if "ranks: Pools" in text else "ray" if "import ray\n" in text or "from ray." in text else ""
+    )
 
 
 @pytest.fixture(scope="session")
