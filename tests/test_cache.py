@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache as cache_results
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ GENERATE = ("generate", "demo", "What is 12*34?", "--max-tokens", "4", "--device
 KERNELS = "turnout/kernels/cpu/__pycache__/kernels-*"
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
+@contextmanager
+def folder_for_all() -> Iterator[Path]:
     """A folder that every user may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
@@ -41,8 +42,19 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def image(place: Path) -> Path:
+def place() -> Iterator[Path]:
+    with folder_for_all() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Path]:
     """The package, compiled in another place, where it cannot be written; its parent folder."""
+    with folder_for_all() as folder:
+        yield image_in(folder)
+
+
+def image_in(place: Path) -> Path:
     compile_and_tell = "from turnout.kernels.cpu import __main__, jit; print(jit.FOLDER)"
     done = subprocess.run([sys.executable, "-c", compile_and_tell], stdout=subprocess.PIPE, check=True)
     kernels = Path(done.stdout.decode().strip())
@@ -158,8 +170,9 @@ def test_a_full_disk(image, place, answer):
     assert len(err.splitlines()) == 1
 
 
-def test_nowhere_to_write_at_all(image, place, answer):
+def test_nowhere_to_write_at_all(place, answer):
     """Compiled kernels are read in place; what is missing is compiled, and lost with the process."""
+    image = image_in(place)
     [kernels] = image.glob(KERNELS)
     kernels.chmod(0o755)
     for file in kernels.glob("rows.*"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from turnout import config as config_module
 from turnout.config import Config, ServerConfig, load
 from turnout.errors import UserError
 from turnout.flags import field_type, flag_name
@@ -164,3 +166,16 @@ def test_overlap_that_is_asked_for_and_against_is_refused():
     with pytest.raises(UserError, match="leave one out"):
         Config(overlap_schedule="on", disable_overlap_schedule=True)
     assert Config(overlap_schedule="off", disable_overlap_schedule=True).disable_overlap_schedule
+
+
+def test_every_field_is_read_somewhere():
+    """As an attribute of some configuration, or by its name, outside of the class that declares it."""
+    package = Path(config_module.__file__).parent
+    read = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)
+    assert {field.name for field in dataclasses.fields(ServerConfig)} - read == set()

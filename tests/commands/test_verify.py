@@ -145,6 +145,7 @@ def test_several_ranks_are_for_serve(tiny_folder: Path):
 
 def test_from_the_command_line(tiny_folder: Path):
     words = [str(tiny_folder), "--device", "cpu", "--json", "--layers", "first", "--seed", "3"]
+    words += ["--moe-a2a-backend", "none"]
     command = [sys.executable, "-m", "turnout.cli", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import pytest
@@ -52,7 +53,7 @@ class Case:
         return RUNNERS[self.runner].deterministic
 
     def experts(self, seed: int = 0) -> ExpertWeights:
-        return make_experts(self.spec, seed=seed)
+        return _experts(self.spec, seed)
 
     def pipeline(self, experts: ExpertWeights):
         plan = make_plan(
@@ -99,6 +100,11 @@ class Case:
         x_TH = torch.randn(tokens, self.spec.hidden_size, generator=draw).to(self.dtype)
         weights_TK, ids_TK = torch.rand(tokens, self.spec.num_experts, generator=draw).topk(self.spec.top_k)
         return x_TH, ids_TK.int(), weights_TK
+
+
+@cache
+def _experts(spec: MoESpec, seed: int) -> ExpertWeights:
+    return make_experts(spec, seed=seed)
 
 
 def cases() -> Iterator[pytest.param]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from turnout.kernels.cpu import jit
+
 ROOT = Path(__file__).parents[3]
 
 # A small layer, planned and computed in a copy of the package, against the oracle; and a name nobody has.
@@ -61,9 +63,11 @@ print(chosen.decode.runner, chosen.decode.dispatcher)
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package, without compiled files."""
+    """A copy of the package, without compiled files but the kernels of CPUs, as an image has it."""
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "turnout", root / "turnout", ignore=shutil.ignore_patterns("__pycache__"))
+    if jit.FOLDER is not None:
+        shutil.copytree(jit.FOLDER, root / "turnout/kernels/cpu/__pycache__" / jit.FOLDER.name)
     return root
 
 
