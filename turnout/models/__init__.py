@@ -40,7 +40,6 @@ WITHOUT_DRAFT_LAYER = "Leave --speculative-algorithm out, or use --speculative-a
 HARMLESS_TENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq"  # computed from config.json
     r"|.*\.(k|v|q|kv|prob_output)_scale|.*\.[kv]_proj\.output_scale"  # of a KV cache stored in FP8
-    r"|mtp\..*"  # a head that drafts tokens for speculative decoding
 )
 
 
@@ -106,13 +105,14 @@ def load_model(
 
 def _require_draft_layer(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
     """Quantised copies of a model may lack it, whatever their config.json says."""
-    layer = spec.names.layer(spec.shape.num_layers - 1)
-    if not checkpoint.has(f"{layer}.eh_proj.weight"):
+    names = spec.draft_names
+    assert names is not None, "a spec with a draft layer names it"
+    if not checkpoint.has(f"{names.projection}.weight"):
         raise UserError(
-            f"{checkpoint.folder}: tensor {layer}.eh_proj.weight is missing: the checkpoint was published "
+            f"{checkpoint.folder}: tensor {names.projection}.weight is missing: the checkpoint was published "
             f"without the draft layer that config.json names. {WITHOUT_DRAFT_LAYER}"
         )
-    copies = (f"{layer}.embed_tokens.weight", f"{layer}.shared_head.head.weight")
+    copies = (f"{names.layer}.embed_tokens.weight", f"{names.layer}.shared_head.head.weight")
     checkpoint.set_aside(name for name in copies if checkpoint.has(name))  # of the model's own
 
 
@@ -127,8 +127,9 @@ def _read_spec(config: Mapping[str, Any], drafts: bool) -> DecoderSpec:
     fields.refuse_unread()
     if drafts and not spec.draft_layers:
         raise UserError(
-            f"--speculative-algorithm MTP: {names[0]} has no draft layer here (num_nextn_predict_layers in "
-            f"config.json counts them; of DeepSeek-V3, and of GLM-4.5 and later, they are read). "
+            f"--speculative-algorithm MTP: {names[0]} has no draft layer here (num_nextn_predict_layers or "
+            f"mtp_num_hidden_layers in config.json counts them; of DeepSeek-V3, of GLM-4.5 and later, and of "
+            f"Qwen3-Next and Qwen3.5 without mtp_use_dedicated_embeddings, they are read). "
             f"{WITHOUT_DRAFT_LAYER}"
         )
     return spec.with_draft_layer() if drafts else spec
@@ -147,7 +148,7 @@ def _unknown(architecture: str) -> str:
 def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[Format, bool]:
     """The one format of all MoE layers; layers that differ are refused, since one plan serves them all."""
     first, *others = spec.moe_layers
-    formats = {i: quantization.experts_format(spec.names.experts_of(i)) for i in spec.moe_layers}
+    formats = {i: quantization.experts_format(spec.experts_prefix(i)) for i in spec.moe_layers}
     for i in others:
         if formats[i] != formats[first]:
             raise UserError(

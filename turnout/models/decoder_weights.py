@@ -32,7 +32,7 @@ from turnout.models.interface import ProgressFn
 from turnout.models.latent_attention import LatentAttention, read_latent_attention
 from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, Share, split, whole
-from turnout.models.spec import DecoderSpec
+from turnout.models.spec import DecoderSpec, DraftNames
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.interface import Experts, Keep, prepare_anew
 from turnout.moe.layer import MoELayer
@@ -76,7 +76,8 @@ class DecoderReader:
             layers.append(self._layer(i))
             release_freed_memory()
         progress("loading layers", count, count)
-        draft = self._read_draft_layer(layers.pop()) if spec.drafts else None
+        names = spec.draft_names
+        draft = self._read_draft_layer(layers.pop(), names) if spec.drafts and names else None
         return Decoder(
             replace(spec.shape, attention=local),
             embed=embed,
@@ -93,7 +94,7 @@ class DecoderReader:
 
     def _layer(self, i: int) -> DecoderLayer:
         names = self._spec.names
-        prefix = names.layer(i)
+        prefix = self._spec.layer_prefix(i)
         mlp: MLP
         if i in self._spec.moe_layers:
             mlp = moe = self._read_moe(i, f"{prefix}.{names.moe}")
@@ -112,15 +113,15 @@ class DecoderReader:
         )
         return DecoderLayer(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
 
-    def _read_draft_layer(self, layer: DecoderLayer) -> DraftLayer:
-        hidden, prefix = self._shape.hidden_size, self._spec.names.layer(self._shape.num_layers - 1)
+    def _read_draft_layer(self, layer: DecoderLayer, names: DraftNames) -> DraftLayer:
+        hidden = self._shape.hidden_size
         return DraftLayer(
-            token_norm=self._read_norm(f"{prefix}.enorm"),
-            hidden_norm=self._read_norm(f"{prefix}.hnorm"),
-            projection=self._weights.linear(f"{prefix}.eh_proj", whole(hidden), whole(2 * hidden)),
+            token_norm=self._read_norm(names.token_norm),
+            hidden_norm=self._read_norm(names.hidden_norm),
+            projection=self._weights.linear(names.projection, whole(hidden), whole(2 * hidden)),
             multiply=self._weights.multiply,
             layer=layer,
-            norm=self._read_norm(f"{prefix}.shared_head.norm"),
+            norm=self._read_norm(names.norm),
         )
 
     def _read_vocabulary(self) -> tuple[Embedding, Head]:
@@ -271,7 +272,7 @@ class DecoderReader:
         return experts
 
     def _read_experts(self, i: int) -> ExpertWeights:
-        prefix = self._spec.names.experts_of(i)
+        prefix = self._spec.experts_prefix(i)
         spec, plan, topology = self._spec.moe, self._plan, self._groups.topology
         experts = self._weights.checkpoint.experts(
             prefix,

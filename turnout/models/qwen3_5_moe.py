@@ -20,7 +20,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     text.unused("tie_word_embeddings")  # the model's own flag counts
     spec = _read(text, "Qwen3_5MoeForConditionalGeneration")
     tied = fields.flag("tie_word_embeddings", False)
-    return replace(spec, names=NESTED, skipped=(VISION,), tied_embeddings=tied)
+    return replace(spec, names=NESTED, skipped=(VISION, *spec.skipped), tied_embeddings=tied)
 
 
 def read_text_spec(fields: ConfigFields) -> DecoderSpec:

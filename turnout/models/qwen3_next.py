@@ -8,11 +8,19 @@ from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
 from turnout.models.fields import ConfigFields
 from turnout.models.reading import read_dense_size, read_head_dim, read_moe, read_shape, read_sparse_step
 from turnout.models.rope import read_rope
-from turnout.models.spec import DecoderSpec, SharedExpert
+from turnout.models.spec import DecoderSpec, DraftNames, SharedExpert, Skipped
 from turnout.moe.spec import Routing
 from turnout.vocabulary import DeltaRows, QKNorm, RoutingKind
 
 LINEAR, FULL = "linear_attention", "full_attention"
+DRAFT_LAYER = Skipped(what="draft layer (multi-token prediction)", prefix="mtp.")
+DRAFT_NAMES = DraftNames(
+    layer="mtp.layers.0",
+    token_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+)
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
@@ -28,7 +36,9 @@ def read_hybrid(fields: ConfigFields, *, architecture: str, renormalize: bool) -
     fields.choice("attn_output_gate", (True,), default=True)
     fields.choice("use_sliding_window", (False,), default=False)
     fields.choice("mamba_ssm_dtype", ("float32",), default="float32")
-    fields.unused("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of a head that drafts tokens
+    draft_layers = fields.integer("mtp_num_hidden_layers", 1, minimum=0)
+    if fields.flag("mtp_use_dedicated_embeddings", False):  # not implemented; the model works without
+        draft_layers = 0
     head_dim = read_head_dim(fields)
     rope = read_rope(fields, head_dim=head_dim, partial=0.25, mrope=True)
     shape = read_shape(fields, architecture=architecture, max_positions=rope.max_positions, head_dim=head_dim)
@@ -50,6 +60,9 @@ def read_hybrid(fields: ConfigFields, *, architecture: str, renormalize: bool) -
         shared_expert=SharedExpert(intermediate_size=shared, gated=True) if shared else None,
         norms_around_one=True,
         output_gate=True,
+        skipped=(DRAFT_LAYER,),
+        draft_layers=draft_layers,
+        draft_names=DRAFT_NAMES,
     )
 
 

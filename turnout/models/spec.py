@@ -36,9 +36,27 @@ class TensorNames:
     def layer(self, i: int | str) -> str:
         return f"{self.model}.layers.{i}"
 
-    def experts_of(self, i: int | str) -> str:
-        """The prefix of the routed experts of layer `i`."""
-        return f"{self.layer(i)}.{self.moe}.{self.experts}"
+
+@dataclass(frozen=True, kw_only=True)
+class DraftNames:
+    """What a draft layer's tensors are called: whole prefixes. layer: of those that any layer has."""
+
+    layer: str
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+
+    @classmethod
+    def below(cls, layer: str) -> DraftNames:
+        """DeepSeek's names, all below the layer's own prefix."""
+        return cls(
+            layer=layer,
+            token_norm=f"{layer}.enorm",
+            hidden_norm=f"{layer}.hnorm",
+            projection=f"{layer}.eh_proj",
+            norm=f"{layer}.shared_head.norm",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +100,7 @@ class DecoderSpec:
     output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
     delta_rows: how projections of recurrent layers are stored.
     draft_layers: behind the last layer, each of which drafts a token from the one before. drafts: the last
-    layer of `shape` is the first of those.
+    layer of `shape` is the first of those. draft_names: where they are not one more layer's.
     """
 
     shape: ModelShape
@@ -106,19 +124,31 @@ class DecoderSpec:
     tied_embeddings: bool = False
     skipped: tuple[Skipped, ...] = ()
     draft_layers: int = 0
+    draft_names: DraftNames | None = None
     drafts: bool = False
 
     def with_draft_layer(self) -> DecoderSpec:
-        """With the first draft layer, an MoE layer like the last, as one more layer."""
+        """With the first draft layer, an MoE layer like the last one with attention, as one more layer."""
         attention, L = self.shape.attention, self.shape.num_layers
-        prefix = f"{self.names.layer(L)}."
+        last = next(layer for layer in reversed(attention) if not isinstance(layer, DeltaNetSpec))
+        names = self.draft_names or DraftNames.below(self.names.layer(L))
         return replace(
             self,
-            shape=replace(self.shape, attention=(*attention, attention[-1])),
+            shape=replace(self.shape, attention=(*attention, last)),
             moe_layers=(*self.moe_layers, L),
-            skipped=tuple(part for part in self.skipped if part.prefix != prefix),
+            skipped=tuple(part for part in self.skipped if not f"{names.layer}.".startswith(part.prefix)),
+            draft_names=names,
             drafts=True,
         )
+
+    def layer_prefix(self, i: int) -> str:
+        """Of the tensors of layer `i` of `shape`."""
+        is_draft = self.drafts and i == self.shape.num_layers - 1
+        return self.draft_names.layer if is_draft and self.draft_names else self.names.layer(i)
+
+    def experts_prefix(self, i: int) -> str:
+        """Of the routed experts of layer `i`."""
+        return f"{self.layer_prefix(i)}.{self.names.moe}.{self.names.experts}"
 
     def describe(self, is_fp8: Callable[[str], bool] = lambda _: False) -> ModelDescription:
         """is_fp8: whether the checkpoint stores the linear layer of this name in FP8."""
@@ -126,7 +156,7 @@ class DecoderSpec:
             shape=self.shape,
             moe=self.moe,
             moe_layers=self.moe_layers,
-            experts_prefix=self.names.experts_of("{}"),
+            experts_prefix=f"{self.names.layer('{}')}.{self.names.moe}.{self.names.experts}",
             dense=self._dense_parameters(),
             dense_in_fp8=self._parameters_in_fp8(is_fp8),
         )
@@ -143,7 +173,7 @@ class DecoderSpec:
             return up + stored(inner * H, prefix, "down_proj")
 
         for i, layer in enumerate(self.shape.attention):
-            prefix, names = self.names.layer(i), self.names
+            prefix, names = self.layer_prefix(i), self.names
             if i not in self.moe_layers:
                 mlps += gated_mlp(self.dense_intermediate_size, f"{prefix}.{names.dense}")
             elif self.shared_expert:

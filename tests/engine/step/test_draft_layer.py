@@ -32,24 +32,38 @@ from turnout.parallel.topology import Topology
 
 LAYERS = 3
 VOCABULARY = 6  # so small that a random layer foretells some tokens
-NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
+NAMES = {"layers.0.": f"model.layers.{LAYERS}.", "post_norm.": "shared_head.norm.", "mtp_block.": ""}
+# Of Qwen3-Next and Qwen3.5, whose draft layer has names of its own.
+APART = {
+    "layers.0.": "mtp.",
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "post_norm.": "norm.",
+    "mtp_block.": "layers.0.",
+}
+HYBRIDS = ["qwen3_next", "qwen3_5_moe"]
 
 
 def published(folder: Path, family: str = "glm4_moe") -> tuple[Built, MtpModel]:
     """A random model with a random draft layer, and transformers' model of that."""
     built = build(folder, FAMILIES[family], seed=1, vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
+    config, names = built.model.config.get_text_config(), APART if family in HYBRIDS else NAMES
     if family == "glm4_moe_lite":
-        built.model.config.num_mtp_layers, built.model.config.mtp_mlp_layer_types = 1, ["sparse"]
+        config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
+    if family in HYBRIDS:
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     drafts = MtpModel(built.model, 1).eval().float()
     tensors = {}
     for name, tensor in drafts.state_dict().items():
         if name.startswith("layers.0."):
-            tensor.copy_(noise(name, tensor))
-            for ours, theirs in NAMES.items():
-                name = name.replace(ours, theirs)
-            tensors[name.replace("layers.0.", f"model.layers.{LAYERS}.")] = tensor.detach().clone()
-    kept = {n: t for n, t in load_tensors(folder).items() if not n.startswith(f"model.layers.{LAYERS}.")}
-    save(folder, kept | one_by_one(tensors))
+            tensor.copy_(noise(name, tensor, around_one=built.family.norms_around_one))
+            for theirs, ours in names.items():
+                name = name.replace(theirs, ours)
+            tensors[name] = tensor.detach().clone()
+    given = () if family in HYBRIDS else (f"model.layers.{LAYERS}.",)
+    kept = {n: t for n, t in load_tensors(folder).items() if not n.startswith(given)}
+    save(folder, kept | (tensors if family == "qwen3_5_moe" else one_by_one(tensors)))
     return built, drafts
 
 
@@ -60,6 +74,12 @@ def glm(tmp_path_factory) -> tuple[Built, MtpModel]:
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe_lite"])
 def latent(request, tmp_path_factory) -> tuple[Built, MtpModel]:
+    return published(tmp_path_factory.mktemp(request.param) / "model", request.param)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request, tmp_path_factory) -> tuple[Built, MtpModel]:
+    """Three recurrent layers, then one of attention; the draft layer has attention."""
     return published(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
@@ -89,7 +109,14 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_the_layer_computes_what_transformers_computes(glm):
-    built, theirs = glm
+    compare_layer(*glm)
+
+
+def test_the_layer_of_a_hybrid_computes_what_transformers_computes(hybrid):
+    compare_layer(*hybrid)
+
+
+def compare_layer(built: Built, theirs: MtpModel) -> None:
     checkpoint = open_checkpoint(built.folder)
     plan = plan_for(checkpoint.config, "float32", "cpu", Topology())
     ours = load_model(checkpoint, plan, groups=SINGLE_RANK, device="cpu", dtype=torch.float32, drafts=True)
@@ -143,6 +170,30 @@ def test_drafts_through_latent_attention_change_no_answer(latent):
     assert run(engine, asked) == plain
     stats = engine.stats()
     counts = [simulated(latent, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
+    assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
+
+
+def test_rejected_drafts_leave_no_state_behind(hybrid):
+    """Of recurrent layers, also where requests are put back and begin with what others left."""
+    asked = [[*prompt, i] for prompt in prompts(3) for i in range(2)]
+    plain = run(core(hybrid[0].folder), asked)
+    flags = {"speculative_algorithm": "MTP", "speculative_num_steps": 3, "state_snapshot_interval": 8}
+    engine = core(hybrid[0].folder, max_total_tokens=96, **flags)
+    assert run(engine, asked) == plain
+    stats = engine.stats()
+    assert min(stats.preemptions, stats.spec_accepted_tokens) > 0
+    assert stats.spec_accepted_tokens < stats.spec_draft_tokens
+    assert run(engine, asked) == plain
+    assert engine.stats().cached_prompt_tokens > stats.cached_prompt_tokens
+
+
+def test_drafts_of_a_hybrid_are_those_of_transformers(hybrid):
+    asked = prompts(2)
+    plain = run(core(hybrid[0].folder), asked)
+    engine = core(hybrid[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
+    assert run(engine, asked) == plain
+    stats = engine.stats()
+    counts = [simulated(hybrid, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
     assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
 
 
@@ -243,6 +294,19 @@ def test_models_without_the_layer_are_refused_for_the_flag_alone(glm, tmp_path):
         core(tmp_path / "dropped", speculative_algorithm="MTP")
     with pytest.raises(UserError, match=r"Glm4MoeForCausalLM has no draft layer .*ngram"):
         core(tmp_path / "never", speculative_algorithm="MTP")
+
+
+def test_hybrids_without_the_layer_are_refused_for_the_flag_alone(hybrid, tmp_path):
+    config = json.loads((hybrid[0].folder / "config.json").read_text())
+    save(tmp_path, hybrid[0].tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(core(tmp_path), [[1, 2]], max_tokens=2)
+    with pytest.raises(UserError, match=r"mtp\.fc\.weight is missing: .*without the draft layer .*ngram"):
+        core(tmp_path, speculative_algorithm="MTP")
+    config.get("text_config", config)["mtp_use_dedicated_embeddings"] = True
+    describe(config)
+    with pytest.raises(UserError, match=r"no draft layer here .*mtp_use_dedicated_embeddings.*ngram"):
+        describe(config, drafts=True)
 
 
 def test_what_the_layer_is_not_computed_with_is_refused(glm):
