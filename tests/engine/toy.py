@@ -39,11 +39,14 @@ SHAPE = ModelShape(
 
 
 class ToyModel:
-    """An `interface.Model`. Logits depend strongly on position and on every earlier token."""
+    """An `interface.Model`. Logits depend strongly on position and on every earlier token.
 
-    def __init__(self, seed: int = 0, shape: ModelShape = SHAPE):
+    drafts: the last layer is a draft layer, which makes it a `DraftingModel`.
+    """
+
+    def __init__(self, seed: int = 0, shape: ModelShape = SHAPE, *, drafts: bool = False):
         generator = torch.Generator().manual_seed(seed)
-        self.shape = shape
+        self.shape, self._layers = shape, range(shape.num_layers - drafts)
         H = shape.hidden_size
 
         def random(*size: int, scale: float) -> Tensor:
@@ -76,14 +79,21 @@ class ToyModel:
     def forward(self, step: Step) -> Tensor:
         self.steps.append(len(step.input_ids))
         x = self._embed(step.input_ids, step.positions)
-        for layer in range(self.shape.num_layers):
+        for layer in self._layers:
             if layer in self.cells:
                 y = step.attention.recur(layer, self._normed(x) @ self.qkv[layer].T, self.cells[layer])
                 x = x + y @ self.out[layer].T
                 continue
-            q, k, v = self._project(layer, x)
-            x = x + step.attention(layer, q, k, v, self.sinks[layer]).reshape(len(x), -1) @ self.out[layer].T
+            x = self._attend(layer, x, step)
         return x
+
+    def draft(self, step: Step, hidden_NH: Tensor) -> Tensor:
+        x = self._embed(step.input_ids, step.positions) + hidden_NH
+        return self._attend(self.shape.num_layers - 1, x, step)
+
+    def _attend(self, layer: int, x: Tensor, step: Step) -> Tensor:
+        q, k, v = self._project(layer, x)
+        return x + step.attention(layer, q, k, v, self.sinks[layer]).reshape(len(x), -1) @ self.out[layer].T
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         return hidden_SH @ self.head.T
@@ -98,7 +108,8 @@ class ToyModel:
         """[len(tokens), V], by definition."""
         shape = self.shape
         x = self._embed(torch.tensor(tokens), torch.arange(len(tokens)))
-        for layer, spec in enumerate(shape.attention):
+        for layer in self._layers:
+            spec = shape.attention[layer]
             if layer in self.cells:
                 y = _gated_delta_net(self._normed(x) @ self.qkv[layer].T, self.cells[layer])
                 x = x + y @ self.out[layer].T
@@ -214,7 +225,7 @@ def engine_plan(config: Config, shape: ModelShape, *, num_pages: int, max_contex
             chunked_prefill_size=config.chunked_prefill_size,
             max_prefill_tokens=config.max_prefill_tokens,
             max_running_requests=config.max_running_requests,
-            draft_tokens=config.speculative_num_draft_tokens if config.speculative_algorithm != "none" else 0,
+            draft_tokens=config.verified_tokens,
         ),
         plan=MoEPlan(
             prefill=phase,
