@@ -129,7 +129,9 @@ def test_tool_calls_name_tools_and_follow_their_schemas(llm: LLM):
     }
     written = '<call>\n{{"name": "{name}", "arguments": {arguments}}}\n</call>'
     whole = grammar.grammar(
-        grammar.tool_calls([("move", move), ("stop", {"enum": [{}]})], written, parallel=True)
+        grammar.repeated(
+            grammar.tool_calls([("move", move), ("stop", {"enum": [{}]})], written), between=r"/\n?/"
+        )
     )
     asked = [params(whole, seed=seed) for seed in range(10)]
     for completion in llm.generate([[5]] * 10, asked, progress=False):
@@ -303,7 +305,7 @@ def test_schemas_nested_too_deep_are_refused():
         (lambda: grammar.lark('start: "a" missing'), 'unknown name: "missing"'),
         (lambda: grammar.lark("hello world"), "neither Lark nor GBNF"),
         (
-            lambda: grammar.tool_calls([("f", {"not": {}})], "{name}({arguments})", parallel=False),
+            lambda: grammar.tool_calls([("f", {"not": {}})], "{name}({arguments})"),
             "tool 'f': schema",
         ),
     ],

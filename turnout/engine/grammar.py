@@ -2,7 +2,8 @@
 
 The right side of a rule is called an expression: `json_value`, `matching`, `literal` and `lark` make some
 from what requests say, `sequence`, `one_of` and `repeated` join them, and `grammar` makes one the whole of an
-output. `SamplingParams.grammar` takes the result; `check` says beforehand whether it can be compiled.
+output. What `lark`, `among_text` and `in_channels` make goes on over several lines and must stand last in its
+rule. `SamplingParams.grammar` takes the result; `check` says beforehand whether it can be compiled.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ KNOWN = frozenset((*SCHEMA_MAPS, *SCHEMA_LISTS, *SCHEMAS, *RULES, *ANNOTATIONS))
 @dataclass(frozen=True, kw_only=True)
 class Reasoning:
     """What a model may think before an answer that follows a grammar: the texts around it, and whether the
-    prompt ended after the first. special: tokens (to their ids) whose names stand for them in these texts."""
+    prompt ended after the first. without: the text before an answer that no thought precedes. special: tokens
+    (to their ids) whose names stand for them in these texts."""
 
     begin: str
     end: str
     begun: bool = False
+    without: str = ""
     special: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -63,7 +66,8 @@ def grammar(answer: str, *, after: Reasoning | None = None) -> str:
     else:
         thought, end = f"thought[suffix={json.dumps(after.end)}]: /(?s:.*)/", ""
     thinks = f"thought {end} /[ \\n]{{0,8}}/ answer"
-    start = thinks if after.begun else f"answer | ({literal(after.begin, after.special)}) {thinks}"
+    direct = f"({literal(after.without, after.special)}) answer" if after.without else "answer"
+    start = thinks if after.begun else f"{direct} | ({literal(after.begin, after.special)}) {thinks}"
     return f"start: {start}\n{thought}\nanswer: {answer}\n"
 
 
@@ -85,12 +89,17 @@ def matching(pattern: str) -> str:
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
-    """`text`, in which each name of a `special` token (to its id) stands for that token."""
+    """`text`, in which each name of a `special` token (to its id) stands for that token or is spelled."""
     if not special:
         return json.dumps(text)
     names = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
     parts = [part for part in names.split(text) if part]
-    return sequence(*(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts))
+    return sequence(
+        *(
+            f"<[{special[part]}]> | {json.dumps(part)}" if part in special else json.dumps(part)
+            for part in parts
+        )
+    )
 
 
 def lark(text: str) -> str:
@@ -121,31 +130,65 @@ def tool_calls(
     tools: Sequence[tuple[str, Any]],
     call: str,
     *,
-    parallel: bool,
     special: Mapping[str, int] | None = None,
     arguments: Callable[[Any], str] | None = None,
 ) -> str:
-    """Calls of `tools` (name, JSON schema of its arguments; None: any object), at least one and nothing else.
+    """A call of one of `tools` (name, JSON schema of its arguments; None: any object).
 
-    call: how the model writes one, as a format string of `name` and `arguments`; braces doubled, as in
+    call: how the model writes one, as a format string of `name`, `arguments` and perhaps `number`, which
+    counts calls; braces doubled, as in
     '<tool_call>\\n{{"name": "{name}", "arguments": {arguments}}}\\n</tool_call>'. arguments: of a schema,
     where they are not a JSON object. Raises UserError naming the tool and the keyword of a schema that cannot
     be followed.
     """
     calls = []
     for name, parameters in tools:
-        before, after = call.format(name=name, arguments=_PLACE).split(_PLACE)
+        before, after = call.format(name=name, arguments=_PLACE, number=_NUMBER).split(_PLACE)
         try:
             given = (arguments or json_value)(ANY_OBJECT if parameters is None else parameters)
         except UserError as error:
             raise UserError(f"tool {name!r}: {error}") from None
-        parts = [literal(text, special) for text in (before, after)]
-        calls.append(sequence(parts[0], given, parts[1]) if after else sequence(parts[0], given))
-    each = one_of(calls)
-    return repeated(each, between=r"/\n?/") if parallel else each
+        head = " /[0-9]{1,3}/ ".join(literal(text, special) for text in before.split(_NUMBER))
+        calls.append(sequence(head, given, *([literal(after, special)] if after else [])))
+    return one_of(calls)
 
 
-_PLACE = "\0"  # stands in no template
+def among_text(calls: str, begin: str, special: Mapping[str, int]) -> str:
+    """Any text, in which each `begin` is followed by what `calls` describes."""
+    text, rule = until("before_calls", begin, special)
+    return f"(({text}) ({calls}))* rest\n{rule}{_REST}"
+
+
+def in_channels(calls: str, special: Mapping[str, int], *, only_calls: bool) -> str:
+    """An answer of GPT-OSS from behind `<|start|>assistant`: messages, the last of which is one of `calls`
+    or, unless `only_calls`, a text. A message that is not a call cannot name a recipient."""
+    thought, said, final = (
+        literal(f"<|channel|>{channel}<|message|>", special)
+        for channel in ("analysis", "commentary", "final")
+    )
+    message, rule = until("message", "<|end|>", special)
+    earlier = sequence(one_of([thought, said]), message, literal("<|start|>assistant", special))
+    if only_calls:
+        return f"({earlier})* ({calls})\n{rule}"
+    return f"({earlier})* (({calls}) | ({one_of([thought, said, final])}) rest)\n{rule}{_REST}"
+
+
+def until(name: str, mark: str, special: Mapping[str, int]) -> tuple[str, str]:
+    """Any text up to and with the first `mark`: an expression, and the rule `name` that it uses.
+
+    Of a mark with tokens in it both spellings count: whether the tokeniser's file calls a token special
+    decides which of them llguidance sees.
+    """
+    rule = f"{name}[suffix={json.dumps(mark)}]: /(?s:.*)/\n"
+    at = min((place for token in special if (place := mark.find(token)) >= 0), default=None)
+    if at is None:
+        return name, rule
+    before = re.escape(mark[:at]).replace("/", "\\/").replace("\\\n", "\\n")
+    return f"{name} | /(?s:.*){before}/ {literal(mark[at:], special)}", rule
+
+
+_REST = "rest: /(?s:.*)/\n"
+_PLACE, _NUMBER = "\0", "\1"  # stand in no template
 _TAGLESS = r"([^<]|<+[^<\/])*"  # text in which no tag ends
 _OF_TEXTS = {"type", "enum", "const", "title", "description", "default", "examples"}
 

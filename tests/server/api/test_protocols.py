@@ -20,7 +20,7 @@ QUESTION = "What is 19 + 23"
 THOUGHT, TEXT, ARGUMENTS = "The user wants a sum.", "I will add.", {"a": 19, "b": 23}
 RESPONSE: dict[str, Any] = {
     "model": "scripted",
-    "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True}],
+    "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
 }
 MESSAGE: dict[str, Any] = {
     "model": "scripted",

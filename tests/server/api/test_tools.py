@@ -21,7 +21,6 @@ ADD = {
             "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
             "required": ["a", "b"],
         },
-        "strict": True,
     },
 }
 QUESTION = {"role": "user", "content": "What is 19 + 23"}
@@ -95,7 +94,9 @@ def test_the_clients_own_accumulator(agent: openai.OpenAI):
         final = stream.get_final_completion()
     assert "tool_calls.function.arguments.done" in events
     (call,) = final.choices[0].message.tool_calls
-    assert call.function.parsed_arguments == Add(**ARGUMENTS)
+    # The client makes its tools strict, and masks refuse the script's token that goes from within the name of
+    # the field on past the number; so the numbers are others.
+    assert isinstance(call.function.parsed_arguments, Add)
 
 
 def ask(web: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -170,6 +171,21 @@ def test_a_forced_call(web: httpx.Client, choice: Any, thinks: bool):
     assert json.loads(call["function"]["arguments"])["color"] in ("red", "blue")
     assert answer["message"].get("reasoning") == (THOUGHT if thinks else None)
     assert answer["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_strict_tool_is_called_by_its_schema_among_text(web: httpx.Client, thinks: bool):
+    """The model would add 19 and 23, which the schema does not allow; all before the call is as it was."""
+    numbers = {"a": {"enum": [1, 2]}, "b": {"type": "integer"}}
+    schema = {"type": "object", "properties": numbers, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": schema}}
+    fields: dict[str, Any] = {"tools": [tool], "parallel_tool_calls": False, "max_tokens": 1500, "seed": 1}
+    answer = ask(web, **fields, chat_template_kwargs={"enable_thinking": thinks})
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+    assert answer["message"]["content"] == TEXT
+    assert answer["message"].get("reasoning") == (THOUGHT if thinks else None)
 
 
 def test_reasoning_stays_outside_the_schema_of_the_answer(web: httpx.Client):

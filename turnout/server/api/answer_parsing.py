@@ -15,7 +15,7 @@ from turnout.server.api.parsing.parts import Parser
 from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.protocol import ChatBody
 from turnout.server.api.structured import Restrictions
-from turnout.server.api.tools import forced_calls
+from turnout.server.api.tools import restricted_calls
 
 OPENING_TOKENS = 128  # of a prompt's end, which may open the answer: a mark and an empty thought
 
@@ -27,7 +27,7 @@ class Parsing:
     kept:     tokens that the parsers must see, special or not
     thoughts: the family that says how the model reasons, whether or not answers hold it apart
     names:    ids of added tokens in the marks of reasoning and calls
-    forced:   calls that the answer must consist of
+    calls:    the form that calls must have, and whether the answer consists of them
     """
 
     parsers: Parsers = field(default_factory=Parsers)
@@ -36,7 +36,7 @@ class Parsing:
     one_call: bool = False
     thoughts: Family | None = None
     names: Mapping[str, int] = field(default_factory=dict)
-    forced: Restrictions = field(default_factory=dict)
+    calls: Restrictions = field(default_factory=dict)
 
     @classmethod
     def of(cls, body: ChatBody, model: Parsers, tokenizer: Tokenizer) -> Self:
@@ -61,11 +61,13 @@ class Parsing:
             one_call=body.parallel_tool_calls is False,
             thoughts=model.reasoning,
             names=names,
-            forced=forced_calls(body, model.calls, names) if body.offered else {},
+            calls=restricted_calls(body, model.calls, names) if body.offered else {},
         )
 
     def thinking(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
         """What may come before an answer that must have a form."""
+        if self.calls and self.thoughts is not None and self.thoughts.harmony:
+            return None  # thoughts are messages, of which the calls' grammar knows
         return Parsers(reasoning=self.thoughts).thoughts(_end(tokenizer, prompt_ids), self.names)
 
     def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:

@@ -321,7 +321,7 @@ class Service:
     ) -> list[Choice]:
         tokenizer = self.check_open()
         grammar = ""
-        if restrictions := body.restrictions() | parsing.forced:
+        if restrictions := body.restrictions() | parsing.calls:
             after = parsing.thinking(tokenizer, prompts[0])
             grammar = await asyncio.to_thread(compiled, restrictions, after)
         turn = Turn()

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from turnout.engine.grammar import literal, sequence, tagged_arguments, tool_calls
+from turnout.engine.grammar import (
+    among_text,
+    in_channels,
+    literal,
+    one_of,
+    repeated,
+    sequence,
+    tagged_arguments,
+    tool_calls,
+    until,
+)
 from turnout.server.api.body import Body
 from turnout.server.api.errors import invalid
+from turnout.server.api.parsing import harmony
 from turnout.server.api.parsing.calls import is_text
 from turnout.server.api.parsing.family import Family
 from turnout.server.api.structured import TOOLS, Restrictions, StructuredFields
@@ -130,44 +141,65 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": self.function.for_template()}
 
 
-def forced_calls(fields: ToolFields, family: Family | None, special: Mapping[str, int]) -> Restrictions:
-    """The calls that `tool_choice` wants, as the family writes them; none if the model may choose.
+def restricted_calls(fields: ToolFields, family: Family | None, special: Mapping[str, int]) -> Restrictions:
+    """The calls that `tool_choice` wants or, where the model may choose, strict tools among other text, as
+    the family writes them; none if neither is asked for.
 
-    special: tokens (to their ids) in the family's marks. Raises ApiError 400 where they cannot be forced.
+    special: tokens (to their ids) in the family's marks. Raises ApiError 400 where something else restricts
+    the answer as well.
     """
-    if fields.tool_choice in ("auto", "none", None):
-        return {}
-    written = family.calls if family is not None else None
-    if written is None or written.written is None:
-        raise invalid(
-            "tool_choice: this model writes calls in channels, in which they cannot be forced; "
-            "send auto, or none",
-            "tool_choice",
-        )
-    if isinstance(fields, StructuredFields) and (also := list(fields.restrictions())):
+    forced = fields.tool_choice not in ("auto", "none", None)
+    also = list(fields.restrictions()) if isinstance(fields, StructuredFields) else []
+    if forced and also:
         raise invalid(
             f"tool_choice and {also[0]} both say what the answer must be; give one of them", also[0]
         )
+    strict = any(tool.function.strict for tool in fields.offered)
+    if family is None or also or not (forced or strict):
+        return {}
     chosen = fields.tool_choice.function.name if isinstance(fields.tool_choice, ToolChoice) else None
-    tools = [
-        (tool.function.name, tool.schema_of_arguments)
-        for tool in fields.offered
-        if chosen in (None, tool.function.name)
-    ]
+    tools = [tool for tool in fields.offered if chosen in (None, tool.function.name)]
     parallel = chosen is None and fields.parallel_tool_calls is not False
+    return {TOOLS: partial(_calls, family, tools, special, forced=forced, parallel=parallel)}
 
-    def make() -> str:
-        tagged = None
-        if written.written_argument is not None:
-            tagged = partial(
-                tagged_arguments, argument=written.written_argument, is_text=is_text, special=special
-            )
-        calls = tool_calls(tools, written.written or "", parallel=parallel, special=special, arguments=tagged)
-        if written.section is None:
-            return calls
-        before, after = (literal(mark, special) for mark in written.section)
-        return (
-            sequence(before, "/\\n?/", calls, "/\\n?/", after) if tagged else sequence(before, calls, after)
+
+def _calls(
+    family: Family, tools: Sequence[Tool], special: Mapping[str, int], *, forced: bool, parallel: bool
+) -> str:
+    """An expression for calls of `tools`, and nothing else if `forced`. Raises UserError."""
+    written = family.calls
+    if written is None:
+        made = tool_calls(_schemas(tools, forced), harmony.WRITTEN, special=special)
+        return in_channels(made, special, only_calls=forced)
+    begin, end = written.section or (written.begin, "")
+    first = "" if written.section or forced else written.begin  # which the text before a call ends with
+    call, rules, free = written.written.removeprefix(first), "", list[Tool]()
+    arguments = None
+    if written.written_argument is not None:
+        arguments = partial(
+            tagged_arguments, argument=written.written_argument, is_text=is_text, special=special
         )
+        free = [] if forced else [tool for tool in tools if not tool.function.strict]
+    each = []
+    if bound := [tool for tool in tools if tool not in free]:
+        schemas = _schemas(bound, forced)
+        each.append(tool_calls(schemas, call, special=special, arguments=arguments))
+    if free:
+        anything, rules = until("other_call", written.end, special)
+        heads = [call.format(name=tool.function.name, arguments="\0").split("\0")[0] for tool in free]
+        each.append(sequence(one_of(literal(head, special) for head in heads), anything))
+    calls = one_of(each)
+    if parallel and (forced or written.section):
+        calls = repeated(calls, between=r"/\n?/")
+    if written.section is not None:
+        space = [r"/\n?/"] if arguments else []
+        calls = sequence(*space, calls, *space, literal(end, special))
+        calls = sequence(literal(begin, special), calls) if forced else calls
+    return calls if forced else among_text(calls, begin, special) + rules
 
-    return {TOOLS: make}
+
+def _schemas(tools: Sequence[Tool], forced: bool) -> list[tuple[str, Any]]:
+    return [
+        (tool.function.name, tool.schema_of_arguments if forced or tool.function.strict else None)
+        for tool in tools
+    ]

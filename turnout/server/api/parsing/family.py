@@ -23,7 +23,7 @@ class CallFormat:
     separators:     literal marks in `head`
     in_strings:     whether `end` may stand in a JSON string, where it ends nothing
     ends_reasoning: the first mark also ends reasoning that was not closed
-    written:        one call with its marks, as a format string of `name` and `arguments`, to force calls
+    written:        one call with its marks, a format string of grammar.tool_calls
     written_argument: one argument in tags, as a format string of `key`, `value` and `is_text`
     """
 
@@ -36,7 +36,7 @@ class CallFormat:
     separators: tuple[str, ...] = ()
     in_strings: bool = False
     ends_reasoning: bool = False
-    written: str | None = None
+    written: str
     written_argument: str | None = None
 
 

@@ -17,6 +17,10 @@ from turnout.server.api.parsing.parts import Part, Reasoning, Text
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 BEGINS, ENDS = (MESSAGE,), ("<|end|>", "<|call|>", "<|return|>")
 TOKENS = (START, CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
+# What grammars make answers of.
+WRITTEN = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+THOUGHT = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -21,7 +21,7 @@ from turnout.server.api.parsing.families import (
     qwen3_coder,
 )
 from turnout.server.api.parsing.family import Family
-from turnout.server.api.parsing.harmony import TOKENS, HarmonyParser
+from turnout.server.api.parsing.harmony import FINAL, START, THOUGHT, TOKENS, HarmonyParser
 from turnout.server.api.parsing.parts import Parser
 from turnout.server.api.parsing.tagged import TaggedParser
 
@@ -104,9 +104,12 @@ class Parsers:
 
         prompt: as in `parser`. special: tokens by their names.
         """
-        if self.reasoning is None or self.reasoning.harmony:
+        if self.reasoning is None:
             return None
         marks, opening = self.reasoning.reasoning, answer_in(prompt)
+        if self.reasoning.harmony:
+            end = f"<|end|>{START}assistant{FINAL}"
+            return None if opening else Reasoning(begin=THOUGHT, end=end, without=FINAL, special=special)
         if marks.close in opening:
             return None
         return Reasoning(begin=marks.open, end=marks.close, begun=marks.open in opening, special=special)

@@ -15,7 +15,7 @@ FAMILY = Family(
         separators=("<|tool_call_argument_begin|>",),
         ends_reasoning=True,
         written=(
-            "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+            "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
         ),
     ),
 )
