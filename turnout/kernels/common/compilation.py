@@ -28,7 +28,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from packaging.specifiers import SpecifierSet
@@ -40,6 +40,7 @@ from triton.language import dtype
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 PATCHED = SpecifierSet(">=3.6,<3.7")  # versions of Triton whose internals are known
 MOST_PROCESSES = 16
@@ -114,7 +115,7 @@ def _specialised(param: Any, arg: Any) -> Any:
     if param.is_constexpr:
         return arg
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+        return arg.dtype, param.do_not_specialize_on_alignment or arg.data_ptr() % 16 == 0
     if isinstance(arg, int) and not isinstance(arg, bool):
         return int if param.do_not_specialize else (arg == 1, arg % 16 == 0, arg.bit_length() > 31)
     if isinstance(arg, float | bool) or arg is None:
@@ -127,15 +128,20 @@ def covering(call: Callable[[int], object], most: int) -> list[int]:
 
     All sizes up to EVERY are tried. Above, variants last for longer ranges of sizes, so a sixteenth is.
     """
+    return needing(call, (*range(1, min(most, EVERY) + 1), *range(EVERY + 16, most, 16), most))
+
+
+def needing(call: Callable[[T], object], sizes: Iterable[T]) -> list[T]:
+    """Those of `sizes` for which `call` asks for a variant that it did not ask for with any before."""
     seen: set[Variant] = set()
-    sizes = []
-    for size in (*range(1, min(most, EVERY) + 1), *range(EVERY + 16, most, 16), most):
+    found = []
+    for size in sizes:
         with variants() as needed:
             call(size)
         if not needed <= seen:
             seen |= needed
-            sizes.append(size)
-    return sizes
+            found.append(size)
+    return found
 
 
 @contextmanager

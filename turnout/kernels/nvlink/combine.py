@@ -178,7 +178,7 @@ def add_up(
                 tl.store(from_ptr + c, tl.zeros([W], tl.int32), mask=inside & due)
 
 
-@triton.jit(do_not_specialize=["tokens", "room", "few", "limit"])
+@triton.jit(do_not_specialize=["tokens", "room", "few", "limit"], do_not_specialize_on_alignment=["ids_ptr"])
 def combine_rows(
     y_ptr, received_ptr, ids_ptr, out_ptr, addresses_ptr, epochs_ptr, failed_ptr, told_ptr, tokens, room, few,
     rows, experts_per_slice, y_stride, limit, counts_at, meta_at, returned_at, results_at, landed_at,

@@ -168,7 +168,10 @@ def put_meta(out_ids_ptr, out_weights_ptr, row, id_K, weight_K, wanted, k, K: tl
     tl.store(out_weights_ptr + row * K + k, weight, mask=(k < K) & (row >= 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "room", "few", "limit"])
+@triton.jit(
+    do_not_specialize=["tokens", "room", "few", "limit"],
+    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "scale_ptr"],
+)
 def dispatch_rows(
     x_ptr, ids_ptr, weights_ptr, scale_ptr, addresses_ptr, epochs_ptr, failed_ptr, told_ptr, out_ids_ptr,
     out_weights_ptr, tokens, room, few, rows, experts_per_slice, x_stride, limit, counts_at, meta_at,

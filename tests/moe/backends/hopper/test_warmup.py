@@ -6,18 +6,13 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
+from tests.kernels.bound import bound
 from turnout.bench.moe import SHAPES
 from turnout.engine.warmup import empty_batch
 from turnout.formats.experts import ExpertWeights
@@ -30,23 +25,6 @@ from turnout.moe.spec import MoESpec
 
 META = torch.device("meta")
 MOST = 8192
-BACKEND = make_backend(GPUTarget("cuda", 90, 32))
-BINDERS: dict[JITFunction, Any] = {}
-
-
-@contextmanager
-def bound() -> Iterator[set[tuple[str, str]]]:
-    """(kernel, the key under which Triton files what it compiles) of each call; nothing is launched."""
-    found = set()
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self not in BINDERS:
-            BINDERS[self] = create_function_from_signature(self.signature, self.params, BACKEND)
-        _, specialization, rest = BINDERS[self](*args, debug=False, **options)
-        found.add((self.fn.__name__, compute_cache_key({}, specialization, rest)))
-
-    with patch.object(JITFunction, "run", run):
-        yield found
 
 
 def packed(format: str, *shape: int) -> PackedTensor:

@@ -13,6 +13,7 @@ Legend: T tokens of this rank's share, k top-k, H hidden, R ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,6 +25,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.moe.backends.nvlink import buffers
 from turnout.moe.backends.nvlink.declaration import BACKEND
+from turnout.moe.backends.nvlink.warmup import compile_exchange
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
@@ -64,11 +66,12 @@ class Region:
 @dataclass(eq=False)
 class Regions:
     """One for each batch that may be under way. `begun` counts exchanges, which are the same on all ranks;
-    `away`: places of those that did not come back yet."""
+    `away`: places of those that did not come back yet; `compiled`: wire formats whose kernels are."""
 
     each: tuple[Region, ...]
     begun: int = 0
     away: set[int] = field(default_factory=set)
+    compiled: set[Format] = field(default_factory=set)
 
     def next(self) -> int:
         """The place of the one whose turn it is among those that are free. RuntimeError if none is."""
@@ -188,6 +191,12 @@ class NvlinkAllToAll:
             )
             for region in self._regions.each
         ]
+        if setup.device.type == "cuda" and self._format not in self._regions.compiled:
+            self._regions.compiled.add(self._format)
+            threads = max(1, (os.cpu_count() or 1) // groups.topology.ranks_per_node)
+            capacity = self._regions.each[0].capacity
+            formats = self._format, self._combine_format
+            compile_exchange(self._links[0], capacity, self._dtype, *formats, threads)
 
     def send(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]
