@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.engine.toy import make_core
 from turnout.engine.messages import (
     Abort,
     AddRequest,
@@ -169,3 +170,49 @@ def test_waking_a_resting_rank_asks_for_nothing(server: Server):
         time.sleep(0.005)
     assert len(server.events) > told, "still resting"
     assert server.core.step_sync.received == 0
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_an_abort_that_arrives_during_a_step_frees_pages_before_the_next(overlap: str):
+    """With the engine's own core, whose counters say which step was the last to hold any."""
+    server, receiving = (zmq.Context.instance().socket(kind) for kind in (zmq.ROUTER, zmq.DEALER))
+    server.bind("inproc://aborts")
+    receiving.identity = b"rank"
+    receiving.connect("inproc://aborts")
+    core = make_core(overlap_schedule=overlap, disable_prefix_cache=True)
+    events: list[Outputs] = []
+    held: list[tuple[int, int, int]] = []  # after each step: requests, pages, and forwards so far
+
+    def send(command: Command) -> None:
+        server.send_multipart([b"rank", encoder.encode(command)])
+        assert receiving.poll(5000)
+
+    step = core.step
+
+    def observed() -> list[RequestOutput]:
+        outputs = step()
+        stats = core.stats()
+        held.append((stats.num_running, stats.pages_used, stats.steps))
+        if stats.steps == 5 and stats.num_running == 3:
+            send(Abort(["a", "b"]))
+        elif stats.steps == 8 and stats.num_running == 1:
+            send(Abort(["c"]))
+        elif not stats.num_running:
+            send(Shutdown())
+        return outputs
+
+    core.step = observed
+    for id in "abc":
+        sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+        send(AddRequest(id=id, prompt_ids=[1, 2, 3, 4, 5], sampling=sampling))
+    run(core, core._step_sync, receiving, events.append, Profiler(0, Unwatched()))
+    of = {steps: (running, pages) for running, pages, steps in reversed(held)}
+    assert of[5] == (3, 3 * of[6][1])
+    assert of[6][0] == 1
+    assert of[8][0] == 1
+    assert held[-1][:2] == (0, 0)
+    assert held[-1][2] == 8  # no forward after the last abort
+    ended = [output.id for event in events for output in event.outputs if output.finish_reason == "abort"]
+    assert ended == ["a", "b", "c"]
+    for socket in (server, receiving):
+        socket.close(linger=0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from turnout.engine.messages import TokenLogprobs
-from turnout.engine.sampling.near_ties import find_near_ties
+from turnout.engine.sampling.greedy import greedy
 from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
@@ -109,7 +109,7 @@ class Sampler:
         if all(request.plain for request in requests):
             if best_2S is not None and not self._report_near_ties:
                 return Drawn(best_2S)
-            return Drawn(self._greedy(logits_SV))
+            return Drawn(greedy(logits_SV, near_ties=self._report_near_ties))
         wanted = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
         scores_SV = torch.log_softmax(logits_SV[self._index(wanted)], dim=-1) if wanted else None
         ahead = drafted or [0] * len(requests)
@@ -118,7 +118,8 @@ class Sampler:
         self._adjust(logits_SV, requests, num_outputs)
         if allowed_SW is not None:
             forbid(logits_SV, allowed_SW)
-        columns_CS = self._greedy(logits_SV.clone() if self._report_near_ties else logits_SV, low_S)
+        choices_SV = logits_SV.clone() if self._report_near_ties else logits_SV
+        columns_CS = greedy(choices_SV, near_ties=self._report_near_ties, low_S=low_S)
         random = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
         # Drawn apart: in the order of ids or of probability, and the batch must not decide which.
         for ordered in (False, True):
@@ -136,18 +137,6 @@ class Sampler:
         labels = [requests[i].sampling.logprob_token_ids for i in wanted]
         ids_S = columns_CS[0, self._index(wanted)]
         return Drawn(columns_CS, Scores(wanted, scores_SV, ids_S, counts, labels))
-
-    def _greedy(self, logits_SV: Tensor, low_S: Tensor | None = None) -> Tensor:
-        """int64 [2 or 3, S]: the largest logit's token (the lowest id among equals), whether that is finite,
-        and whether it is a near-tie. May overwrite the logits.
-
-        `max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted.
-        """
-        values_S, ids_S = logits_SV.max(dim=-1)
-        columns = [ids_S, values_S.isfinite()]
-        if self._report_near_ties:
-            columns.append(find_near_ties(logits_SV, ids_S, low_S))
-        return torch.stack(columns)  # one transfer
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], num_outputs: Sequence[int]) -> None:
         """Bias, minimum length and penalties, in place; num_outputs: of generated tokens before each row."""
