@@ -57,8 +57,18 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
         model, num_pages=pages, max_context=context, max_prefill_tokens=most, max_running_requests=6
     )
     free, computed = core._scheduler.kv.pools[0].num_available, []
+    scored: list[int] = []
+    make_logits = model.logits
+
+    def logits(hidden_SH: torch.Tensor) -> torch.Tensor:
+        scored.append(len(hidden_SH))
+        return make_logits(hidden_SH)
+
     model.reset_counts = lambda: computed.extend(model.steps)
+    model.logits = logits
     warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
+    model.logits = make_logits
+    assert scored == [min(size, 6) for size in computed]  # rows of the head, up to what may end at once
     sizes = warmup.prompt_sizes(most)
     assert computed[: len(sizes)] == sizes
     assert set(sizes) >= {1, most}

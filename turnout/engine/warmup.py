@@ -13,6 +13,7 @@ from turnout.cache import cache_folder
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
+from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
@@ -151,7 +152,11 @@ def first_prompts(
             phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
         )
         computed = forward.eagerly(chunks, synced)
-        model.logits(computed.hidden_NH[-1:])
+        # As many requests may end their prompts in one step: products of a head differ by rows too.
+        logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
+        if not done:
+            words = -(-logits_SV.shape[1] // 32)
+            forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
         if forward.prefill_graphs is not None:
             forward(chunks, synced)  # attention alone is launched otherwise
         for chunk in chunks:

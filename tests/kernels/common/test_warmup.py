@@ -1,0 +1,110 @@
+"""First prompts need every variant of the kernels outside the experts that any step does: Triton's own binder
+says which those are. Nothing is launched.
+
+Tensors lie where a step's do: what is sent to the device in one transfer begins anywhere in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.bound import bound
+from turnout.engine.warmup import prompt_sizes
+from turnout.kernels.attention import decode, latent, prefill
+from turnout.kernels.common import latent_rows, route, row_gemm, rows, split_gemm
+
+MOST, RUNNING = 4096, 256
+BF16, HQ, HKV, D, PAGE, H, E = torch.bfloat16, 32, 4, 128, 16, 2048, 128
+CACHE = torch.empty(HKV, 64 * PAGE, 2, D, dtype=BF16)
+LATENTS = torch.empty(64 * PAGE, 576, dtype=BF16)
+GAIN, COUNTS = torch.empty(H, dtype=BF16), torch.empty(E, dtype=torch.int64)
+
+
+def b16(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=BF16)
+
+
+def sent(size: int) -> list[Tensor]:
+    """Positions, slots, pages, owners and tiles of a prompt of so many tokens, one behind the other as
+    `attention.torch.to_device` sends them."""
+    places, pages = torch.arange(size), torch.zeros(1, -(-size // PAGE), dtype=torch.int64)
+    parts = [places, places, pages, places, prefill.tiles([(0, 0, size, 0)], HQ // HKV)]
+    packed = torch.cat([part.reshape(-1) for part in parts])
+    views = packed.split([part.numel() for part in parts])
+    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+
+
+def norm(size: int) -> None:
+    rows.norm(b16(size, H), GAIN, 1e-6)
+    rows.norm(b16(size, H), GAIN, 1e-6, b16(size, H))
+    rows.norm(b16(size, H), GAIN, 1e-6, torch.empty(4, size, H))
+
+
+def rotate(size: int) -> None:
+    heads, turns = b16(size, (HQ + 2 * HKV) * D), b16(size, D)
+    slots = sent(size)[1]
+    rows.rotate(heads, HQ, HKV, turns, turns, b16(2, D), 1e-6, store=(CACHE, slots))
+    rows.rotate(heads, HQ, HKV, turns, turns, None, 1e-6)
+
+
+def sums(size: int) -> None:
+    rows.add(torch.empty(4, size, H), GAIN, BF16)
+    rows.gate(b16(size, 2 * H), BF16)
+
+
+def routing(size: int) -> None:
+    real = torch.ones(size, dtype=torch.bool)
+    for logits in (b16(size, E), torch.empty(8, size, E)):
+        some = {"renormalize": True, "scaling": 1.0, "real_T": real, "counts_E": COUNTS}
+        route.choose(logits, 8, of_all=False, **some)
+        route.choose_sigmoid(logits, 8, bias_E=torch.empty(E), groups=8, kept=4, **some)
+
+
+def low_ranks(size: int) -> None:
+    turns = b16(size, 64)
+    latent_rows.latents(b16(size, 1536 + 576), b16(1536), b16(512), turns, turns, 1e-6)
+    latent_rows.rotated(b16(size, 16 * 192), 16, 192, turns, turns)
+
+
+def products(size: int) -> None:
+    row_gemm.linear(b16(size, H), b16(768, H), None)
+    split_gemm.parts(b16(size, H), b16(E, H))
+    split_gemm.parts(b16(size, H), b16(4 * H, H))
+
+
+def prompt_attention(size: int) -> None:
+    _, _, pages, _, tiles = sent(size)
+    q = b16(size, HQ, D)
+    prefill.attend(q, CACHE, tiles, pages, torch.empty_like(q), page_size=PAGE, scale=0.1)
+
+
+def row_attention(size: int) -> None:
+    """Of a step in which so many tokens decode."""
+    size = min(size, RUNNING)
+    table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    for processors in (132, 78):
+        splits = decode.spans(size, HKV, 4096, processors)
+        decode.attend(b16(size, HQ, D), CACHE, table, ends, page_size=PAGE, splits=splits, scale=0.1)
+        sizes = {"latent_dim": 512, "page_size": PAGE, "splits": splits, "scale": 0.1}
+        latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)
+
+
+PARTS = (norm, rotate, sums, routing, low_ranks, products, prompt_attention, row_attention)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_step_needs_what_first_prompts_did_not(part: Callable[[int], None]):
+    def keys(size: int) -> set[tuple[str, str]]:
+        with bound() as found:
+            part(size)
+        return found
+
+    warmed = set().union(*map(keys, prompt_sizes(MOST)))
+    assert warmed
+    for size in (*range(1, 300), *range(300, MOST, 97), MOST):
+        missing = keys(size) - warmed
+        assert not missing, f"{size} tokens need {[name for name, _ in missing]}"
