@@ -115,7 +115,6 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"the files hold experts in {stored.stored} ({stored.method}) in a form that no runner "
             f"multiplies in: they are decoded to {moe.format} while they load, and take its memory"
         )
-    place = engine_plan.attention_place
     for group, chosen in zip(engine_plan.cache_groups, engine_plan.attention_backends, strict=True):
         spec = group.spec
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
@@ -127,6 +126,24 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         lines.append(
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: {chosen}"
         )
+    lines += _state_lines(engine_plan)
+    if hardware.device == "cuda":
+        reason = engine_plan.why_no_decode_graphs
+        lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
+        reason = engine_plan.why_no_prefill_graphs
+        lines.append(f"prompts run eagerly: {reason}" if reason else "prompts run in CUDA graphs")
+    if topology.tp_size > 1:
+        lines.append(
+            f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "
+            f"group(s) of {topology.attention_tp} for attention, {topology.ep_size} expert-parallel slice(s) "
+            f"of {topology.expert_tp} for experts"
+        )
+    return lines
+
+
+def _state_lines(engine_plan: EnginePlan) -> list[str]:
+    """What recurrent layers keep of a request, and whether prefixes are reused; none of other models."""
+    lines, place = [], engine_plan.attention_place
     for states in engine_plan.state_groups:
         steps = recurrence(states.spec, place.device, place.dtype, present=place.present)
         lines.append(
@@ -141,17 +158,6 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             if reason
             else f"prefixes are reused up to multiples of {interval} tokens whose states are among the "
             f"{engine_plan.num_snapshots} that are kept"
-        )
-    if hardware.device == "cuda":
-        reason = engine_plan.why_no_decode_graphs
-        lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
-        reason = engine_plan.why_no_prefill_graphs
-        lines.append(f"prompts run eagerly: {reason}" if reason else "prompts run in CUDA graphs")
-    if topology.tp_size > 1:
-        lines.append(
-            f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "
-            f"group(s) of {topology.attention_tp} for attention, {topology.ep_size} expert-parallel slice(s) "
-            f"of {topology.expert_tp} for experts"
         )
     return lines
 

@@ -61,6 +61,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(RequestIds)
     app.include_router(_open_routes(service))
     app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
+    app.include_router(_control_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
     handle_errors(app)
     return app
@@ -127,6 +128,12 @@ def _info_routes(service: Service) -> APIRouter:
     @router.api_route("/get_model_info", methods=GET)
     async def model_info() -> Response:
         return json_response(service.model_info())
+
+    return router
+
+
+def _control_routes(service: Service) -> APIRouter:
+    router = APIRouter()
 
     @router.post("/reset_prefix_cache")
     @router.post("/flush_cache")
