@@ -45,7 +45,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pre-commit run --all-files
 
 bench: $(VENV)/.test
-	$(BIN)/python -m tools.bench_cpu
+	$(BIN)/python -m tools.bench_cpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

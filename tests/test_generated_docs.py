@@ -80,7 +80,7 @@ def test_results_are_shown_as_they_were_measured(generator, tmp_path):
     assert generator.main([], root=tmp_path) == 0
     both = "| 2.00 (float32) | 5.00 (b, float32) | 2.50 | 1.00 (float32) | 5.00 (b, float32) | 5.00 |"
     assert f"| nvfp4 | 4 {both}" in page.read_text()
-    assert "ratio; Intel (amx_bf16) |" in page.read_text()
+    assert "ratio; Intel (bf16 units: amx_bf16) |" in page.read_text()
 
 
 def test_every_result_stands_on_one_page_and_every_page_asks_for_one_that_exists(generator):

@@ -92,8 +92,9 @@ def headline(folder: Path) -> str:
             cells = [f"{us:.1f} us", f"{peer_us:.1f} us (NCCL)", f"{peer_us / us:.2f}"]
             lines.append(["4 x H200", what, *cells])
     if cpu := newest(folder, "serve-amd-epyc-x2*.json"):
-        for row in cpu["rows"]:
-            peers = [r for r in cpu["rows"] if r.get("batch") == row.get("concurrency", "none")]
+        rows = [row for row in cpu["rows"] if row.get("output_len", 64) > 1]
+        for row in rows:
+            peers = [r for r in rows if r.get("batch") == row.get("concurrency", "none")]
             fastest = max((r["output_throughput"] for r in peers), default=0)
             if fastest:
                 clients, own = row["concurrency"], row["output_throughput"]

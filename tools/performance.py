@@ -160,10 +160,13 @@ def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
 
 
 def _machine(content: dict[str, Any]) -> str:
-    """The device, of a CPU with its bfloat16 units."""
+    """The device, of a CPU with its bfloat16 units, also where all that it has were refused."""
     units = content.get("bf16_units", "none")
-    named = units != "none" and content["device"] == content["processor"]
-    return f"{content['device']} ({units})" if named else str(content["device"])
+    has = content["device"] == content.get("processor") and (
+        units != "none"
+        or any(flag in content.get("vector_flags", []) for flag in ("avx512_bf16", "amx_bf16"))
+    )
+    return f"{content['device']} (bf16 units: {units})" if has else str(content["device"])
 
 
 def on_cpus(
@@ -208,29 +211,33 @@ def layer_on_cpu(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
 
 
 def serving(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
-    """By concurrency, output tokens per second next to transformers' best at the same batch."""
+    """By concurrency, output tokens per second next to transformers' best at the same batch; of long prompts
+    that end with their first token, prompts per second."""
     rows = [row for row in content["rows"] if "output_throughput" in row]
-    peers: dict[int, dict[str, Any]] = {}
+    peers: dict[tuple[int, int], dict[str, Any]] = {}
     for row in rows:
         if row["system"] != "turnout":
-            best = peers.get(row["batch"])
-            if best is None or row["output_throughput"] > best["output_throughput"]:
-                peers[row["batch"]] = row
+            load = row["batch"], row.get("input_len", 64)
+            if load not in peers or row["output_throughput"] > peers[load]["output_throughput"]:
+                peers[load] = row
     found: dict[tuple[str, ...], Cells] = {}
     for row in rows:
         if row["system"] != "turnout":
             continue
-        peer = peers.get(row["concurrency"])
-        found[(str(row["concurrency"]),)] = {
-            "output tokens/s": f"{row['output_throughput']:.0f}",
+        clients, length, rate = row["concurrency"], row["input_len"], row["output_throughput"]
+        peer = peers.get((clients, length))
+        digits = 0 if row["output_len"] > 1 else 1
+        name = str(clients) if row["output_len"] > 1 else f"{clients}, prompts of {length} to one token"
+        theirs = (
+            f"{peer['output_throughput']:.{digits}f} ({peer['experts']}, {peer['dtype']})" if peer else ""
+        )
+        found[(name,)] = {
+            "output tokens/s": f"{rate:.{digits}f}",
             "TTFT, ms": f"{row['median_ttft_ms']:.0f}",
-            "TPOT, ms": f"{row['median_tpot_ms']:.1f}",
+            "TPOT, ms": f"{row['median_tpot_ms']:.1f}" if "median_tpot_ms" in row else "",
             "server memory, MB": f"{row['pss_mb']:.0f}",
-            "transformers' `generate`, tokens/s": f"{peer['output_throughput']:.0f} "
-            f"({peer['experts']}, {peer['dtype']})"
-            if peer
-            else "",
-            "ratio": f"{row['output_throughput'] / peer['output_throughput']:.2f}" if peer else "",
+            "transformers' `generate`, tokens/s": theirs,
+            "ratio": f"{rate / peer['output_throughput']:.2f}" if peer else "",
         }
     return found
 

@@ -108,6 +108,7 @@ def run(
     runner: str = "auto",
     routing: str = "uniform",
     device: str = "auto",
+    cpu_bf16_units: str = "auto",
     peers: bool = True,
     output: Path | None = None,
     plot: Path | None = None,
@@ -116,9 +117,9 @@ def run(
     """Measure every shape, format and token count; print a table and return the result (and save or plot it).
 
     `shapes` ["all"]: those of published models. `plot`: an SVG of the efficiency.
-    On a CPU each is run in float32 and in bfloat16, on CUDA in bfloat16. A point that fails is a row with
-    an `error_message`. Raises UserError for a shape, format or routing that is not known, and at
-    last if every point failed.
+    On a CPU each is run in float32 and in bfloat16, on CUDA in bfloat16. cpu_bf16_units: as the flag of
+    `serve`. A point that fails is a row with an `error_message`. Raises UserError for a shape, format or
+    routing that is not known, and at last if every point failed.
     """
     if list(shapes) == ["all"]:
         shapes = [name for name in SHAPES if name != "cpu-small"]
@@ -131,7 +132,7 @@ def run(
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     check_output(output, plot)
-    machine = hardware.detect(device)
+    machine = hardware.detect(device).with_bf16_units(cpu_bf16_units)
     ceilings = timing.measure_ceilings(machine.device)
     dtypes: tuple[ComputeDtype, ...] = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
     rows: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-SECONDS = 2.0  # per point and contender, about
+SECONDS = 0.7  # per point and contender, about
 MIN_CALLS, MAX_CALLS = 6, 200
 TURN = 3  # calls that count
 REPLAYS = 15
