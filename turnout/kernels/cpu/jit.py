@@ -6,6 +6,10 @@ sources, as Python's own compiled files are, or in the cache folder (turnout/cac
 written, which then starts with what was compiled next to the sources. A tree may be compiled in one place and
 moved to another, as images of containers are.
 
+Parts of kernels that processes compiled apart are linked by name, which numba makes of a function's qualified
+name and a number that counts up from 1 in each process. So two functions with one qualified name, made by one
+`def`, get mixed up once a process compiles one kernel and fetches another: each is given a name of its own.
+
 Measured on one core of an AMD EPYC: numba itself takes 0.6 s to import, a kernel 0.3 to 2 s to compile and
 10 ms to fetch.
 """

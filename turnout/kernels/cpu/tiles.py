@@ -143,11 +143,11 @@ def _products(kind: int, onto: bool) -> Any:
 
         return types.void(*[types.int64] * 8), code
 
-    @part
     def products(rows, x, panel, stride, panels, K, sums, pitch):
         build(rows, x, panel, stride, panels, K, sums, pitch)
 
-    return products
+    products.__qualname__ = f"products_{kind}_{onto}"  # see jit.py
+    return part(products)
 
 
 products_f32, products_bf16 = _products(F32_PANEL, False), _products(BF16_PANEL, False)

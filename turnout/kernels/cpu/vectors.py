@@ -352,8 +352,13 @@ def _operation(name: str) -> Any:
     def operation(_: Any, x: Any, y: Any) -> Any:
         return vector(vector, vector), lambda context, b, sig, args: getattr(b, name)(*args)
 
+    def apply(x, y):
+        return operation(x, y)
+
+    apply.__qualname__ = f"vector_{name}"  # see jit.py
+
     def typed(x, y):  # numba compares signatures, annotations too
-        return (lambda x, y: operation(x, y)) if x == y == vector else None
+        return apply if x == y == vector else None
 
     return typed
 
