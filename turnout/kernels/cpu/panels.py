@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from turnout.kernels.cpu.jit import inline, part
-from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL
+from turnout.kernels.cpu.tiles import AVX512, BF16_PANEL, F32_PANEL
 from turnout.kernels.cpu.vectors import (
     LANES,
     load,
@@ -91,10 +91,10 @@ def readable(kind, panel, scales, factor, K, scratch):
 @inline
 def panels_at_once(kind, rows):
     """How many panels a loop over tiles gives each of them: few, that they stay in the L1 cache, but enough
-    for tiles of few rows."""
-    if rows >= 4 or kind > BF16_PANEL:
+    for tiles of few rows, and with AVX512 of any."""
+    if kind > BF16_PANEL or (rows >= 4 and not AVX512):
         return 1
-    return 4 if rows == 1 else 2
+    return 4 if rows == 1 or AVX512 else 2
 
 
 class Panels:
