@@ -71,6 +71,7 @@ ARCHITECTURES: Registry[Any] = Registry(
     "model architecture",
     {
         "DeepseekV3ForCausalLM": "turnout.models.deepseek_v3:read_spec",
+        "DeepseekV4ForCausalLM": "turnout.models.deepseek_v4:read_spec",
         "DeepseekV32ForCausalLM": "turnout.models.deepseek_v32:read_spec",
         "Glm4MoeForCausalLM": "turnout.models.glm4_moe:read_spec",
         "Glm4MoeLiteForCausalLM": "turnout.models.glm4_moe_lite:read_spec",

@@ -100,6 +100,7 @@ class RoutingKind(Word):
     SOFTMAX_TOPK = "softmax_topk"
     SIGMOID_TOPK = "sigmoid_topk"
     TOPK_SOFTMAX = "topk_softmax"
+    SQRT_SOFTPLUS_TOPK = "sqrt_softplus_topk"
 
 
 class QKNorm(Word):
@@ -126,3 +127,4 @@ class AttentionKind(Word):
     RECURRENT = "recurrent"
     LATENT = "latent"
     SPARSE_LATENT = "sparse_latent"
+    COMPRESSED = "compressed"

@@ -81,6 +81,36 @@ def with_draft_layer(tensors: Tensors, layer: int) -> Tensors:
     return tensors | extra | {f"{prefix}.eh_proj.weight": torch.ones(64, 128)}
 
 
+def deepseek_v4(tensors: Mapping[str, Tensor]) -> Tensors:
+    """With tensors of a draft stage, which are skipped."""
+    released = renamed(
+        one_by_one(tensors, ("w1", "w3", "w2")),
+        (r"^model\.embed_tokens\.", "embed."),
+        (r"^lm_head\.", "head."),
+        (r"^model\.hc_head\.hc_", "hc_head_"),
+        (r"^model\.", ""),
+        (r"\.self_attn\.compressor\.indexer\.(scorer\.)?(weights_proj|q_b_proj)", r".attn.indexer.\2"),
+        (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+        (r"\.self_attn\.", ".attn."),
+        (r"compressor\.kv_norm", "compressor.norm"),
+        (r"\.input_layernorm", ".attn_norm"),
+        (r"\.post_attention_layernorm", ".ffn_norm"),
+        (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+        (r"\.q_a_norm", ".q_norm"),
+        (r"\.(q|o)_(a|b)_proj", r".w\1_\2"),
+        (r"attn(.*)\.kv_proj", r"attn\1.wkv"),
+        (r"attn(.*)\.gate_proj", r"attn\1.wgate"),
+        (r"\.position_bias", ".ape"),
+        (r"\.sinks", ".attn_sink"),
+        (r"\.mlp\.", ".ffn."),
+        (r"e_score_correction_bias", "bias"),
+        (r"shared_experts\.gate_proj", "shared_experts.w1"),
+        (r"shared_experts\.up_proj", "shared_experts.w3"),
+        (r"shared_experts\.down_proj", "shared_experts.w2"),
+    )
+    return released | {"mtp.0.enorm.weight": torch.ones(64)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """config: beyond COMMON, of transformers' config class. release: from the state of transformers' model to
@@ -114,6 +144,13 @@ HYBRID = {
     "num_experts_per_tok": 4,
 }
 
+COMPRESSED_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 INDEXER = {
     "index_n_heads": 16,
     "index_head_dim": 16,
@@ -476,6 +513,53 @@ FAMILIES = {
         release=lambda t: with_draft_layer(one_by_one(t), 4),
         extra={"num_nextn_predict_layers": 1, "indexer_rope_interleave": True},
     ),
+    "deepseek_v4": Family(
+        architecture="DeepseekV4ForCausalLM",
+        reuses=False,
+        config={
+            "model_type": "deepseek_v4",
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+            "q_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "sliding_window": 8,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 16,  # few heads tie, and any choice is right
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "swiglu_limit": 0.05,  # which products exceed
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": COMPRESSED_ROPE,
+        },
+        formats=("bf16",),
+        release=deepseek_v4,
+        extra={
+            "layer_types": [  # of the release's compress_ratios transformers takes no rate but 4 and 128
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "expert_dtype": "fp4",
+            "num_hash_layers": 2,
+            "qk_rope_head_dim": 8,
+            "rope_theta": 10000.0,
+            "rope_scaling": COMPRESSED_ROPE,
+            "topk_method": "noaux_tc",
+        },
+    ),
     "kimi_k25": Family(
         architecture="KimiK25ForConditionalGeneration",
         config={
@@ -544,6 +628,9 @@ def random_model(family: Family, *, seed: int = 0, **overrides: Any) -> PreTrain
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             tensor.copy_(noise(name, tensor, around_one=family.norms_around_one))
+        elif name.endswith("tid2eid"):
+            experts = torch.rand(len(tensor), model.config.n_routed_experts).argsort(1)
+            tensor.copy_(experts[:, : tensor.shape[1]])
     return model
 
 

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.attention.compressed import Compressible, Compressor
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
-from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
+from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
 from turnout.attention.up_projection import UpProjection
 from turnout.checkpoint import open_checkpoint
 from turnout.models import describe, load_model
@@ -160,6 +161,46 @@ class PlainAttention(Attention):
             scores_HTL = torch.cat((scores_HTL, sinks_H[:, None, None].expand(-1, T, 1)), dim=-1)
         weights_HTL = scores_HTL.softmax(-1)[..., :L].to(v_LHD)
         return torch.einsum("htl,lhd->thd", weights_HTL, v_LHD)
+
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        """Token by token, from all that came before: entries are made anew each time, window by window."""
+        spec, at, parts = self.model.shape.attention[layer], 0, [q_NHD[:0]]
+        for name, count in self._chunks:
+            past = self.cache.setdefault((layer, name), [])
+            for n in range(at, at + count):
+                past.append((kv_ND[n], None if rest is None else rest.raw_NX[n]))
+                keys = [kv for kv, _ in past[-spec.recent :]]
+                if rest is not None:
+                    keys += self._entries(spec, [raw for _, raw in past], rest, n)
+                scores_HL = q_NHD[n] @ torch.stack(keys).T * spec.scale
+                weights_HL = torch.cat((scores_HL, sinks_H[:, None]), dim=1).softmax(-1)[:, :-1]
+                parts.append((weights_HL @ torch.stack(keys))[None])
+            at += count
+        return torch.cat(parts)
+
+    def _entries(self, spec: CompressedSpec, raw: list[Tensor], rest: Compressible, n: int) -> list[Tensor]:
+        """Those that token `n` of this step sees, behind the tokens of `raw`."""
+        made = [self._entry(spec, raw, w, rest.entries, 0) for w in range(len(raw) // spec.rate)]
+        if rest.index_entries is None or len(made) <= spec.index_topk:
+            return made
+        scores = []
+        for w in range(len(made)):
+            key_D = self._entry(spec, raw, w, rest.index_entries, 2 * spec.series * spec.head_dim)
+            scores.append(float((rest.index_queries[n] @ key_D).clamp(min=0) @ rest.index_weights[n]))
+        best = sorted(range(len(made)), key=lambda w: -scores[w])[: spec.index_topk]
+        return [made[w] for w in best]
+
+    def _entry(self, spec: CompressedSpec, raw: list[Tensor], w: int, by: Compressor, at: int) -> Tensor:
+        rate, size = spec.rate, by.bias_RX.shape[1]
+        D, contents, gates = size // spec.series, [], []
+        for t in range(max(0, (w - spec.overlap) * rate), (w + 1) * rate):
+            series = slice(size - D, size) if t >= w * rate else slice(0, D)
+            contents.append(raw[t][at : at + size][series])
+            gates.append((raw[t][at + size : at + 2 * size] + by.bias_RX[t % rate])[series])
+        mixed_D = (torch.stack(contents) * torch.stack(gates).softmax(0)).sum(0)
+        return by.turn(by.norm(mixed_D[None]), torch.tensor([w * rate]))[0]
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         """Gated DeltaNet by its definition: token by token, head by head."""

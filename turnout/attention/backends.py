@@ -15,6 +15,7 @@ from turnout.attention.kinds import (
     LATENT_KINDS,
     AttentionSpec,
     CacheGroup,
+    CompressedSpec,
     DeltaNetSpec,
     SparseLatentSpec,
 )
@@ -136,6 +137,11 @@ class AttentionBackend:
                 other_model,
             ),
             (
+                isinstance(spec, CompressedSpec) and spec.splits_windows(place.page_size),
+                f"needs pages of {getattr(spec, 'rate', 0)} tokens, a multiple or a part of them",
+                f"use --page-size {getattr(spec, 'rate', 0)}",
+            ),
+            (
                 place.page_size % pages > 0,
                 f"takes pages of multiples of {pages} tokens",
                 f"use --page-size {pages}",
@@ -177,7 +183,7 @@ BACKENDS = (
         name="torch",
         devices=frozenset({"cpu", "cuda"}),
         dtypes=HALVES | {"float32"},
-        kinds=KINDS | LATENT_KINDS,
+        kinds=KINDS | LATENT_KINDS | {AttentionKind.COMPRESSED},
         sinks=True,
     ),
     AttentionBackend(
@@ -196,6 +202,7 @@ BACKENDS = (
 NAMED = {backend.name: backend for backend in BACKENDS}
 LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a time
 SPARSE_ROWS = 16  # tokens that sparse latent attention computes at a time
+COMPRESSED_ROWS = 32  # tokens that compressed attention computes at a time
 INDEX_SPAN = 4096  # tokens of a context that it scores at a time
 
 
@@ -260,7 +267,7 @@ def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int, lo
     Only latent attention does: keys and values of a span, made and then padded, and in float32 what the spans
     give. longest: of contexts, in tokens, whose scores sparse latent attention ranks.
     """
-    most = 0
+    most = max((_compressed_bytes(g.spec, itemsize, longest) for g in groups), default=0)
     for spec in (group.spec for group in groups if group.spec.kind in LATENT_KINDS):
         expanded = LATENT_SPAN * (3 * spec.head_dim + 2 * spec.value_dim) * itemsize
         joined = tokens * (3 * spec.value_dim * 4 + spec.head_dim * itemsize)
@@ -268,6 +275,16 @@ def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int, lo
         if isinstance(spec, SparseLatentSpec):
             most = max(most, _sparse_bytes(spec, tokens, itemsize, longest))
     return most
+
+
+def _compressed_bytes(spec: AttentionSpec, itemsize: int, longest: int) -> int:
+    """The entries of a context, and of some tokens the scores of these and of the last tokens, thrice."""
+    if not isinstance(spec, CompressedSpec):
+        return 0
+    entries = longest // spec.rate if spec.rate else 0
+    seen = spec.recent + COMPRESSED_ROWS + entries
+    scored = COMPRESSED_ROWS * max(spec.num_heads, spec.index_heads) * seen * 3 * 4
+    return scored + seen * (spec.head_dim + spec.index_dim) * 2 * itemsize
 
 
 def _sparse_bytes(spec: SparseLatentSpec, tokens: int, itemsize: int, longest: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.compressed import Compressible
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
@@ -39,7 +40,7 @@ class AttentionCaches:
 
     @property
     def state_bytes(self) -> int:
-        return sum(states.state_bytes for states in self.states)
+        return sum(part.state_bytes for part in (*self.groups, *self.states))
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """States in all recurrent layers, (from, to) slots, one after the other."""
@@ -87,3 +88,8 @@ class _ByLayer(Attention):
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
         return self._attentions[self._numbers[layer]].latent(layer, q_NHD, latent_NC, up, index)
+
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        return self._attentions[self._numbers[layer]].compressed(layer, q_NHD, kv_ND, sinks_H, rest)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.backends import Chosen, choose
+from turnout.attention.compressed import CompressedAttention
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup
 from turnout.attention.latent import LatentAttention
@@ -40,6 +41,8 @@ def paged_attention(
         kind = LatentAttention
     if group.spec.kind == AttentionKind.SPARSE_LATENT:
         kind = SparseLatentAttention
+    if group.spec.kind == AttentionKind.COMPRESSED:
+        kind = CompressedAttention
     return kind(group, page_size=page_size, device=device, dtype=dtype, chosen=chosen, **rest)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from turnout.attention.compressed import Compressible
     from turnout.attention.delta_rule import DeltaCell
     from turnout.attention.indexing import Index
     from turnout.attention.up_projection import UpProjection
@@ -60,6 +61,15 @@ class Attention(Protocol):
         layers.
         """
         raise ValueError(f"layer {layer} keeps keys and values, not latent vectors")
+
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        """Of a layer that declares compressed attention: store kv [N, D], key and value of all heads, and
+        attend with q [N, Hq, D]. rest: of which entries are made; None in layers that have none. Returns [N, Hq, D],
+        not turned back. Raises ValueError for other layers.
+        """
+        raise ValueError(f"layer {layer} keeps each token, not entries made of several")
 
 
 class GroupPages(Protocol):

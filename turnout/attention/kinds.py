@@ -7,12 +7,17 @@
 | recurrent      | a state made of positions 0 to t      | nothing             | nothing before its end |
 | latent         | positions 0 to t                      | latent_dim+rope_dim | nothing before its end |
 | sparse_latent  | index_topk of positions 0 to t        | the same, index_dim | nothing before its end |
+| compressed     | the last `recent`, and entries        | of `rate`: an entry | nothing before its end |
 
 Latent attention (MLA) keeps one vector for all heads of a token, from which their keys and values are made,
 and next to it the rotated part of the keys, which the heads share. It is whole on each rank.
 
 Sparse latent attention (DSA) also keeps an index key of each token, by which a token chooses the few that it
 attends to (indexing.py). Layers that share the choice of the last one before them that made one keep none.
+
+Compressed attention (DeepSeek-V4) sees the last tokens themselves, and each complete window of `rate` tokens
+as one entry that is made of them; with an index, only the best `index_topk` of the entries. What is kept of the
+last tokens, and of the window that is not complete yet, is a state of the request, of fixed size.
 
 With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
 not multiplied by the scale.
@@ -144,6 +149,71 @@ class SparseLatentSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressedSpec(AttentionSpec):
+    """A layer of compressed attention. One vector of head_dim, its end of rope_dim rotated, is key and value of
+    all heads, and whole on each rank.
+
+    recent: how many of the last tokens a token sees, itself included. rate: tokens that make one entry; 0:
+    there are none. overlap: an entry is also made of the window before its own. index_heads, index_dim,
+    index_topk: of the index that chooses entries; index_topk 0: all are seen. output_groups: into which heads
+    are divided where they are projected.
+    """
+
+    kind: AttentionKind = AttentionKind.COMPRESSED
+    recent: int
+    rate: int = 0
+    overlap: bool = False
+    index_heads: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
+    output_groups: int = 1
+
+    def splits(self, ranks: int) -> bool:
+        """Whether output groups, with their heads, can be divided evenly over ranks."""
+        return self.output_groups % ranks == 0
+
+    def split(self, ranks: int) -> CompressedSpec:
+        if not self.splits(ranks):
+            raise ValueError(f"{self.heads()}, cannot be split evenly over {ranks} ranks")
+        heads, groups = self.num_heads // ranks, self.output_groups // ranks
+        return replace(self, num_heads=heads, output_groups=groups)
+
+    def heads(self) -> str:
+        return f"{self.num_heads} heads in {self.output_groups} groups of outputs"
+
+    @property
+    def series(self) -> int:
+        """Vectors that a token contributes to entries: one for its own window, one for the next."""
+        return 1 + self.overlap
+
+    @property
+    def remembered(self) -> int:
+        """Tokens of which an entry may be made."""
+        return self.series * self.rate
+
+    @property
+    def open_dim(self) -> int:
+        """Kept of a token until its entries are made: content and gate, of the index's entries too."""
+        return 2 * self.series * (self.head_dim + self.index_dim) if self.rate else 0
+
+    def token_bytes(self, itemsize: int) -> int:
+        """On average, where pages hold whole windows."""
+        return (self.head_dim + self.index_dim) * itemsize // self.rate if self.rate else 0
+
+    def entries_per_page(self, page_size: int) -> int:
+        """A window longer than a page has its entry in the page of its last token."""
+        return max(1, page_size // self.rate) if self.rate else 0
+
+    def splits_windows(self, page_size: int) -> bool:
+        """Whether a page would begin or end within a window without holding a part of one only."""
+        return self.rate > 0 and page_size % self.rate > 0 and self.rate % page_size > 0
+
+    def request_bytes(self, itemsize: int) -> int:
+        """Of one request in one layer: its last tokens, and those of windows that are not complete."""
+        return (self.recent * self.head_dim + self.remembered * self.open_dim) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeltaNetSpec(AttentionSpec):
     """A layer of Gated DeltaNet (delta_rule.py), with the heads of the whole model or of one rank.
 
@@ -210,6 +280,18 @@ class CacheGroup:
         keys = self.spec.index_dim * itemsize if isinstance(self.spec, SparseLatentSpec) else 0
         return len(self.layers) * self.spec.token_bytes(itemsize) - len(self.sharing) * keys
 
+    def page_bytes(self, page_size: int, itemsize: int) -> int:
+        """Of a page of so many tokens in all layers of the group."""
+        if isinstance(self.spec, CompressedSpec):
+            entry = (self.spec.head_dim + self.spec.index_dim) * itemsize
+            return len(self.layers) * self.spec.entries_per_page(page_size) * entry
+        return page_size * self.token_bytes(itemsize)
+
+    def request_bytes(self, itemsize: int) -> int:
+        """Of one request in all layers of the group, next to its pages."""
+        found = self.spec.request_bytes(itemsize) if isinstance(self.spec, CompressedSpec) else 0
+        return len(self.layers) * found
+
 
 def cache_groups(layers: Sequence[AttentionSpec]) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers that keep something of each token: first those that keep whole contexts,
@@ -239,6 +321,11 @@ def _alike(spec: AttentionSpec) -> AttentionSpec:
 
 def _shares_choice(spec: AttentionSpec) -> bool:
     return isinstance(spec, SparseLatentSpec) and spec.shares_choice
+
+
+def keeps_states(layers: Sequence[AttentionSpec]) -> bool:
+    """Whether some layer has a state of each request, which cannot go back to an earlier token."""
+    return any(spec.kind in (AttentionKind.RECURRENT, AttentionKind.COMPRESSED) for spec in layers)
 
 
 def state_groups(layers: Sequence[AttentionSpec]) -> tuple[StateGroup, ...]:

@@ -114,6 +114,11 @@ class PagedAttention:
         return self._cache.numel() * self._cache.element_size()
 
     @property
+    def state_bytes(self) -> int:
+        """Of what is kept of running requests next to pages."""
+        return 0
+
+    @property
     def cache(self) -> Tensor:
         """[layers, Hkv, slots, 2, D], the last page spare."""
         return self._cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from turnout.checkpoint import (
     bf16,
     compressed_tensors,
+    deepseek_v4,
     fp8,
     fp8_channel,
     fp8_tensor,
@@ -36,7 +37,7 @@ from turnout.vocabulary import Format
 logger = logging.getLogger(__name__)
 
 # Tensors that turn a stored weight into the real one; a plain weight has none.
-COMPANIONS = (".weight_scale", ".weight_scale_inv", ".weight_packed")
+COMPANIONS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".scale")
 
 
 class Reader(Protocol):
@@ -52,6 +53,7 @@ READERS: dict[str, Callable[[Quantization], Reader]] = {
     "modelopt": lambda q: nvfp4.Nvfp4(modelopt.SPELLING, q.quantized_activations),
     "compressed-tensors": lambda q: nvfp4.Nvfp4(compressed_tensors.SPELLING, q.quantized_activations),
     "fp8": lambda q: fp8.DEEPSEEK,
+    "deepseek_v4": lambda q: deepseek_v4.DeepseekV4(q.format),
     "fp8_block": lambda q: fp8.COMPRESSED,
     "fp8_channel": lambda q: fp8_channel,
     "fp8_tensor": lambda q: fp8_tensor,
@@ -103,6 +105,11 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         return list(self._files)
+
+    def rename(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """`re.sub` of the names of all tensors, pair by pair; before anything is read."""
+        if pairs:
+            self._files.rename(pairs)
 
     def has(self, name: str) -> bool:
         return name in self._files

@@ -11,6 +11,7 @@ would otherwise answer nonsense long after anyone could say where it came from.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +75,18 @@ class TensorFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._metas)
+
+    def rename(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """`re.sub` of every name, pair by pair; raises CheckpointError where two tensors get one name."""
+        found: dict[str, TensorMeta] = {}
+        for old, meta in self._metas.items():
+            name = old
+            for pattern, replacement in pairs:
+                name = re.sub(pattern, replacement, name)
+            if name in found:
+                raise CheckpointError(f"and {old} are one tensor by two names", file=meta.file, tensor=name)
+            found[name] = meta
+        self._metas, self._sorted, self._pending = found, sorted(found), set(found)
 
     @property
     def nbytes(self) -> int:

@@ -110,6 +110,8 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
     method = str(record.get("quant_method", "modelopt" if "quant_algo" in record else None))
     if method not in _PARSERS:
         raise _unsupported(file, "quant_method", method, _PARSERS)
+    if method == "fp8" and config.get("model_type") == "deepseek_v4":
+        return _deepseek_v4(config, record, file)
     found = _PARSERS[method](record, file)
     if found.method == "int4" and not _stays_packed(found, record, stored_dtype(config)):
         return replace(found, format=Format.BF16)
@@ -277,6 +279,18 @@ def _fp8(record: dict[str, Any], file: Path | str) -> Quantization:
     if record.get("expert_dtype") not in (None, "fp8"):
         raise _unsupported(file, "expert_dtype", record["expert_dtype"], ["fp8"])
     return Quantization(method="fp8", format=Format.FP8, ignore=_not_converted(record, file))
+
+
+def _deepseek_v4(config: Mapping[str, Any], record: dict[str, Any], file: Path | str) -> Quantization:
+    """Linear layers in FP8 blocks, and experts as `expert_dtype` says, here or next to the other fields."""
+    formats = {"fp4": Format.MXFP4, "fp8": Format.FP8}
+    experts = record.get("expert_dtype") or config.get("expert_dtype") or "fp4"
+    if experts not in formats:
+        raise _unsupported(file, "expert_dtype", experts, formats)
+    _require(file, "weight_block_size", record.get("weight_block_size"), FP8_BLOCK)
+    _require(file, "activation_scheme", record.get("activation_scheme", "dynamic"), "dynamic")
+    found = _not_converted(record, file)
+    return Quantization(method="deepseek_v4", format=formats[experts], ignore=found)
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], Path | str], Quantization]] = {

@@ -38,6 +38,8 @@ def why_no_decode_graphs(
     chosen = [(group.spec.kind, choose(group.spec, place)) for group in groups]
     if any(kind in LATENT_KINDS and c and c.backend != "triton" for kind, c in chosen):
         return "latent attention computes with torch"
+    if any(kind == AttentionKind.COMPRESSED for kind, _ in chosen):
+        return "compressed attention computes with torch"
     if config.attention_backend == "torch":
         return "--attention-backend torch computes outside of graphs"
     return _what_waits(moe, moe.decode.dispatcher)

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from turnout.attention.backends import Chosen, Place, choose, workspace_bytes
-from turnout.attention.kinds import AttentionSpec, CacheGroup, StateGroup, cache_groups, state_groups
+from turnout.attention.kinds import (
+    AttentionSpec,
+    CacheGroup,
+    StateGroup,
+    cache_groups,
+    keeps_states,
+    state_groups,
+)
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
 from turnout.errors import PlanRefused, Refusal
@@ -116,8 +123,15 @@ class Rank:
 
     @property
     def request_bytes(self) -> int:
-        """One state of a request in all recurrent layers."""
-        return sum(group.state_bytes(ITEMSIZE[self.compute_dtype]) for group in self.state_groups)
+        """One state of a request in all layers that have one."""
+        itemsize = ITEMSIZE[self.compute_dtype]
+        kept = sum(group.request_bytes(itemsize) for group in self.cache_groups)
+        return kept + sum(group.state_bytes(itemsize) for group in self.state_groups)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether requests have states of fixed size."""
+        return keeps_states(self.description.shape.attention)
 
     @property
     def attention_kinds(self) -> frozenset[AttentionKind]:
@@ -147,7 +161,7 @@ class Rank:
         page_size, itemsize = self.config.page_size, ITEMSIZE[self.compute_dtype]
         pages = pages_by_group(self.cache_groups, num_pages, self.config, budget)
         return tuple(
-            count * page_size * group.token_bytes(itemsize)
+            count * group.page_bytes(page_size, itemsize)
             for group, count in zip(self.cache_groups, pages, strict=True)
         )
 

@@ -12,8 +12,8 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
         return "drafts follow from tokens that the host has to know first"
     if config.deterministic:
         return "--deterministic computes each token apart, from what the host knows"
-    if engine_plan.state_groups and engine_plan.compute_dtype == "float32":
-        return "a near-tie decided late would have taken the states of recurrent layers over a wrong token"
+    if engine_plan.keeps_states and engine_plan.compute_dtype == "float32":
+        return "a near-tie decided late would have taken the states of requests over a wrong token"
     if config.disable_overlap_schedule:
         return "asked for with --disable-overlap-schedule"
     if config.overlap_schedule == "off":

@@ -11,12 +11,15 @@ from turnout.config import Config
 from turnout.errors import Refusal
 from turnout.models.interface import ModelDescription
 from turnout.parallel.hardware import Hardware
+from turnout.vocabulary import AttentionKind
 
 
 def why_no_prefix_cache(config: Config, description: ModelDescription) -> str:
     """Why no request begins with pages of an earlier one, or "" if some may."""
     if config.disable_prefix_cache:
         return "asked for with --disable-prefix-cache"
+    if compresses(description):
+        return "compressed attention would need the state of its windows at the end of a prefix"
     if state_groups(description.shape.attention) and not config.state_snapshot_interval:
         return (
             "recurrent layers would need the state at the end of a prefix, which only "
@@ -28,6 +31,8 @@ def why_no_prefix_cache(config: Config, description: ModelDescription) -> str:
 def state_refusals(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
     """Flags that recurrent layers do not permit, and those that only they do."""
     interval, size = config.state_snapshot_interval, config.page_size
+    if compresses(description):
+        return _compressed_refusals(config)
     if not state_groups(description.shape.attention):
         return [_no_states(interval)] if interval else []
     algorithm = config.speculative_algorithm
@@ -59,6 +64,44 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
     )
     return [
         Refusal(who="recurrent layers", asked=asked, limit=limit, remedy=remedy)
+        for stands, asked, limit, remedy in obstacles
+        if stands
+    ]
+
+
+def compresses(description: ModelDescription) -> bool:
+    return any(layer.kind == AttentionKind.COMPRESSED for layer in description.shape.attention)
+
+
+def _compressed_refusals(config: Config) -> list[Refusal]:
+    obstacles = (
+        (
+            config.speculative_algorithm != "none",
+            f"--speculative-algorithm {config.speculative_algorithm}",
+            "a rejected draft cannot be taken out of the last tokens and open windows of a request",
+            "leave --speculative-algorithm out",
+        ),
+        (
+            config.deterministic,
+            "--deterministic",
+            "entries are made of whole windows, in products that depend on how a prompt is cut",
+            "leave --deterministic out",
+        ),
+        (
+            config.state_snapshot_interval > 0,
+            f"--state-snapshot-interval {config.state_snapshot_interval}",
+            "snapshots are kept of recurrent layers only",
+            "leave --state-snapshot-interval out",
+        ),
+        (
+            config.disable_prefill_graph is False,
+            "--no-disable-prefill-graph",
+            "where windows end depends on where prompts begin and end",
+            "leave --no-disable-prefill-graph out",
+        ),
+    )
+    return [
+        Refusal(who="compressed attention", asked=asked, limit=limit, remedy=remedy)
         for stands, asked, limit, remedy in obstacles
         if stands
     ]

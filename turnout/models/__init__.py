@@ -94,6 +94,7 @@ def load_model(
         _require_draft_layer(checkpoint, spec)
     spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
     multiply = dense.invariant_linear if plan.deterministic else dense.linear
+    checkpoint.rename(spec.renames)
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
     keep = shared.keep if shared else prepare_anew
     model = DecoderReader(spec, weights, plan, groups, make_runner, keep).read(progress or _silent)

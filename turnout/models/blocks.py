@@ -312,7 +312,8 @@ class Attention:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I].
 
-    group: the ranks whose results are summed, each having a share of I.
+    group: the ranks whose results are summed, each having a share of I. limit: gate is at most this, up is at
+    most as large either way; None: they are as they come.
     """
 
     def __init__(
@@ -321,16 +322,20 @@ class GatedMLP:
         down: Dense,
         group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = linear,
+        limit: float | None = None,
     ):
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
+        self._limit = limit
         self._rows = one_kernel(gate_up.device, gate_up.dtype, len(gate_up) // 2)
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
         """[N, H] to [N, H]. step: for the arguments of an MoE layer, which is called in the same way."""
-        if self._rows and x_NH.device.type == "cuda":
+        if self._rows and x_NH.device.type == "cuda" and self._limit is None:
             h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype)
         else:
             gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
+            if self._limit is not None:
+                gate_NI, up_NI = gate_NI.clamp(max=self._limit), up_NI.clamp(-self._limit, self._limit)
             h_NI = F.silu(gate_NI) * up_NI
         return self._group.all_reduce(self._linear(h_NI, self._down))
 

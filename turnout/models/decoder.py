@@ -64,6 +64,21 @@ class MLP(Protocol):
         ...
 
 
+class Layer(Protocol):
+    """One layer of a decoder. x, delta: a residual [N, H], or several streams of it [N, S, H], and what is to
+    be added to them."""
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, rotary: Rotaries, step: Step, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def overlapped(
+        self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]
+    ) -> list[Flow]:
+        """A call for each of several micro-batches."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayer:
     """Attention, then an MLP, each on the normed residual stream."""
@@ -146,7 +161,7 @@ class Decoder:
         embed: Embedding,
         head: Head,
         ropes: Mapping[str, RotaryEmbedding],
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         moe_layers: Sequence[MoELayer],
         norm: Norm,
         draft: DraftLayer | None = None,

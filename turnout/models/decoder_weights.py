@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
+from turnout.attention.kinds import AttentionSpec, CompressedSpec, DeltaNetSpec
 from turnout.checkpoint import ExpertShape
+from turnout.checkpoint.errors import CheckpointError
 from turnout.formats.experts import ExpertWeights, shard
 from turnout.models.blocks import (
     Attention,
@@ -25,14 +26,16 @@ from turnout.models.blocks import (
     RotaryEmbedding,
     WholeNorm,
 )
+from turnout.models.compressed_attention import read_compressed_attention
 from turnout.models.decoder import MLP, Decoder, DecoderLayer, DraftLayer, Mixer
 from turnout.models.delta_net import read_delta_net
 from turnout.models.dense import Dense, ordered_rows
 from turnout.models.interface import ProgressFn
-from turnout.models.latent_attention import LatentAttention, read_latent_attention
-from turnout.models.rope import NOPE
+from turnout.models.latent_attention import read_latent_attention
+from turnout.models.rope import NOPE, Rope
 from turnout.models.shares import Heads, Share, split, whole
-from turnout.models.spec import DecoderSpec, DraftNames
+from turnout.models.spec import COMPRESSED_ROPE, DecoderSpec, DraftNames, StreamSpec
+from turnout.models.streams import StreamEmbedding, StreamLayer, StreamNorm, StreamWeights
 from turnout.models.weights import Weights, release_freed_memory
 from turnout.moe.interface import Experts, Keep, prepare_anew
 from turnout.moe.layer import MoELayer
@@ -69,15 +72,22 @@ class DecoderReader:
         spec, weights, count = self._spec, self._weights, self._shape.num_layers
         local = tuple(layer.split(self._group.size) for layer in spec.shape.attention)
         embed, head = self._keep(f"vocabulary {self._share}", self._read_vocabulary)
-        ropes = {"default": spec.rope, NOPE: spec.rope.still()}
-        layers = []
+        ropes = self._ropes()
+        layers: list[DecoderLayer | StreamLayer] = []
         for i in range(count):
             progress("loading layers", i, count)
             layers.append(self._layer(i))
             release_freed_memory()
         progress("loading layers", count, count)
-        names = spec.draft_names
-        draft = self._read_draft_layer(layers.pop(), names) if spec.drafts and names else None
+        names, draft = spec.draft_names, None
+        if spec.drafts and names:
+            last = layers.pop()
+            assert isinstance(last, DecoderLayer), "draft layers have one residual stream"
+            draft = self._read_draft_layer(last, names)
+        norm = self._read_norm(spec.names.outer("norm"))
+        if spec.streams:
+            embed = StreamEmbedding(embed, spec.streams.count)
+            norm = StreamNorm(self._read_streams("hc_head", spec.streams, last=True), norm)
         return Decoder(
             replace(spec.shape, attention=local),
             embed=embed,
@@ -88,11 +98,16 @@ class DecoderReader:
             },
             layers=layers,
             moe_layers=self._moe_layers,
-            norm=self._read_norm(f"{spec.names.model}.norm"),
+            norm=norm,
             draft=draft,
         )
 
-    def _layer(self, i: int) -> DecoderLayer:
+    def _ropes(self) -> dict[str, Rope]:
+        spec = self._spec
+        found = {"default": spec.rope, NOPE: spec.rope.still()}
+        return found | ({COMPRESSED_ROPE: spec.compressed_rope} if spec.compressed_rope else {})
+
+    def _layer(self, i: int) -> DecoderLayer | StreamLayer:
         names = self._spec.names
         prefix = self._spec.layer_prefix(i)
         mlp: MLP
@@ -106,12 +121,41 @@ class DecoderReader:
         attention_norm, attention, mlp_norm = self._keep(
             f"{prefix} {self._share}",
             lambda: (
-                self._read_norm(f"{prefix}.input_layernorm"),
+                self._read_norm(f"{prefix}.{names.attention_norm}"),
                 self._read_mixer(i, prefix),
-                self._read_norm(f"{prefix}.post_attention_layernorm"),
+                self._read_norm(f"{prefix}.{names.mlp_norm}"),
             ),
         )
+        if self._spec.streams:
+            streams = [
+                self._read_streams(f"{prefix}.hc_{part}", self._spec.streams) for part in ("attn", "ffn")
+            ]
+            return StreamLayer(
+                attention_streams=streams[0],
+                attention_norm=attention_norm,
+                attention=attention,
+                mlp_streams=streams[1],
+                mlp_norm=mlp_norm,
+                mlp=mlp,
+            )
         return DecoderLayer(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+
+    def _read_streams(self, prefix: str, streams: StreamSpec, *, last: bool = False) -> StreamWeights:
+        """last: behind all layers, where streams are only summed."""
+        S, H = streams.count, self._shape.hidden_size
+        sizes = (S, 1) if last else (S * (S + 2), 3)
+
+        def read(name: str, *shape: int) -> Tensor:
+            read = self._weights.checkpoint.tensor(f"{prefix}_{name}", shape, torch.float32)
+            return read.to(self._weights.device)
+
+        return StreamWeights(
+            spec=streams,
+            fn=read("fn", sizes[0], S * H),
+            base=read("base", sizes[0]),
+            scale=read("scale", sizes[1]),
+            norm_eps=self._spec.norm_eps,
+        )
 
     def _read_draft_layer(self, layer: DecoderLayer, names: DraftNames) -> DraftLayer:
         hidden = self._shape.hidden_size
@@ -128,7 +172,7 @@ class DecoderReader:
         size, hidden = self._shape.vocab_size, whole(self._shape.hidden_size)
         rows = split(size, self._group)
         names = self._spec.names
-        embedding_VH = self._weights.linear(f"{names.model}.embed_tokens", rows, hidden)
+        embedding_VH = self._weights.linear(names.outer(names.embedding), rows, hidden)
         head_VH = embedding_VH
         if not self._spec.tied_embeddings:
             head_VH = self._weights.linear(names.head, rows, hidden)
@@ -150,12 +194,25 @@ class DecoderReader:
     def _read_mixer(self, i: int, prefix: str) -> Mixer:
         layer = self._spec.shape.attention[i]
         if not isinstance(layer, DeltaNetSpec):
-            return self._read_attention(i, f"{prefix}.self_attn")
+            return self._read_attention(i, f"{prefix}.{self._spec.names.attention}")
         prefix = f"{prefix}.{self._spec.names.recurrent}"
         return read_delta_net(i, prefix, self._spec, layer, self._weights, self._group)
 
-    def _read_attention(self, i: int, prefix: str) -> Attention | LatentAttention:
+    def _read_attention(self, i: int, prefix: str) -> Mixer:
         spec, weights = self._spec, self._weights
+        layer = spec.shape.attention[i]
+        if isinstance(layer, CompressedSpec) and spec.compressed:
+            return read_compressed_attention(
+                i,
+                prefix,
+                layer,
+                spec.compressed,
+                rope=RotaryEmbedding(self._ropes()[layer.rope], device=weights.device, dtype=weights.dtype),
+                norm_eps=spec.norm_eps,
+                weights=weights,
+                hidden=self._shape.hidden_size,
+                group=self._group,
+            )
         H, heads = self._shape.hidden_size, Heads.of(spec.shape.attention[i], self._group)
         if spec.latent:
             return read_latent_attention(
@@ -241,8 +298,10 @@ class DecoderReader:
         spec, names, weights = self._spec.moe, self._spec.names, self._weights
         experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
         dtype = torch.float32 if self._spec.router_float32 else None
-        bias_E = None
-        if self._spec.correction_bias:
+        bias_E = experts_of_token = None
+        if i in self._spec.hash_layers:
+            experts_of_token = self._read_hash(f"{prefix}.{names.hash_table}")
+        elif self._spec.correction_bias:
             name = f"{prefix}.{names.correction_bias}"
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
         router = f"{prefix}.{names.router}"
@@ -254,11 +313,26 @@ class DecoderReader:
             router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
             experts=lambda: self._next_experts(i),
             correction_bias=bias_E,
+            experts_of_token=experts_of_token,
             shared_expert=self._keep(f"{prefix} shared {share}", lambda: self._read_shared(prefix)),
             groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
             keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
         )
+
+    def _read_hash(self, name: str) -> Tensor:
+        """int64 [V, k]: the experts of each token id."""
+        shape = self._shape.vocab_size, self._spec.moe.top_k
+        table_VK = self._weights.checkpoint.tensor(name, shape).to(torch.int64)
+        if not 0 <= int(table_VK.min()) <= int(table_VK.max()) < self._spec.moe.num_experts:
+            raise CheckpointError(
+                "names experts that the layer does not have",
+                file=self._weights.checkpoint.meta(name).file,
+                tensor=name,
+                expected=f"ids from 0 to {self._spec.moe.num_experts - 1}",
+                found=f"{int(table_VK.min())} to {int(table_VK.max())}",
+            )
+        return table_VK.to(self._weights.device)
 
     def _next_experts(self, i: int) -> ExpertWeights:
         """Of layer i; where a device prepares them, the host reads those of the next layer meanwhile."""
@@ -297,7 +371,14 @@ class DecoderReader:
         if self._plan.shared_expert == SharedExpert.WHOLE:
             inner = whole(shared.intermediate_size)
         name = f"{prefix}.{self._spec.names.shared_expert}"
-        mlp = self._weights.gated_mlp(name, H, inner, SINGLE_RANK.world)
+        mlp = self._weights.gated_mlp(
+            name,
+            H,
+            inner,
+            SINGLE_RANK.world,
+            names=self._spec.names.gate_up_down,
+            limit=self._spec.mlp_limit,
+        )
         if not shared.gated:
             return mlp
         gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from turnout.attention.kinds import DeltaNetSpec, SparseLatentSpec
+from turnout.attention.kinds import CompressedSpec, DeltaNetSpec, SparseLatentSpec
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
 from turnout.models.rope import Rope
 from turnout.moe.spec import MoESpec
 from turnout.vocabulary import DeltaRows, QKNorm
+
+COMPRESSED_ROPE = "compressed"  # what layers of compressed attention that have entries declare as their rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorNames:
     """What checkpoints of a family call their tensors. The defaults are Qwen3-MoE's.
 
-    `model` and `head` are whole prefixes, `moe` and `dense` belong to a layer, and the others to its `moe`.
+    `model` and `head` are whole prefixes, the former perhaps empty; `moe`, `dense`, `attention` and norms belong
+    to a layer; router, experts and what goes with them to its `moe`.
     """
 
     model: str = "model"  # {model}.embed_tokens, {model}.layers.0, {model}.norm
@@ -32,9 +35,19 @@ class TensorNames:
     experts: str = "experts"
     shared_expert: str = "shared_expert"
     recurrent: str = "linear_attn"  # of layers of Gated DeltaNet
+    hash_table: str = "gate.tid2eid"
+    attention: str = "self_attn"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    embedding: str = "embed_tokens"
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of gated MLPs
 
     def layer(self, i: int | str) -> str:
-        return f"{self.model}.layers.{i}"
+        return self.outer(f"layers.{i}")
+
+    def outer(self, name: str) -> str:
+        """Of what is in no layer."""
+        return f"{self.model}.{name}" if self.model else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +92,24 @@ class LatentProjections:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressedProjections:
+    """Of layers of compressed attention. query_rank: of the vector that queries are made of; output_rank: of
+    what each group of heads is projected to."""
+
+    query_rank: int
+    output_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSpec:
+    """Residual streams (streams.py). iterations: of Sinkhorn's; eps: in its sums and of the weights."""
+
+    count: int
+    iterations: int
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped:
     """Tensors that a checkpoint holds for what is not served. prefix: of their names."""
 
@@ -95,6 +126,10 @@ class DecoderSpec:
     router_bias: every router has a bias [E], part of its logits.
     correction_bias: every router has a float32 bias [E] that moves its choice.
     latent: where layers declare latent attention.
+    compressed: where layers declare compressed attention; compressed_rope: of those with entries, by the name
+    COMPRESSED_ROPE. streams: of the residual; None: one. hash_layers: MoE layers whose experts a table has by
+    token id. mlp_limit: of the products that a shared expert's gate is applied to.
+    renames: patterns of names in some files, and what `names` has in their place.
     router_float32: logits are computed in float32 whatever the compute type.
     norms_around_one: norms multiply by 1 + weight, in float32.
     output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
@@ -113,6 +148,12 @@ class DecoderSpec:
     out_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
     latent: LatentProjections | None = None
+    compressed: CompressedProjections | None = None
+    compressed_rope: Rope | None = None
+    streams: StreamSpec | None = None
+    hash_layers: tuple[int, ...] = ()
+    mlp_limit: float | None = None
+    renames: tuple[tuple[str, str], ...] = ()
     dense_intermediate_size: int = 0
     shared_expert: SharedExpert | None = None
     router_bias: bool = False
@@ -169,8 +210,8 @@ class DecoderSpec:
             return count * all(is_fp8(f"{prefix}.{module}") for module in modules)
 
         def gated_mlp(inner: int, prefix: str) -> int:
-            up = stored(2 * inner * H, prefix, "gate_proj", "up_proj")
-            return up + stored(inner * H, prefix, "down_proj")
+            gate, wide, down = self.names.gate_up_down
+            return stored(2 * inner * H, prefix, gate, wide) + stored(inner * H, prefix, down)
 
         for i, layer in enumerate(self.shape.attention):
             prefix, names = self.layer_prefix(i), self.names
@@ -179,8 +220,8 @@ class DecoderSpec:
             elif self.shared_expert:
                 inner = self.shared_expert.intermediate_size
                 shared_experts += gated_mlp(inner, f"{prefix}.{names.moe}.{names.shared_expert}")
-            if isinstance(layer, DeltaNetSpec):
-                continue
+            if isinstance(layer, DeltaNetSpec | CompressedSpec):
+                continue  # decoded while they load
             prefix, q = f"{prefix}.self_attn", layer.num_heads * layer.head_dim
             queries += stored(layer.num_heads * layer.value_dim * H, prefix, "o_proj")
             if self.latent:
@@ -217,6 +258,15 @@ class DecoderSpec:
                 wide += 2 * layer.num_heads
                 small += 2 * layer.num_heads + layer.value_dim
                 continue
+            if isinstance(layer, CompressedSpec) and self.compressed:
+                rank, width = self.compressed.query_rank, layer.num_heads * layer.head_dim
+                inner = layer.output_groups * self.compressed.output_rank
+                queries += width * (rank + self.compressed.output_rank) + inner * H
+                small += (rank + layer.head_dim) * (H + 1) + layer.num_heads
+                small += layer.open_dim * H + layer.open_dim // 2 * layer.rate
+                small += (layer.head_dim + layer.index_dim) * (layer.rate > 0)
+                small += layer.index_heads * (layer.index_dim * rank + H)
+                continue
             if self.latent:
                 rank, made = self.latent.query_rank, layer.head_dim - layer.rope_dim + layer.value_dim
                 queries += layer.num_heads * layer.head_dim * (rank or H)
@@ -238,6 +288,12 @@ class DecoderSpec:
             wide += norms * self.norms_around_one
             small += layer.num_heads if layer.sinks else 0
         wide += H * (1 + 2 * L) * self.norms_around_one
+        if self.streams:
+            S = self.streams.count
+            wide += 2 * L * (S * (S + 2) * (S * H + 1) + 3) + S * (S * H + 1) + 1
+            small += wide
+        # Tables of ids, as so many parameters of the compute type (of two bytes, as on GPUs).
+        small += len(self.hash_layers) * shape.vocab_size * self.moe.top_k * 2
         biases = self.router_bias + self.correction_bias
         draft = (2 * H + 3) * H if self.drafts else 0  # a projection and norms
         router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)

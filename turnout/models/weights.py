@@ -69,12 +69,21 @@ class Weights:
             ]
         )
 
-    def gated_mlp(self, prefix: str, hidden: int, intermediate: Share, group: Group) -> GatedMLP:
-        """group: the ranks that sum up their shares of it."""
+    def gated_mlp(
+        self,
+        prefix: str,
+        hidden: int,
+        intermediate: Share,
+        group: Group,
+        *,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        limit: float | None = None,
+    ) -> GatedMLP:
+        """group: the ranks that sum up their shares of it. limit: see `GatedMLP`."""
         outer = whole(hidden)
-        gate_up = self.dense({f"{prefix}.{name}": intermediate for name in ("gate_proj", "up_proj")}, outer)
-        down = self.dense({f"{prefix}.down_proj": outer}, intermediate)
-        return GatedMLP(gate_up, down, group, self.multiply)
+        gate_up = self.dense({f"{prefix}.{name}": intermediate for name in names[:2]}, outer)
+        down = self.dense({f"{prefix}.{names[2]}": outer}, intermediate)
+        return GatedMLP(gate_up, down, group, self.multiply, limit)
 
     def _packed(self, rows: Mapping[str, Share], columns: Share) -> Fp8Weight | None:
         if not self._keeps_fp8 or not all(self.checkpoint.is_fp8(prefix) for prefix in rows):

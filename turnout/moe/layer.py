@@ -44,13 +44,15 @@ class MoELayer:
         experts: ExpertWeights | Callable[[], ExpertWeights],
         router_bias: Tensor | None = None,
         correction_bias: Tensor | None = None,
+        experts_of_token: Tensor | None = None,
         shared_expert: Callable[[Tensor], Tensor] | None = None,
         groups: Groups = SINGLE_RANK,
         runner: Experts | None = None,
         keep: Keep = prepare_anew,
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
-        which is the layer's. experts: those of the plan's range, this rank's shard of each, or what reads
+        which is the layer's. experts_of_token: see `Router`.
+        experts: those of the plan's range, this rank's shard of each, or what reads
         them.
         shared_expert maps [T, H] to [T, H]: this rank's share of the sum if the plan has it "sharded".
         runner: one without weights, to run the experts instead of the plan's. keep: gives a prepared one
@@ -70,6 +72,7 @@ class MoELayer:
             top_k=spec.top_k,
             device=device,
             correction_bias=correction_bias,
+            experts_of_token=experts_of_token,
         )
         runner = runner or make_runner(spec, plan, device)
         self._runner, self._input_scale = keep("experts", partial(self._prepared, runner, experts, device))
@@ -95,13 +98,15 @@ class MoELayer:
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
         logits_PTE: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
-        logits: float32 parts of x's product by `adds_parts_by`, where they are known.
+        logits: float32 parts of x's product by `adds_parts_by`, where they are known. token_ids: int64 [T],
+        where experts are chosen by them.
         """
         shared = self._start_shared(x_TH)
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
@@ -116,10 +121,11 @@ class MoELayer:
         phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> InFlight:
         """A call in stages, for two-batch overlap: routes, and starts the dispatch on another stream."""
         shared = self._start_shared(x_TH)
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, token_ids_T=token_ids_T)
         return StagedBatch(
             self._runner,
             self._dispatchers[phase],
@@ -150,14 +156,18 @@ class MoELayer:
         return self._router_weight if self._router.adds_parts and not whole else None
 
     def _route(
-        self, x_TH: Tensor, real_T: Tensor | None, logits: Tensor | None = None
+        self,
+        x_TH: Tensor,
+        real_T: Tensor | None,
+        logits: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
         # A product per row, or parts [P, T, E] for a router that adds them up.
         if logits is None:
             multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
             logits = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
-        ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts)
+        ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts, token_ids_T)
         if self._spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
         return x_TH, ids_TK, weights_TK

@@ -15,6 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.kernels import cpu
@@ -39,14 +40,23 @@ class Router:
         top_k: int,
         device: torch.device,
         correction_bias: Tensor | None = None,
+        experts_of_token: Tensor | None = None,
     ) -> None:
+        """experts_of_token: int64 [V, k], which ids of tokens choose by instead of their scores."""
+        self._experts_of_token = experts_of_token
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
         self._choose = _one_kernel(device, num_experts, routing, correction_bias)
         self.adds_parts = device.type == "cuda" and self._choose is not None
 
-    def __call__(self, logits: Tensor, real_T: Tensor | None, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        logits: Tensor,
+        real_T: Tensor | None,
+        counts_E: Tensor,
+        token_ids_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """As `route`; rows that `real`, bool [T], denies get ids -1 and weights 0. counts, int64 [E], grow by
-        the choices. Never waits for the device."""
+        the choices. token_ids: int64 [T], where experts are chosen by them. Never waits for the device."""
         if self._choose:
             return self._choose(
                 logits,
@@ -56,7 +66,11 @@ class Router:
                 real_T=real_T,
                 counts_E=counts_E,
             )
-        ids_TK, weights_TK = route(logits, self._routing, self._top_k, self._correction_bias)
+        if self._experts_of_token is not None:
+            assert token_ids_T is not None, "the layer chooses experts by token id"
+            ids_TK, weights_TK = weigh(logits, self._experts_of_token[token_ids_T], self._routing)
+        else:
+            ids_TK, weights_TK = route(logits, self._routing, self._top_k, self._correction_bias)
         if real_T is not None:
             ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
             weights_TK = weights_TK.masked_fill(~real_T[:, None], 0)
@@ -69,6 +83,8 @@ def _one_kernel(
     device: torch.device, num_experts: int, routing: Routing, bias_E: Tensor | None
 ) -> Choose | None:
     """What chooses in one launch here, if anything does."""
+    if routing.kind == RoutingKind.SQRT_SOFTPLUS_TOPK:
+        return None
     by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK
     of_all = routing.kind == RoutingKind.SOFTMAX_TOPK
     if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
@@ -97,6 +113,31 @@ def route(
     if routing.scaling_factor != 1.0:
         weights_TK = weights_TK * routing.scaling_factor
     return ids_TK.int(), weights_TK
+
+
+def weigh(logits_TE: Tensor, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """As `route`, of experts that are chosen already: by the square roots of softplus of their logits."""
+    weights_TK = _sqrt_softplus(logits_TE.float()).gather(1, ids_TK)
+    if routing.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids_TK.int(), weights_TK * routing.scaling_factor
+
+
+def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    return F.softplus(logits_TE).sqrt()
+
+
+def _sqrt_softplus_topk(
+    logits_TE: Tensor, routing: Routing, top_k: int, correction_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V4."""
+    scores_TE = _sqrt_softplus(logits_TE)
+    choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
+    ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if routing.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK
 
 
 def _softmax_topk(logits_TE: Tensor, routing: Routing, top_k: int, _: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,4 +186,5 @@ ROUTERS: dict[RoutingKind, Choice] = {
     RoutingKind.SOFTMAX_TOPK: _softmax_topk,
     RoutingKind.SIGMOID_TOPK: _sigmoid_topk,
     RoutingKind.TOPK_SOFTMAX: _topk_softmax,
+    RoutingKind.SQRT_SOFTPLUS_TOPK: _sqrt_softplus_topk,
 }

@@ -37,6 +37,8 @@ class Routing:
     kind "sigmoid_topk":  sigmoid scores; selection on score + correction bias, limited to the best
                           `topk_group` of `n_group` groups; weights are the unbiased scores (DeepSeek-V3)
     kind "topk_softmax":  the k largest logits, then softmax over those k (GPT-OSS)
+    kind "sqrt_softplus_topk":  scores are the square root of softplus; otherwise as sigmoid_topk, without
+                          groups; some layers have their choice by token id instead (DeepSeek-V4)
 
     `scaling_factor` multiplies the final weights, here and nowhere else. on_input: a token's weight
     multiplies what its expert reads instead of what it writes, which takes a top_k of 1 (Llama-4).

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from turnout.attention.compressed import Compressible, WholeCompressed
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.indexing import Index, index_scores, largest
 from turnout.attention.interface import Attention
-from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
+from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
 from turnout.attention.states import SequenceStates
 from turnout.attention.torch import additive, attend_chunk, visible
 from turnout.attention.up_projection import UpProjection
@@ -42,6 +43,9 @@ class WholeAttention(SequenceStates):
         self._layers = layers
         self._tokens: list[list[Tensor]] = [[] for _ in layers]  # keys and values, or latent vectors
         self._index_keys: list[list[Tensor]] = [[] for _ in layers]
+        self._compressed = {
+            i: WholeCompressed(spec) for i, spec in enumerate(layers) if isinstance(spec, CompressedSpec)
+        }
         self._chosen_NL: Tensor | None = None  # what the last indexer chose for this block
 
     def __call__(
@@ -72,6 +76,11 @@ class WholeAttention(SequenceStates):
             seen_NL = self._chosen_NL
         return attend_chunk(q_NHD, k_HLD, v_HLD, additive(seen_NL, q_NHD.dtype), spec.scale)
 
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        return self._compressed[layer].attend(q_NHD, kv_ND, sinks_H, rest)
+
 
 class NoAttention(Attention):
     """Over no sequence."""
@@ -88,6 +97,11 @@ class NoAttention(Attention):
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
         return q_NHD.new_empty(0, *up.values_size)
+
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        return q_NHD
 
 
 def recomputed_logits(

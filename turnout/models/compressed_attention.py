@@ -1,0 +1,169 @@
+"""The projections of compressed attention (attention/compressed.py), by the names of DeepSeek-V4's release.
+
+    q = turn(unit(up(norm(down(x)))));  kv = turn(norm(wkv(x)));  out = out_b(out_a(turn back(attention)))
+
+Vectors are keys and values at once, so values carry rotations, which are taken back by the query's angle. All
+that reads x is one matrix. Heads are divided into groups, each with an output projection of its own (out_a).
+
+Legend: N tokens of a step, H hidden, Hq query heads, D head size, R its rotated end, Lq rank of queries, G
+groups of outputs, Z rows of each group's projection, Hi/Di number/size of index heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnout.attention import interface
+from turnout.attention.compressed import Compressible, Compressor
+from turnout.attention.kinds import CompressedSpec
+from turnout.models.blocks import Norm, Rotaries, RotaryEmbedding
+from turnout.models.dense import Dense, Linear
+from turnout.models.shares import Share, whole
+from turnout.models.spec import CompressedProjections
+from turnout.models.weights import Weights
+from turnout.parallel.groups import Group
+
+
+def turned(x_NGD: Tensor, rotary: tuple[Tensor, Tensor], *, back: bool = False) -> Tensor:
+    """The last R of each head rotated in pairs of neighbours, by cos and sin [N, 1, R] of halves."""
+    cos_N1R, sin_N1R = rotary
+    half = cos_N1R.shape[-1] // 2
+    cos, sin = cos_N1R[..., :half], sin_N1R[..., half:]
+    if back:
+        sin = -sin
+    still, first, second = x_NGD[..., : -2 * half], x_NGD[..., -2 * half :: 2], x_NGD[..., 1 - 2 * half :: 2]
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((still, pairs.flatten(-2).to(x_NGD.dtype)), dim=-1)
+
+
+class TurnAt:
+    """Rotates [M, D] by positions [M]; an object, so that it can be shared between processes."""
+
+    def __init__(self, rope: RotaryEmbedding):
+        self._rope = rope
+
+    def __call__(self, x_MD: Tensor, positions_M: Tensor) -> Tensor:
+        return turned(x_MD[:, None], self._rope(positions_M))[:, 0]
+
+
+class CompressedProjection:
+    """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries are
+    made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries and of the index's; none in
+    layers without. index_up: [Hi Di, Lq]. group: the ranks that have the other heads."""
+
+    def __init__(
+        self,
+        layer: int,
+        spec: CompressedSpec,
+        *,
+        down: Dense,
+        query_norm: Norm,
+        query_up: Dense,
+        query_unit: Norm,
+        kv_norm: Norm,
+        sinks: Tensor,
+        compressors: tuple[Compressor, ...],
+        index_up: Dense | None,
+        out_a_GZX: Tensor,
+        out_b: Dense,
+        group: Group,
+        linear: Linear,
+    ):
+        self._layer, self._spec, self._group, self._linear = layer, spec, group, linear
+        self._down, self._query_norm, self._query_up = down, query_norm, query_up
+        self._query_unit, self._kv_norm, self._sinks = query_unit, kv_norm, sinks
+        self._compressors, self._index_up = compressors, index_up
+        self._out_a_GZX, self._out_b = out_a_GZX, out_b
+        rank = query_norm.weight.shape[-1]
+        self._sizes = [rank, spec.head_dim, spec.open_dim, spec.index_heads]
+
+    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
+        """[N, H] to [N, H]."""
+        N, spec, rotary = len(x_NH), self._spec, rotaries[self._spec.rope]
+        q_NL, kv_ND, raw_NX, weights_NH = self._linear(x_NH, self._down).split(self._sizes, dim=-1)
+        q_NL = self._query_norm(q_NL)
+        q_NHD = self._linear(q_NL, self._query_up).view(N, spec.num_heads, spec.head_dim)
+        q_NHD = turned(self._query_unit(q_NHD), rotary)
+        kv_ND = turned(self._kv_norm(kv_ND)[:, None], rotary)[:, 0]
+        rest = self._compressible(raw_NX, weights_NH, q_NL, rotary) if self._compressors else None
+        out_NHD = attention.compressed(self._layer, q_NHD, kv_ND, self._sinks, rest)
+        out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, -1)
+        out_GNZ = torch.bmm(out_NGX.transpose(0, 1), self._out_a_GZX.transpose(1, 2))
+        return self._group.all_reduce(self._linear(out_GNZ.transpose(0, 1).flatten(1), self._out_b))
+
+    def _compressible(
+        self, raw_NX: Tensor, weights_NH: Tensor, q_NL: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Compressible:
+        spec = self._spec
+        if self._index_up is None:
+            return Compressible(raw_NX=raw_NX, entries=self._compressors[0])
+        queries_NHD = self._linear(q_NL, self._index_up).view(-1, spec.index_heads, spec.index_dim)
+        return Compressible(
+            raw_NX=raw_NX,
+            entries=self._compressors[0],
+            index_entries=self._compressors[1],
+            index_queries=turned(queries_NHD, rotary),
+            index_weights=weights_NH.float() * (spec.index_heads * spec.index_dim) ** -0.5,
+        )
+
+
+def read_compressed_attention(
+    layer: int,
+    prefix: str,
+    spec: CompressedSpec,
+    projections: CompressedProjections,
+    *,
+    rope: RotaryEmbedding,
+    norm_eps: float,
+    weights: Weights,
+    hidden: int,
+    group: Group,
+) -> CompressedProjection:
+    """From the tensors at `prefix`. spec: with the heads of the whole model; rope: of the layer."""
+    local, outer, rank = spec.split(group.size), whole(hidden), projections.query_rank
+    D, Z = spec.head_dim, projections.output_rank
+    heads = Share(spec.num_heads, group.rank * local.num_heads, local.num_heads)
+    groups = Share(spec.output_groups, group.rank * local.output_groups, local.output_groups)
+    rows = {f"{prefix}.wq_a": whole(rank), f"{prefix}.wkv": whole(D)}
+    made = {f"{prefix}.compressor": D} if spec.rate else {}
+    index = f"{prefix}.indexer"
+    if spec.index_heads:
+        made[f"{index}.compressor"] = spec.index_dim
+    for name, dim in made.items():
+        rows |= {f"{name}.{part}": whole(spec.series * dim) for part in ("wkv", "wgate")}
+    index_up = None
+    if spec.index_heads:
+        rows[f"{index}.weights_proj"] = whole(spec.index_heads)
+        index_up = weights.fused({f"{index}.wq_b": whole(spec.index_heads * spec.index_dim)}, whole(rank))
+    sinks_H = weights.tensor(f"{prefix}.attn_sink", spec.num_heads)
+    out_a = weights.linear(f"{prefix}.wo_a", groups.times(Z), whole(spec.num_heads * D // spec.output_groups))
+
+    def norm(name: str, size: int) -> Norm:
+        return Norm(weights.tensor(f"{name}.weight", size), norm_eps)
+
+    compressors = tuple(
+        Compressor(
+            spec=spec,
+            bias_RX=weights.tensor(f"{name}.ape", spec.rate, spec.series * dim),
+            norm=norm(f"{name}.norm", dim),
+            turn=TurnAt(rope),
+        )
+        for name, dim in made.items()
+    )
+    return CompressedProjection(
+        layer,
+        local,
+        down=weights.fused(rows, outer),
+        query_norm=norm(f"{prefix}.q_norm", rank),
+        query_up=weights.fused({f"{prefix}.wq_b": heads.times(D)}, whole(rank)),
+        query_unit=Norm(torch.ones(D, dtype=weights.dtype, device=weights.device), norm_eps),
+        kv_norm=norm(f"{prefix}.kv_norm", D),
+        sinks=sinks_H.narrow(0, heads.start, heads.size).float(),
+        compressors=compressors,
+        index_up=index_up,
+        out_a_GZX=out_a.unflatten(0, (groups.size, Z)),
+        out_b=weights.fused({f"{prefix}.wo_b": outer}, groups.times(Z)),
+        group=group,
+        linear=weights.multiply,
+    )

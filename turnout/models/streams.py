@@ -1,0 +1,159 @@
+"""Several residual streams in place of one (manifold-constrained hyper-connections, DeepSeek-V4).
+
+    x = sum_j pre_j X_j;  y = block(x);  X_k = post_k y + sum_j M[j, k] X_j
+
+pre, post and M follow from all streams of a token; M is made doubly stochastic by Sinkhorn's iterations. At
+first all streams are the token's embedding; behind the last layer they are summed by weights of their own.
+
+Legend: N tokens of a step, S streams, H hidden, C = S (S + 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.models.blocks import Embedding, Norm, Rotaries
+from turnout.models.decoder import MLP, Flow, Mixer
+from turnout.models.interface import Step
+from turnout.models.spec import StreamSpec
+from turnout.moe.in_flight import InFlight
+from turnout.moe.layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamWeights:
+    """Of one connection: fn [C, S H] (or [S, S H] of the last one), base [C], scale [3] (or [1]), float32."""
+
+    spec: StreamSpec
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm_eps: float
+
+    def products(self, x_NSH: Tensor) -> Tensor:
+        """float32 [N, C], of the normed streams."""
+        flat_NX = x_NSH.flatten(1).float()
+        return F.linear(F.rms_norm(flat_NX, flat_NX.shape[-1:], eps=self.norm_eps), self.fn)
+
+    def collapsed(self, x_NSH: Tensor) -> Tensor:
+        """[N, H] behind the last layer."""
+        pre_NS = torch.sigmoid(self.products(x_NSH) * self.scale + self.base) + self.spec.eps
+        return _sum(pre_NS, x_NSH)
+
+    def __call__(self, x_NSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the input [N, H] of a block, float32 post [N, S], the streams [N, S, H] mixed by M)."""
+        S, eps = self.spec.count, self.spec.eps
+        sizes = [S, S, S * S]
+        (pre, post, mix), (pre_b, post_b, mix_b) = (
+            self.products(x_NSH).split(sizes, dim=-1),
+            self.base.split(sizes),
+        )
+        pre_NS = torch.sigmoid(pre * self.scale[0] + pre_b) + eps
+        post_NS = 2 * torch.sigmoid(post * self.scale[1] + post_b)
+        mix_NSS = (mix * self.scale[2] + mix_b).unflatten(-1, (S, S)).softmax(dim=-1) + eps
+        mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
+        for _ in range(self.spec.iterations - 1):
+            mix_NSS = mix_NSS / (mix_NSS.sum(dim=-1, keepdim=True) + eps)
+            mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
+        mixed_NSH = torch.matmul(mix_NSS.transpose(1, 2), x_NSH.float()).to(x_NSH.dtype)
+        return _sum(pre_NS, x_NSH), post_NS, mixed_NSH
+
+
+def _sum(weights_NS: Tensor, x_NSH: Tensor) -> Tensor:
+    return (weights_NS[..., None] * x_NSH).sum(dim=1).to(x_NSH.dtype)
+
+
+def _spread(post_NS: Tensor, y_NH: Tensor) -> Tensor:
+    """[N, S, H]: what a block adds to each stream."""
+    return (post_NS[..., None] * y_NH[:, None]).to(y_NH.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLayer:
+    """A `DecoderLayer` on several streams: attention, then an MoE layer, each between two connections."""
+
+    attention_streams: StreamWeights
+    attention_norm: Norm
+    attention: Mixer
+    mlp_streams: StreamWeights
+    mlp_norm: Norm
+    mlp: MLP
+
+    def __call__(
+        self, x_NSH: Tensor, delta_NSH: Tensor | None, rotary: Rotaries, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """The streams and what is to be added to them, [N, S, H] each, to the same after this layer."""
+        mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta_NSH, rotary, step)
+        ids_N = step.input_ids
+        if isinstance(self.mlp, MoELayer):
+            y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real, token_ids_T=ids_N)
+        else:
+            y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real)
+        return mixed_NSH, _spread(post_NS, y_NH)
+
+    def _attend(
+        self, x_NSH: Tensor, delta_NSH: Tensor | None, rotary: Rotaries, step: Step
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The streams [N, S, H] as the MLP's connection mixed them, its post [N, S], and the MLP's input."""
+        total_NSH = x_NSH if delta_NSH is None else x_NSH + delta_NSH
+        x_NH, post_NS, mixed_NSH = self.attention_streams(total_NSH)
+        y_NH = self.attention(self.attention_norm(x_NH), rotary, step.attention)
+        x_NH, post_NS, mixed_NSH = self.mlp_streams(mixed_NSH + _spread(post_NS, y_NH))
+        return mixed_NSH, post_NS, self.mlp_norm(x_NH)
+
+    def overlapped(
+        self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]
+    ) -> list[Flow]:
+        """As `DecoderLayer.overlapped`."""
+        begun: list[tuple[Tensor, Tensor, InFlight]] = []
+        for (x_NSH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
+            mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta(), rotary, step)
+            if isinstance(self.mlp, MoELayer):
+                batch = self.mlp.begin(
+                    normed_NH, step.phase, step.tokens, step.real, token_ids_T=step.input_ids
+                )
+            else:
+                batch = self.mlp.begin(normed_NH, step.phase, step.tokens, step.real)
+            begun.append((mixed_NSH, post_NS, batch))
+        for _, _, batch in begun:
+            batch.compute()
+        return [(mixed, _Spreading(post, batch)) for mixed, post, batch in begun]
+
+
+@dataclass(frozen=True)
+class _Spreading:
+    """Gives what a block that is in flight adds to each stream."""
+
+    post_NS: Tensor
+    batch: InFlight
+
+    def __call__(self) -> Tensor:
+        return _spread(self.post_NS, self.batch.result())
+
+
+class StreamEmbedding(Embedding):
+    """The embedding of a token in each stream."""
+
+    def __init__(self, embed: Embedding, count: int):
+        self._embed, self._count = embed, count
+
+    def __call__(self, ids_N: Tensor) -> Tensor:
+        """[N, S, H]"""
+        return self._embed(ids_N)[:, None].expand(-1, self._count, -1)
+
+
+class StreamNorm(Norm):
+    """The last norm, of the sum of the streams."""
+
+    def __init__(self, streams: StreamWeights, norm: Norm):
+        self._streams, self._norm = streams, norm
+
+    def of_sum(self, x_NSH: Tensor, delta_NSH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the sum of the streams [N, H], its norm)."""
+        x_NH = self._streams.collapsed(x_NSH if delta_NSH is None else x_NSH + delta_NSH)
+        return x_NH, self._norm(x_NH)
