@@ -225,8 +225,8 @@ class CompressedAttention(PagedAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One chunk of a step. Of rings: which places are read, before it, and written. first: the first window that
-    may end in it. slots_E: of all entries of the context."""
+    """One chunk of a step. Of rings: places that are read, before it, and written. first: the first window
+    that may end in it. slots_E: of all entries of the context."""
 
     rows: slice
     row: int

@@ -66,8 +66,8 @@ class Attention(Protocol):
         self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
     ) -> Tensor:
         """Of a layer that declares compressed attention: store kv [N, D], key and value of all heads, and
-        attend with q [N, Hq, D]. rest: of which entries are made; None in layers that have none. Returns [N, Hq, D],
-        not turned back. Raises ValueError for other layers.
+        attend with q [N, Hq, D]. rest: of which entries are made; None in layers that have none.
+        Returns [N, Hq, D], not turned back. Raises ValueError for other layers.
         """
         raise ValueError(f"layer {layer} keeps each token, not entries made of several")
 

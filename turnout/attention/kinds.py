@@ -16,8 +16,8 @@ Sparse latent attention (DSA) also keeps an index key of each token, by which a 
 attends to (indexing.py). Layers that share the choice of the last one before them that made one keep none.
 
 Compressed attention (DeepSeek-V4) sees the last tokens themselves, and each complete window of `rate` tokens
-as one entry that is made of them; with an index, only the best `index_topk` of the entries. What is kept of the
-last tokens, and of the window that is not complete yet, is a state of the request, of fixed size.
+as one entry that is made of them; with an index, only the best `index_topk` of the entries. What is kept of
+the last tokens, and of the window that is not complete yet, is a state of the request, of fixed size.
 
 With sinks each query head has one learned logit that takes part in the denominator of the softmax only. It is
 not multiplied by the scale.
@@ -150,8 +150,8 @@ class SparseLatentSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedSpec(AttentionSpec):
-    """A layer of compressed attention. One vector of head_dim, its end of rope_dim rotated, is key and value of
-    all heads, and whole on each rank.
+    """A layer of compressed attention. One vector of head_dim, its end of rope_dim rotated, is key and value
+    of all heads, and whole on each rank.
 
     recent: how many of the last tokens a token sees, itself included. rate: tokens that make one entry; 0:
     there are none. overlap: an entry is also made of the window before its own. index_heads, index_dim,

@@ -32,7 +32,7 @@ class Sound:
 
 
 def _positive(scale: Tensor) -> bool:
-    low, high = (float(bound) for bound in scale.aminmax())  # NaN if any element is
+    low, high = (float(bound) for bound in scale.float().aminmax())  # NaN if any element is
     return low > 0 and high < math.inf
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnout.attention.backends import recurrence
-from turnout.attention.kinds import LATENT_KINDS, SparseLatentSpec
+from turnout.attention.kinds import LATENT_KINDS, CompressedSpec, SparseLatentSpec
 from turnout.checkpoint import parse_quantization, read_config
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
@@ -120,6 +120,10 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
         if spec.kind in LATENT_KINDS:
             kind += f" of latent vectors ({spec.latent_dim} + {spec.rope_dim})"
+        if isinstance(spec, CompressedSpec):
+            kind = f"of the last {spec.recent} tokens"
+            kind += f" and an entry of each {spec.rate}" if spec.rate else ""
+            kind += f", the best {spec.index_topk} of them," if spec.index_topk else ""
         if isinstance(spec, SparseLatentSpec):
             kind += f", {spec.index_topk} of each context by keys of {spec.index_dim} that "
             kind += f"{len(group.layers) - len(group.sharing)} layers keep,"
@@ -150,7 +154,7 @@ def _state_lines(engine_plan: EnginePlan) -> list[str]:
             f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: torch for prompts, "
             f"{steps} for decoding"
         )
-    if engine_plan.state_groups:
+    if engine_plan.keeps_states:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
         interval = engine_plan.config.state_snapshot_interval
         lines.append(
@@ -263,8 +267,8 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
 
 
 def _state_rows(engine_plan: EnginePlan) -> dict[str, int]:
-    """Of recurrent layers: a slot for each running request, and one for padding."""
-    if not engine_plan.state_groups:
+    """Of layers that keep states: a slot for each running request, and one for padding."""
+    if not engine_plan.keeps_states:
         return {}
     running = engine_plan.config.max_running_requests
     each = engine_plan.states_per_request
@@ -291,7 +295,7 @@ def _bounds(engine_plan: EnginePlan) -> Table:
     }
     for bound, tokens in rows.items():
         table.add_row(bound, f"{tokens:,}")
-    if engine_plan.state_groups:
+    if engine_plan.keeps_states:
         most = engine_plan.most_requests(engine_plan.memory, budget)
         table.add_row("running requests (not tokens) whose states and logits would fit", f"{most:,}")
     return table

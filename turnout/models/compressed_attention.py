@@ -48,9 +48,9 @@ class TurnAt:
 
 
 class CompressedProjection:
-    """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries are
-    made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries and of the index's; none in
-    layers without. index_up: [Hi Di, Lq]. group: the ranks that have the other heads."""
+    """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries
+    are made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries and of the index's; none
+    in layers without. index_up: [Hi Di, Lq]. group: the ranks that have the other heads."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CompressedProjection:
         kv_ND = turned(self._kv_norm(kv_ND)[:, None], rotary)[:, 0]
         rest = self._compressible(raw_NX, weights_NH, q_NL, rotary) if self._compressors else None
         out_NHD = attention.compressed(self._layer, q_NHD, kv_ND, self._sinks, rest)
-        out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, -1)
+        out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, self._out_a_GZX.shape[-1])
         out_GNZ = torch.bmm(out_NGX.transpose(0, 1), self._out_a_GZX.transpose(1, 2))
         return self._group.all_reduce(self._linear(out_GNZ.transpose(0, 1).flatten(1), self._out_b))
 
@@ -98,7 +98,7 @@ class CompressedProjection:
         spec = self._spec
         if self._index_up is None:
             return Compressible(raw_NX=raw_NX, entries=self._compressors[0])
-        queries_NHD = self._linear(q_NL, self._index_up).view(-1, spec.index_heads, spec.index_dim)
+        queries_NHD = self._linear(q_NL, self._index_up).view(len(q_NL), spec.index_heads, spec.index_dim)
         return Compressible(
             raw_NX=raw_NX,
             entries=self._compressors[0],

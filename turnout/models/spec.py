@@ -22,8 +22,8 @@ COMPRESSED_ROPE = "compressed"  # what layers of compressed attention that have 
 class TensorNames:
     """What checkpoints of a family call their tensors. The defaults are Qwen3-MoE's.
 
-    `model` and `head` are whole prefixes, the former perhaps empty; `moe`, `dense`, `attention` and norms belong
-    to a layer; router, experts and what goes with them to its `moe`.
+    `model` and `head` are whole prefixes, the former perhaps empty; `moe`, `dense`, `attention` and norms
+    belong to a layer; router, experts and what goes with them to its `moe`.
     """
 
     model: str = "model"  # {model}.embed_tokens, {model}.layers.0, {model}.norm

@@ -52,8 +52,7 @@ class MoELayer:
     ) -> None:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
         which is the layer's. experts_of_token: see `Router`.
-        experts: those of the plan's range, this rank's shard of each, or what reads
-        them.
+        experts: those of the plan's range, this rank's shard of each, or what reads them.
         shared_expert maps [T, H] to [T, H]: this rank's share of the sum if the plan has it "sharded".
         runner: one without weights, to run the experts instead of the plan's. keep: gives a prepared one
         instead, if it has one.

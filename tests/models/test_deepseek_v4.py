@@ -1,0 +1,261 @@
+"""DeepSeek-V4 where it differs from other families: caches, cuts, token ids, formats and refusals.
+
+What all families have in common is in test_families*.py. Here entries are of 4 and 128 tokens, as published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint import packing
+from tests.models.families import FAMILIES, Built, build, write
+from tests.models.running import PlainAttention, load
+from tests.models.test_logits import BOUND, error, prompt, reference
+from turnout import LLM, SamplingParams
+from turnout.attention.caches import AttentionCaches
+from turnout.attention.compressed import CompressedAttention
+from turnout.attention.kinds import cache_groups
+from turnout.errors import UserError
+from turnout.models import describe
+from turnout.models.interface import Model, Step
+
+FAMILY = FAMILIES["deepseek_v4"]
+PUBLISHED = replace(
+    FAMILY,
+    config=FAMILY.config | {"compress_rates": None, "index_topk": 16},
+    extra={name: value for name, value in FAMILY.extra.items() if name != "layer_types"}
+    | {"compress_ratios": [0, 4, 128, 4, 0]},
+)
+IDS = prompt(330)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    found = build(tmp_path_factory.mktemp("v4"), PUBLISHED)
+    config = {name: value for name, value in found.config.items() if name != "compress_rates"}
+    (found.folder / "config.json").write_text(json.dumps(config))
+    return replace(found, config=config)
+
+
+@pytest.fixture(scope="module")
+def expected(built: Built) -> Tensor:
+    return reference(built.model, IDS)
+
+
+class Paged:
+    """Sequences in pages of the engine's caches, full of NaN at first."""
+
+    def __init__(self, model: Model, page_size: int):
+        self.model, layers = model, model.shape.attention
+        self.caches = AttentionCaches(
+            [
+                CompressedAttention(
+                    group,
+                    number=number,
+                    num_pages=2 * (512 // page_size),
+                    page_size=page_size,
+                    max_running=2,
+                    max_context=512,
+                    device=torch.device("cpu"),
+                    dtype=torch.float32,
+                )
+                for number, group in enumerate(cache_groups(layers))
+            ]
+        )
+        for group in self.caches.groups:
+            for kept in (group._cache, group._recent, group._open):
+                kept.fill_(torch.nan)
+        self.pages = 512 // page_size
+
+    def request(self, row: int) -> Any:
+        pages = range(row, 2 * self.pages, 2)  # those of two requests alternate
+        groups = [SimpleNamespace(pages=list(pages), placed=0) for _ in self.caches.groups]
+        return SimpleNamespace(row=row, kv=groups, state_slots=[])
+
+    @torch.inference_mode()
+    def logits(self, *chunks: tuple[Any, Sequence[int], int, int]) -> list[Tensor]:
+        """Of tokens [start, end) of requests with these ids."""
+        laid = [SimpleNamespace(request=r, start=s, end=e, length=e - s) for r, _, s, e in chunks]
+        step = Step(
+            input_ids=torch.tensor([i for _, ids, s, e in chunks for i in ids[s:e]]),
+            positions=torch.cat([torch.arange(s, e) for _, _, s, e in chunks]),
+            attention=self.caches.laid_out([], laid),
+        )
+        found = self.model.logits(self.model.forward(step))
+        return list(found.split([e - s for _, _, s, e in chunks]))
+
+
+def test_a_prompt_of_published_rates(built: Built, expected: Tensor) -> None:
+    (plain,) = PlainAttention(load(built.folder)).logits(("a", IDS))
+    assert error(plain, expected) <= BOUND
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 128, 256])
+def test_cuts_around_windows(page_size: int, built: Built, expected: Tensor) -> None:
+    """At, before and behind multiples of 4 and 128, in chunks of 1, 7 and 64; a row is used again later."""
+    model = load(built.folder)
+    cuts = [3, 4, 5, 8, 63, 127, 128, 129, 132, 196, 203, 255, 256, 257, 258, 259, 260, 261, 325]
+    for ends in (cuts, [*range(7, 129, 7), *range(129, 142), 206, 270]):
+        paged = Paged(model, page_size)
+        for row in (0, 1, 0):
+            request, parts, start = paged.request(row), [], 0
+            for end in [*ends, len(IDS)]:
+                parts += paged.logits((request, IDS, start, end))
+                start = end
+            assert error(torch.cat(parts), expected) <= BOUND
+
+
+def test_two_requests_in_a_step(built: Built, expected: Tensor) -> None:
+    """One decodes past 128 while the other's prompt comes in chunks."""
+    paged = Paged(load(built.folder), 16)
+    first, second, at, parts, others = paged.request(0), paged.request(1), 120, [], []
+    (start,) = paged.logits((first, IDS, 0, at))
+    for end in (5, 69, 128, 130, 194, 260, 261, 300, 327, 330):
+        mine, theirs = paged.logits(
+            (first, IDS, at, at + 1), (second, IDS, len(torch.cat(others)) if others else 0, end)
+        )
+        at += 1
+        parts.append(mine)
+        others.append(theirs)
+    assert error(torch.cat((start, *parts)), expected[:at]) <= BOUND
+    assert error(torch.cat(others), expected) <= BOUND
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_the_engine_decodes_past_windows(chunk: int, built: Built) -> None:
+    """Several requests at a time, some put back and computed anew."""
+    asked = [prompt(length, seed=length) for length in (120, 127, 128, 250)]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)
+    sizes = {"chunked_prefill_size": chunk, "max_total_tokens": 672, "max_running_requests": 4}
+    with LLM(str(built.folder), num_threads=1, load_progress=False, page_size=16, **sizes) as llm:
+        answers = llm.generate(asked, sampling)
+        assert llm.info()["kv"]["groups"]
+    for ids, answer in zip(asked, answers, strict=True):
+        scores = reference(built.model, ids + answer.token_ids).log_softmax(-1)[len(ids) - 1 : -1]
+        chosen = scores.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert error(chosen, scores.amax(1)) <= BOUND, "a token that is not the likeliest one"
+        assert error(torch.tensor([entry.logprob for entry in answer.logprobs]), chosen) <= BOUND
+
+
+def fp8_of_powers(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(e4m3, e8m0 scale of each 128 x 128 block, what they stand for)."""
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(padded.shape[0] // 128, 128, -1, 128)
+    scale = torch.exp2((blocks.abs().amax((1, 3)).clamp(min=1e-9) / 448).log2().ceil())
+    stored = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    plain = (stored.float() * scale[:, None, :, None]).view_as(padded)[:rows, :columns].contiguous()
+    return (
+        stored.view(torch.uint8).view_as(padded)[:rows, :columns].contiguous().view(torch.float8_e4m3fn),
+        scale.to(torch.float8_e8m0fnu),
+        plain,
+    )
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_as_released(experts: str, built: Built, tmp_path: Path) -> None:
+    """FP8 with e8m0 scales, experts in FP4, or of base models all in FP8 with float32 scales."""
+    tensors, plain = {}, {}
+    kept = ("norm", "gate.", "compressor", "weights_proj", "hc_", "embed", "head", "ape", "sink", "mtp")
+    for name, tensor in built.tensors.items():
+        module = name.removesuffix(".weight")
+        if ".experts." in name and experts == "fp4":
+            packed, plain[name] = packing.mxfp4(tensor)
+            tensors[name] = packed["_blocks"].flatten(1).view(torch.int8)
+            tensors[f"{module}.scale"] = packed["_scales"].view(torch.float8_e8m0fnu)
+        elif any(part in name for part in kept) and ".experts." not in name:
+            tensors[name] = plain[name] = tensor
+        else:
+            tensors[name], scale, plain[name] = fp8_of_powers(tensor)
+            tensors[f"{module}.scale"] = scale if experts == "fp4" else scale.float()
+    record = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    write(
+        tmp_path / "stored", built.config | {"expert_dtype": experts, "quantization_config": record}, tensors
+    )
+    write(tmp_path / "plain", built.config, plain)
+    ids = IDS[:140]
+    stored, same = (
+        PlainAttention(load(tmp_path / name, **formats)).logits(("a", ids))[0]
+        for name, formats in (("stored", {"activation_format": "bf16"}), ("plain", {}))
+    )
+    assert error(same, reference(built.model, ids)) > 10 * BOUND  # the rounding shows
+    assert error(stored, same) <= 1e-3 * float(same.abs().max())
+
+
+def test_a_table_that_names_no_expert(built: Built, tmp_path: Path) -> None:
+    name = "layers.1.ffn.gate.tid2eid"
+    write(tmp_path, built.config, built.tensors | {name: built.tensors[name] + 7})
+    with pytest.raises(UserError, match=r"names experts that the layer does not have.*|.*tid2eid"):
+        load(tmp_path)
+
+
+def test_missing_compressor(built: Built, tmp_path: Path) -> None:
+    lost = "layers.2.attn.compressor.wkv.weight"
+    write(tmp_path, built.config, {n: t for n, t in built.tensors.items() if n != lost})
+    with pytest.raises(UserError, match=lost):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vision_n_layers": 2}, "vision_n_layers"),
+        ({"compress_ratios": [0, 4, 64, 4]}, "compress_ratios.*64"),
+        ({"compress_ratios": [0, 4]}, "compress_ratios"),
+        ({"compress_ratios": [0, 0, 0, 0]}, "compressed attention"),
+        ({"hc_mult": 2}, "hc_mult"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"o_groups": 3}, "o_groups"),
+        ({"index_head_dim": 4}, "index_head_dim"),
+        ({"num_hash_layers": 3}, "mlp_layer_types"),
+        ({"compress_rope_theta": -1}, "compress_rope_theta"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"index_rope": 1}, "index_rope"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "weight_block_size",
+        ),
+        (
+            {
+                "expert_dtype": "int3",
+                "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            },
+            "expert_dtype",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals(fields: dict[str, Any], message: str, built: Built) -> None:
+    with pytest.raises(UserError, match=message):
+        describe(built.config | fields)
+
+
+def test_fields_of_draft_stages_change_nothing(built: Built) -> None:
+    dspark = {"dspark_block_size": 5, "dspark_target_layer_ids": [0, 1], "dspark_markov_rank": 8}
+    assert describe(built.config | dspark) == describe(built.config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"speculative_algorithm": "ngram"}, "rejected draft"),
+        ({"deterministic": True}, "--deterministic"),
+        ({"state_snapshot_interval": 128}, "--state-snapshot-interval"),
+        ({"page_size": 48}, "pages of 128 tokens, a multiple or a part"),
+    ],
+    ids=str,
+)
+def test_flags_that_it_does_not_have(flags: dict[str, Any], message: str, built: Built) -> None:
+    with pytest.raises(UserError, match=message):
+        LLM(str(built.folder), load_progress=False, **flags)
