@@ -52,6 +52,8 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "moonlight-16b-a3b": (16, 1),
     "glm-4.7-flash": (30, 1),
     "deepseek-v3.2": (672, 8),
+    "deepseek-v4-flash": (284, 4),
+    "deepseek-v4-pro": (1573, 16),  # and 26 of its draft stage, published as 1.6 T together
     "glm-5": (744, 16),
     "glm-5.2": (743, 16),
 }
@@ -168,6 +170,8 @@ def test_structure_equals_transformers(name: str) -> None:
     sigmoid = moe.routing.kind == RoutingKind.SIGMOID_TOPK and not moe.routing.on_input
     wide = routers if sigmoid else []
     wide += [t for n, t in text.items() if n.endswith("indexer.weights_proj.weight")]
+    if name == "deepseek_v4":
+        wide = routers + [t for n, t in text.items() if "_hc." in n or ".hc_" in n or "tid2eid" in n]
     if FAMILIES[name].norms_around_one:
         wide = [t for n, t in text.items() if "norm" in n and not n.endswith("linear_attn.norm.weight")]
         wide += [t for n, t in text.items() if n.endswith(("A_log", "dt_bias"))]

@@ -40,7 +40,8 @@ class AttentionCaches:
 
     @property
     def state_bytes(self) -> int:
-        return sum(part.state_bytes for part in (*self.groups, *self.states))
+        of_groups = sum(group.state_bytes for group in self.groups)
+        return of_groups + sum(states.state_bytes for states in self.states)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """States in all recurrent layers, (from, to) slots, one after the other."""

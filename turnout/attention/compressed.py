@@ -140,9 +140,11 @@ class CompressedAttention(PagedAttention):
     def __init__(self, group: CacheGroup, *, max_running: int, **rest: Any) -> None:
         super().__init__(group, max_running=max_running, **rest)
         spec = self.spec
-        rows, kept = (len(group.layers), max_running + 1), {"dtype": self.dtype, "device": self.device}
-        self._recent = torch.zeros(*rows, spec.recent, spec.head_dim, **kept)
-        self._open = torch.zeros(*rows, spec.remembered, spec.open_dim, **kept)
+        rows = len(group.layers), max_running + 1
+        kept = (spec.recent, spec.head_dim), (spec.remembered, spec.open_dim)
+        self._recent, self._open = (
+            torch.zeros(*rows, *size, dtype=self.dtype, device=self.device) for size in kept
+        )
 
     def _layer_size(self, slots: int) -> tuple[int, ...]:
         entries = slots // self.page_size * self.spec.entries_per_page(self.page_size)

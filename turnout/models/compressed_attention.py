@@ -49,8 +49,9 @@ class TurnAt:
 
 class CompressedProjection:
     """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries
-    are made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries and of the index's; none
-    in layers without. index_up: [Hi Di, Lq]. group: the ranks that have the other heads."""
+    are made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries, of the index's, none
+    in layers without entries. index_up: [Hi Di, Lq]. group: the ranks that have the other heads.
+    """
 
     def __init__(
         self,

@@ -321,9 +321,9 @@ class DecoderReader:
         )
 
     def _read_hash(self, name: str) -> Tensor:
-        """int64 [V, k]: the experts of each token id."""
+        """int32 [V, k]: the experts of each token id."""
         shape = self._shape.vocab_size, self._spec.moe.top_k
-        table_VK = self._weights.checkpoint.tensor(name, shape).to(torch.int64)
+        table_VK = self._weights.checkpoint.tensor(name, shape).to(torch.int32)
         if not 0 <= int(table_VK.min()) <= int(table_VK.max()) < self._spec.moe.num_experts:
             raise CheckpointError(
                 "names experts that the layer does not have",

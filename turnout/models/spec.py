@@ -288,12 +288,13 @@ class DecoderSpec:
             wide += norms * self.norms_around_one
             small += layer.num_heads if layer.sinks else 0
         wide += H * (1 + 2 * L) * self.norms_around_one
+        hashed = len(self.hash_layers)
+        exact = hashed * shape.vocab_size * self.moe.top_k  # ids of experts, in four bytes
         if self.streams:
             S = self.streams.count
-            wide += 2 * L * (S * (S + 2) * (S * H + 1) + 3) + S * (S * H + 1) + 1
-            small += wide
-        # Tables of ids, as so many parameters of the compute type (of two bytes, as on GPUs).
-        small += len(self.hash_layers) * shape.vocab_size * self.moe.top_k * 2
+            exact += 2 * L * (S * (S + 2) * (S * H + 1) + 3) + S * (S * H + 1) + 1
+        small += exact - hashed * self.moe.num_experts * self.correction_bias
+        wide += exact - hashed * self.moe.num_experts * self.correction_bias
         biases = self.router_bias + self.correction_bias
         draft = (2 * H + 3) * H if self.drafts else 0  # a projection and norms
         router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)

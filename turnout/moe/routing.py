@@ -42,7 +42,7 @@ class Router:
         correction_bias: Tensor | None = None,
         experts_of_token: Tensor | None = None,
     ) -> None:
-        """experts_of_token: int64 [V, k], which ids of tokens choose by instead of their scores."""
+        """experts_of_token: int32 [V, k], which ids of tokens choose by instead of their scores."""
         self._experts_of_token = experts_of_token
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
         self._choose = _one_kernel(device, num_experts, routing, correction_bias)
@@ -117,7 +117,7 @@ def route(
 
 def weigh(logits_TE: Tensor, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """As `route`, of experts that are chosen already: by the square roots of softplus of their logits."""
-    weights_TK = _sqrt_softplus(logits_TE.float()).gather(1, ids_TK)
+    weights_TK = _sqrt_softplus(logits_TE.float()).gather(1, ids_TK.long())
     if routing.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return ids_TK.int(), weights_TK * routing.scaling_factor
