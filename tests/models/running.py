@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.compressed import Compressible, Compressor
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec

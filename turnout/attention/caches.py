@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turnout.attention.compressed import Compressible
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.entries import Compressible
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.states import RequestStates

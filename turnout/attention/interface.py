@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from turnout.attention.compressed import Compressible
     from turnout.attention.delta_rule import DeltaCell
+    from turnout.attention.entries import Compressible
     from turnout.attention.indexing import Index
     from turnout.attention.up_projection import UpProjection
 

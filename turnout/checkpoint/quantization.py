@@ -110,8 +110,9 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
     method = str(record.get("quant_method", "modelopt" if "quant_algo" in record else None))
     if method not in _PARSERS:
         raise _unsupported(file, "quant_method", method, _PARSERS)
-    if method == "fp8" and config.get("model_type") == "deepseek_v4":
-        return _deepseek_v4(config, record, file)
+    of_release = _RELEASES.get((method, str(config.get("model_type"))))
+    if of_release is not None:
+        return of_release(config, record, file)
     found = _PARSERS[method](record, file)
     if found.method == "int4" and not _stays_packed(found, record, stored_dtype(config)):
         return replace(found, format=Format.BF16)
@@ -293,6 +294,8 @@ def _deepseek_v4(config: Mapping[str, Any], record: dict[str, Any], file: Path |
     return Quantization(method="deepseek_v4", format=formats[experts], ignore=found)
 
 
+# By the method and the family, of releases that mean something else by it than others do.
+_RELEASES = {("fp8", "deepseek_v4"): _deepseek_v4}
 _PARSERS: dict[str, Callable[[dict[str, Any], Path | str], Quantization]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

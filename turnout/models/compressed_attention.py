@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention import interface
-from turnout.attention.compressed import Compressible, Compressor
+from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec
 from turnout.models.blocks import Norm, Rotaries, RotaryEmbedding
 from turnout.models.dense import Dense, Linear

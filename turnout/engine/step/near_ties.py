@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turnout.attention.compressed import Compressible, WholeCompressed
+from turnout.attention.compressed import WholeCompressed
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.entries import Compressible
 from turnout.attention.indexing import Index, index_scores, largest
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
