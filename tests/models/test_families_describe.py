@@ -461,3 +461,21 @@ def test_windows_take_little_next_to_whole_contexts(name: str, tmp_path: Path) -
     assert code == 0
     assert f"{sliding['bytes']:,}" in text
     assert f"KV cache ({sliding['num_pages']} pages of 16 tokens, {layers // 2} layers of window 128)" in text
+
+
+def test_cache_groups_of_compressed_attention_are_told_apart() -> None:
+    """21 layers keep 1024 + 256 bytes of each 4 tokens, 20 layers 1024 of each 128."""
+    code, printed = plan(
+        "deepseek-v4-flash", "h200", tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True, page_size=128
+    )
+    assert code == 0
+    found = re.findall(
+        r"KV cache \((\d+) pages of 128 tokens, (\d+) layers with entries of (\d+) tokens\)\D*([\d,]+)",
+        printed,
+    )
+    bytes_per_page = {
+        (int(layers), int(rate)): int(size.replace(",", "")) // int(pages)
+        for pages, layers, rate, size in found
+    }
+    assert bytes_per_page == {(21, 4): 21 * 32 * 1280, (20, 128): 20 * 1024}
+    assert re.search(r"KV per token of context\D*6,880", printed)

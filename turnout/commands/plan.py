@@ -255,6 +255,10 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
     kv_bytes = engine_plan.group_bytes(engine_plan.num_pages, engine_plan.budget)
     for group, count, held in zip(groups, pages, kv_bytes, strict=True):
         window = f", {len(group.layers)} layers of window {group.spec.window}" if group.spec.window else ""
+        if isinstance(group.spec, CompressedSpec):  # groups of which have as many pages as each other
+            if not held:
+                continue
+            window = f", {len(group.layers)} layers with entries of {group.spec.rate} tokens"
         rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
     kinds = {group.spec.kind for group in groups}
     if kinds != {AttentionKind.FULL}:
