@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnout.engine.sampling.near_ties import CLOSE, find_near_ties
+from turnout.engine.sampling import near_ties as ties
 
 
 def greedy(logits_SV: Tensor, *, near_ties: bool, low_S: Tensor | None = None) -> Tensor:
@@ -29,7 +29,7 @@ def _on_device(logits_SV: Tensor, near_ties: bool, low_S: Tensor | None = None) 
     values_S, ids_S = logits_SV.max(dim=-1)
     columns = [ids_S, values_S.isfinite()]
     if near_ties:
-        columns.append(find_near_ties(logits_SV, ids_S, low_S))
+        columns.append(ties.find_near_ties(logits_SV, ids_S, low_S))
     return torch.stack(columns)  # one transfer
 
 
@@ -44,5 +44,5 @@ def _on_host(logits_SV: np.ndarray, near_ties: bool, low_S: np.ndarray | None) -
             low_S = logits_SV.min(-1)
         logits_SV[rows_S, ids_S] = -np.inf
         with np.errstate(invalid="ignore"):  # of rows that are not finite
-            columns_CS[2] = top_S - logits_SV.max(-1) < CLOSE * (top_S - low_S)
+            columns_CS[2] = top_S - logits_SV.max(-1) < ties.CLOSE * (top_S - low_S)
     return columns_CS
