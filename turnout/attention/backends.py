@@ -21,7 +21,7 @@ from turnout.attention.kinds import (
 )
 from turnout.errors import Refusal
 from turnout.packages import NUMBA, TRITON, Package
-from turnout.vocabulary import AttentionKind
+from turnout.vocabulary import AttentionKind, ComputeDtype, Device
 
 AUTO = "auto"
 FLASH_ATTN_4 = Package(
@@ -41,8 +41,8 @@ class Place:
     asked: --attention-backend.
     """
 
-    device: str
-    dtype: str
+    device: Device
+    dtype: ComputeDtype
     page_size: int
     architecture: int = 0
     present: bool = True
@@ -250,7 +250,7 @@ def pays_from(spec: AttentionSpec, place: Place) -> int | None:
     return 512 if spec.head_dim >= 128 else 1024
 
 
-def recurrence(spec: DeltaNetSpec, device: str, dtype: str, *, present: bool = True) -> str:
+def recurrence(spec: DeltaNetSpec, device: Device, dtype: ComputeDtype, *, present: bool = True) -> str:
     """What takes states of recurrent layers over single tokens; torch takes all of them over prompts."""
     sizes = spec.head_dim, spec.value_dim
     if device == "cuda" and max(sizes) <= 128 and not (present and TRITON.lacking()):

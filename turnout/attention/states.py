@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from turnout.attention.backends import recurrence
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
+from turnout.vocabulary import ComputeDtype, Device
 
 
 class RequestStates:
@@ -184,7 +185,9 @@ class SequenceStates(Attention):
 
 def _kernel(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """One launch for what `delta_rule.step` composes, on slots; None where there is none."""
-    backend = recurrence(spec, device.type, str(dtype).removeprefix("torch."))
+    backend = recurrence(
+        spec, cast(Device, device.type), cast(ComputeDtype, str(dtype).removeprefix("torch."))
+    )
     if backend == "cpu":
         from turnout.kernels.cpu import delta_rule as on_cpu
 

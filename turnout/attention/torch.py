@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from turnout.attention.backends import Chosen, Place, choose
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import AttentionSpec, CacheGroup
+from turnout.vocabulary import ComputeDtype, Device
 
 ALIGNED = 64  # bytes, as torch's own memory is
 
@@ -286,7 +288,9 @@ class _LaidOut(Attention):
 
 
 def place_of(device: torch.device, dtype: torch.dtype, page_size: int) -> Place:
-    return Place(device=device.type, dtype=str(dtype).removeprefix("torch."), page_size=page_size)
+    """`Place` of tensors: devices and dtypes of torch under the names that plans have for them."""
+    name = cast(ComputeDtype, str(dtype).removeprefix("torch."))
+    return Place(device=cast(Device, device.type), dtype=name, page_size=page_size)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
