@@ -57,6 +57,21 @@ def command(*arguments):
     return subprocess.run(run, capture_output=True, text=True, check=False)
 
 
+def test_requests_that_fit_at_once(model):
+    """In 65,536 tokens of KV cache, but no more than may run."""
+    config = model(QWEN3_30B, max_total_tokens=65536, max_running_requests=6)
+    code, text = run(config, hardware="h200")
+    assert code == 0
+    table = cells(text, "Requests at once per rank")
+    assert {size: requests for size, (requests,) in table.items() if size[0].isdigit()} == {
+        "8,192": "6",
+        "32,768": "2",
+        "40,960": "1",
+    }
+    kv = json.loads(run(config, hardware="h200", as_json=True)[1])["kv"]
+    assert kv["requests_at_once"] == {"8192": 6, "32768": 2, "40960": 1}
+
+
 @pytest.mark.parametrize("hardware", hardware_names())
 def test_every_hardware_can_be_planned_for(model, hardware):
     code, text = run(model(SMALL | NVFP4), hardware=hardware)

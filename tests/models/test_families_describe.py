@@ -479,3 +479,13 @@ def test_cache_groups_of_compressed_attention_are_told_apart() -> None:
     }
     assert bytes_per_page == {(21, 4): 21 * 32 * 1280, (20, 128): 20 * 1024}
     assert re.search(r"KV per token of context\D*6,880", printed)
+
+
+def test_pages_shorter_than_windows_of_compressed_attention_are_counted_and_said() -> None:
+    """Each of 20 layers has an entry of 1024 bytes in every page, so for 16 tokens instead of 128."""
+    code, printed = plan(
+        "deepseek-v4-flash", "h200", tp_size=4, dp_size=4, ep_size=4, enable_dp_attention=True, page_size=16
+    )
+    assert code == 0
+    assert "whose pages of 16 tokens take 8 times the memory of --page-size 128" in printed
+    assert re.search(r"KV per token of context\D*8,000", printed)  # 6,880 - 20 * 8 + 20 * 64

@@ -81,6 +81,7 @@ def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
         console.print(_ranks(answer))
     console.print(_memory(answer))
     console.print(_bounds(answer))
+    console.print(_requests(answer))
     if answer.size_reasons:
         console.print("Sizes", style="bold")
         for name, reason in answer.size_reasons.items():
@@ -124,6 +125,7 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             kind = f"of the last {spec.recent} tokens"
             kind += f" and an entry of each {spec.rate}" if spec.rate else ""
             kind += f", the best {spec.index_topk} of them," if spec.index_topk else ""
+            kind += _spare(spec, engine_plan.page_size)
         if isinstance(spec, SparseLatentSpec):
             kind += f", {spec.index_topk} of each context by keys of {spec.index_dim} that "
             kind += f"{len(group.layers) - len(group.sharing)} layers keep,"
@@ -143,6 +145,13 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"of {topology.expert_tp} for experts"
         )
     return lines
+
+
+def _spare(spec: CompressedSpec, page_size: int) -> str:
+    """What is said of pages shorter than the tokens of an entry, which each hold one."""
+    times = spec.rate // page_size
+    more = f", whose pages of {page_size} tokens take {times} times the memory of --page-size {spec.rate},"
+    return more if times > 1 else ""
 
 
 def _state_lines(engine_plan: EnginePlan) -> list[str]:
@@ -262,7 +271,8 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
         rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
     kinds = {group.spec.kind for group in groups}
     if kinds != {AttentionKind.FULL}:
-        rows["KV per token of context"] = sum(g.token_bytes(itemsize) for g in groups if not g.spec.window)
+        whole = [group for group in groups if not group.spec.window]
+        rows["KV per token of context"] = sum(g.page_bytes(size, itemsize) for g in whole) // size
     if AttentionKind.SLIDING_WINDOW in kinds:
         rows["KV per request, of windows"] = sum(
             g.token_bytes(itemsize) * g.spec.window for g in groups if g.spec.window
@@ -302,6 +312,13 @@ def _bounds(engine_plan: EnginePlan) -> Table:
     if engine_plan.keeps_states:
         most = engine_plan.most_requests(engine_plan.memory, budget)
         table.add_row("running requests (not tokens) whose states and logits would fit", f"{most:,}")
+    return table
+
+
+def _requests(engine_plan: EnginePlan) -> Table:
+    table = _table("Requests at once per rank", ("tokens of each", "requests"))
+    for tokens, requests in engine_plan.requests_at_once().items():
+        table.add_row(f"{tokens:,}", f"{requests:,}")
     return table
 
 

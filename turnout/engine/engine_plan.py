@@ -96,6 +96,15 @@ class EnginePlan(Rank):
         """KV pages of each cache group."""
         return pages_by_group(self.cache_groups, self.num_pages, self.config, self.budget)
 
+    def requests_at_once(self, contexts: Sequence[int] = (8192, 32768, 131072)) -> dict[int, int]:
+        """Requests that one rank can run together, by the tokens of each: those up to the longest, and that.
+
+        Bounded by pages of whole contexts and by --max-running-requests, for which other caches have room.
+        """
+        most = self.config.max_running_requests
+        tokens = [*(size for size in contexts if size < self.max_context), self.max_context]
+        return {size: min(most, self.num_pages // -(-size // self.page_size)) for size in tokens}
+
     def with_pages(self, num_pages: int) -> EnginePlan:
         """With no more than `num_pages` KV pages."""
         if num_pages >= self.num_pages:
@@ -127,6 +136,7 @@ class EnginePlan(Rank):
                 "num_pages": self.num_pages,
                 "tokens": self.page_size * self.num_pages,
                 "max_context": self.max_context,
+                "requests_at_once": self.requests_at_once(),
                 "groups": [
                     {
                         "kind": group.spec.kind,
