@@ -90,7 +90,7 @@ def demo_bf16(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("format", [pytest.param("nvfp4", marks=pytest.mark.more), "fp8"])
 def test_the_demo_model_quantised_still_solves_its_problems(format, demo_bf16, tmp_path):
     out = tmp_path / "out"
     done = turnout("quantize", demo_bf16, out, "--format", format)

@@ -62,6 +62,7 @@ def through(
         return answers(questions, max_tokens), launches.names
 
 
+@pytest.mark.more
 def test_the_same_tokens_through_each_runner(monkeypatch: pytest.MonkeyPatch):
     questions = load_task("wordmath", 2, 0)
     expected = [answer.token_ids for answer in answers(questions, 6)]
