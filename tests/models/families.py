@@ -534,7 +534,8 @@ FAMILIES = {
             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
             "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
             "sliding_window": 8,
-            "o_groups": 2,
+            "num_attention_heads": 8,
+            "o_groups": 4,  # of two heads
             "o_lora_rank": 16,
             "index_n_heads": 16,  # few heads tie, and any choice is right
             "index_head_dim": 16,

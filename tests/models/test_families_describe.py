@@ -135,11 +135,12 @@ def test_plans_of_latent_attention_count_what_every_rank_holds_whole() -> None:
 
 @pytest.mark.more
 def test_models_with_latent_attention_that_do_not_fit_are_refused_with_remedies() -> None:
-    code, text = plan("deepseek-v3", "h200", **WIDE)
+    code, text = plan("deepseek-v3", "h200", mem_fraction_static=0.7, **WIDE)
     assert code == 2
-    assert "dense weights 34.4 GB, experts 81.8 GB, attention workspace" in text
+    # Of 34.4 GB in bfloat16, what the release has in FP8 stays in it.
+    assert "dense weights 20.8 GB, experts 81.8 GB, attention workspace" in text
     assert "raise --mem-fraction-static to" in text
-    assert plan("deepseek-v3", "h200", mem_fraction_static=0.92, **WIDE)[0] == 0
+    assert plan("deepseek-v3", "h200", **WIDE)[0] == 0
     code, text = plan("kimi-k2", "h200", **WIDE)
     assert code == 2
     assert "divide the model among more ranks (--tp-size)" in text

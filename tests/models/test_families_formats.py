@@ -93,7 +93,8 @@ def test_as_quantize_writes_it(name: str, format, tmp_path: Path) -> None:
         if key.endswith(".experts.gate_up_proj"):
             round_experts(tensor, built.model.state_dict()[key.replace("gate_up", "down")], name, format)
     theirs = reference(built.model, PROMPT)
-    assert relative(theirs, plain) > 10 * BOUND  # the rounding shows
+    # The rounding shows, less where the config clamps experts' outputs to little.
+    assert relative(theirs, plain) > (2 if name == "deepseek_v4" else 10) * BOUND
     assert relative(run(tmp_path / "out", activation_format="bf16"), theirs) <= BOUND
 
 

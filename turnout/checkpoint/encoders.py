@@ -196,9 +196,15 @@ class Mxfp4:
 
 
 class Fp8:
-    """DeepSeek-V3's blocks of 128 x 128; activations are quantised as they come."""
+    """DeepSeek-V3's blocks of 128 x 128; activations are quantised as they come. Under the names of
+    DeepSeek-V4's releases for that `model_type`, whose experts are in MXFP4 where nothing else is said."""
 
     format = Format.FP8
+
+    def __init__(self, model_type: str = ""):
+        of_v4 = model_type == "deepseek_v4"
+        self._scale = "scale" if of_v4 else "weight_scale_inv"
+        self._declared = {"expert_dtype": "fp8"} if of_v4 else {}
 
     def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
         return [
@@ -212,10 +218,10 @@ class Fp8:
             packed = encode(weight, Format.FP8, name=module)
             assert packed.scale is not None
             to.write(f"{module}.weight", packed.data)
-            to.write(f"{module}.weight_scale_inv", packed.scale)
+            to.write(f"{module}.{self._scale}", packed.scale)
 
     def declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        config = {
+        config = self._declared | {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -230,7 +236,7 @@ class Fp8:
         blocks = (-(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
         return [
             Entry(f"{module}.weight", fp8.DTYPE, shape),
-            Entry(f"{module}.weight_scale_inv", torch.float32, blocks),
+            Entry(f"{module}.{self._scale}", torch.float32, blocks),
         ]
 
 

@@ -170,7 +170,12 @@ def _job(
     _check_calibration(calibration, layers)
     encoders: dict[Format, Encoder] = {
         encoder.format: encoder
-        for encoder in (Nvfp4(calibration), Mxfp4(), Fp8(), Int4(stored_dtype(config)))
+        for encoder in (
+            Nvfp4(calibration),
+            Mxfp4(),
+            Fp8(str(config.get("model_type"))),
+            Int4(stored_dtype(config)),
+        )
     }
     copied = tuple(name for name in files if not _EXPERT.fullmatch(name) and not _STACKED.fullmatch(name))
     return _Job(

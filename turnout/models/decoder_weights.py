@@ -126,15 +126,16 @@ class DecoderReader:
                 self._read_norm(f"{prefix}.{names.mlp_norm}"),
             ),
         )
-        if self._spec.streams:
-            streams = [
-                self._read_streams(f"{prefix}.hc_{part}", self._spec.streams) for part in ("attn", "ffn")
-            ]
+        if spec := self._spec.streams:
+            of_attention, of_mlp = self._keep(
+                f"{prefix} streams",
+                lambda: [self._read_streams(f"{prefix}.hc_{part}", spec) for part in ("attn", "ffn")],
+            )
             return StreamLayer(
-                attention_streams=streams[0],
+                attention_streams=of_attention,
                 attention_norm=attention_norm,
                 attention=attention,
-                mlp_streams=streams[1],
+                mlp_streams=of_mlp,
                 mlp_norm=mlp_norm,
                 mlp=mlp,
             )
