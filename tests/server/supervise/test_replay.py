@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(
     assert "the engine failed: RuntimeError: injected" in row["kinds"]["raise"]["said"]
     assert "does not run: no heartbeat for 3 s" in row["kinds"]["stop"]["said"]
     assert "was killed by SIGSEGV" in row["kinds"]["crash"]["said"]
-    assert "can't allocate memory" in row["kinds"]["memory"]["said"]
+    # Who notices first says it: torch, or the dynamic loader, which then exits with 127.
+    assert re.search("can't allocate memory|exit code 127", row["kinds"]["memory"]["said"])
     assert "ended with exit code 3" in row["kinds"]["exit"]["said"]
     for kind, noticed in row["kinds"].items():
         bound = SILENT_SECONDS if kind == "stop" else 0

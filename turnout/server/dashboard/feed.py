@@ -1,4 +1,5 @@
-"""One message a second to everyone who looks at the dashboard; nothing is computed without viewers."""
+"""One message a second to everyone who looks at the dashboard, and one when the server's state changes, since
+ranks may be gone for less than a second. Nothing is computed without viewers."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from turnout.server.api.service import Service
 from turnout.server.dashboard.snapshot import Sampler
 
 SECONDS = 1.0
+LOOKS = 10  # at the server's state in that time
 BEHIND = 4  # messages that a slow viewer may be behind before it misses some
 RETRY = b"retry: 1000\n\n"  # milliseconds until a browser tries again
 
 
 class Feed:
-    """Server-sent events: `about` first, and when the ranks have started anew; `tick` every second."""
+    """Server-sent events: `about` first, and when the ranks have started anew; then `tick`."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -52,10 +54,17 @@ class Feed:
                     self._about = encode_event(sampler.about(), "about")
                     self._publish(self._about)
                 self._publish(encode_event(sampler.sample(), "tick"))
-                await asyncio.sleep(SECONDS)
+                await self._pause()
         finally:
             self._ticking, self._about = None, b""
             self._publish(None)  # whoever is left after a bug connects again
+
+    async def _pause(self) -> None:
+        state = self._service.state
+        for _ in range(LOOKS):
+            await asyncio.sleep(SECONDS / LOOKS)
+            if self._service.state != state:
+                return
 
     def _publish(self, part: bytes | None) -> None:
         for queue in self._viewers:
