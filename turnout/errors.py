@@ -26,6 +26,11 @@ class Refusal:
         return f"{self.who}: {self.asked}: {self.limit}. Remedy: {self.remedy}"
 
 
+def standing(who: str, obstacles: Iterable[tuple[bool, str, str, str]]) -> list[Refusal]:
+    """Those of the obstacles (stands, asked, limit, remedy) that stand."""
+    return [Refusal(who=who, asked=a, limit=limit, remedy=r) for stands, a, limit, r in obstacles if stands]
+
+
 class PlanRefused(UserError):
     """Nothing allowed can run what was asked; carries every refusal found."""
 

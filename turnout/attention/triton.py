@@ -51,25 +51,6 @@ class _Stored(Attention):
         longest = min(longest, paged.spec.window or longest)
         return paged.fixed_spans or spans(rows, paged.cache.shape[1], longest, paged.processors)
 
-    def _attend_latent(
-        self, cache_SC: Tensor, q_MHD: Tensor, up: UpProjection, table_MP: Tensor, ends_M: Tensor, splits: int
-    ) -> Tensor:
-        """[M, Hq, Dv] of tokens that see the first ends [M] of the pages [M, P], in the absorbed form."""
-        from turnout.kernels.attention import latent
-
-        paged = self._paged
-        mixed_MHL = latent.attend(
-            up.absorb(q_MHD),
-            cache_SC,
-            table_MP,
-            ends_M,
-            latent_dim=paged.spec.latent_dim,
-            page_size=paged.page_size,
-            splits=splits,
-            scale=paged.spec.scale,
-        )
-        return up.values(mixed_MHL)
-
 
 class RowAttention(_Stored):
     """Of one token per row, whose rows and lengths are read on the device."""
@@ -109,7 +90,9 @@ class RowAttention(_Stored):
                 keys_SD = self._paged.store_index(layer, self._slots_N, index.key_ND)
                 self._chosen_NK = choose_rows(self._paged, keys_SD, index, self._table_NP, self._ends_N)
             return attend_chosen(self._paged, self._chosen_NK, cache_SC, q_NHD, up)
-        return self._attend_latent(cache_SC, q_NHD, up, self._table_NP, self._ends_N, self._splits)
+        return attend_absorbed(
+            self._paged, cache_SC, q_NHD, up, self._table_NP, self._ends_N, splits=self._splits
+        )
 
 
 class LatentStep(_Stored):
@@ -132,7 +115,9 @@ class LatentStep(_Stored):
         paged, M = self._paged, self._num_decoding
         assert isinstance(paged, LatentAttention)
         cache_SC = paged.store(layer, self._slots_N, latent_NC)
-        parts = [self._attend_latent(cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, self._splits)]
+        parts = [
+            attend_absorbed(paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits)
+        ]
         for chunk in self._chunks:
             parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
         return torch.cat(parts)
@@ -202,24 +187,43 @@ def choose_rows(
     return torch.cat(parts).int()
 
 
-def attend_chosen(
-    paged: SparseLatentAttention, chosen_RK: Tensor, cache_SC: Tensor, q_RHD: Tensor, up: UpProjection
+def attend_absorbed(
+    paged: LatentAttention,
+    cache_SC: Tensor,
+    q_RHD: Tensor,
+    up: UpProjection,
+    table_RP: Tensor,
+    ends_R: Tensor,
+    *,
+    splits: int,
+    page_size: int = 0,
 ) -> Tensor:
-    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel."""
+    """[R, H, Dv] of tokens that see the first ends [R] of the pages [R, P]. page_size: 0: that of `paged`."""
     from turnout.kernels.attention import latent
 
     spec = paged.spec
     mixed_RHL = latent.attend(
         up.absorb(q_RHD),
         cache_SC,
-        chosen_RK,
-        (chosen_RK >= 0).sum(1),
+        table_RP,
+        ends_R,
         latent_dim=spec.latent_dim,
-        page_size=1,
-        splits=latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors),
+        page_size=page_size or paged.page_size,
+        splits=splits,
         scale=spec.scale,
     )
     return up.values(mixed_RHL)
+
+
+def attend_chosen(
+    paged: SparseLatentAttention, chosen_RK: Tensor, cache_SC: Tensor, q_RHD: Tensor, up: UpProjection
+) -> Tensor:
+    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel."""
+    from turnout.kernels.attention import latent
+
+    spec, ends_R = paged.spec, (chosen_RK >= 0).sum(1)
+    splits = latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors)
+    return attend_absorbed(paged, cache_SC, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1)
 
 
 class StepAttention(_Stored):

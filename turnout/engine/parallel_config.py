@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnout.config import Config
-from turnout.errors import Refusal
+from turnout.errors import Refusal, standing
 from turnout.models.interface import ModelDescription
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of, split_address
@@ -147,8 +147,4 @@ def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:
             "leave out either",
         ),
     )
-    return [
-        Refusal(who="engine", asked=asked, limit=limit, remedy=remedy)
-        for stands, asked, limit, remedy in obstacles
-        if stands
-    ]
+    return standing("engine", obstacles)

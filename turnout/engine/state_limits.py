@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from turnout.attention.kinds import state_groups
 from turnout.config import Config
-from turnout.errors import Refusal
+from turnout.errors import Refusal, standing
 from turnout.models.interface import ModelDescription
 from turnout.parallel.hardware import Hardware
 from turnout.vocabulary import AttentionKind
@@ -62,11 +62,7 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
             "leave --deterministic out, or use --device cpu",
         ),
     )
-    return [
-        Refusal(who="recurrent layers", asked=asked, limit=limit, remedy=remedy)
-        for stands, asked, limit, remedy in obstacles
-        if stands
-    ]
+    return standing("recurrent layers", obstacles)
 
 
 def compresses(description: ModelDescription) -> bool:
@@ -100,11 +96,7 @@ def _compressed_refusals(config: Config) -> list[Refusal]:
             "leave --no-disable-prefill-graph out",
         ),
     )
-    return [
-        Refusal(who="compressed attention", asked=asked, limit=limit, remedy=remedy)
-        for stands, asked, limit, remedy in obstacles
-        if stands
-    ]
+    return standing("compressed attention", obstacles)
 
 
 def _no_states(interval: int) -> Refusal:
