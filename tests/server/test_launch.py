@@ -21,7 +21,15 @@ import turnout.commands.serve
 from turnout.cli import app
 from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
-from turnout.server.launch import arguments, environment, launch
+from turnout.server.launch import announced, arguments, environment, launch
+from turnout.server.run import READY
+
+
+@pytest.mark.parametrize("before", ["", "(_Host pid=7) started in 0.2 s"])
+def test_the_line_that_announces_the_server(before: str):
+    """Ray's threads print a line and its end one after the other, and ours may come between."""
+    assert announced(f"{before}{READY}http://127.0.0.1:8000/v1") == "http://127.0.0.1:8000/v1"
+    assert announced(f"{before}loading") is None
 
 
 def test_every_field_survives_the_command_line(monkeypatch):

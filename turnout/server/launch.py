@@ -102,9 +102,16 @@ class ServerProcess:
         line = _CONTROL.sub("", raw.decode(errors="replace")).rstrip()
         if line:
             self._lines.append(line)
-        if line.startswith(READY):
-            self.base_url = line.removeprefix(READY)
+        if (url := announced(line)) is not None:
+            self.base_url = url
             self._known.set()
+
+
+def announced(line: str) -> str | None:
+    """The base URL, if this line of a server's output announces it; perhaps after the start of a line that
+    another thread of the server has not ended yet, as those do that pass on what Ray's processes print."""
+    _, ready, url = line.partition(READY)
+    return url if ready else None
 
 
 def arguments(config: ServerConfig) -> list[str]:

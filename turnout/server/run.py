@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -164,7 +165,8 @@ class Supervisor:
             loading.result()
             gc.collect()
             gc.freeze()  # what there is now stays; to look through it took each full collection 60 ms
-            print(f"{READY}{self.base_url}", flush=True)
+            sys.stdout.write(f"{READY}{self.base_url}\n")  # all at once: other threads may write, too
+            sys.stdout.flush()
             await stop
         loading.cancel()
         await self._drain()

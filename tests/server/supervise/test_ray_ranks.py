@@ -18,7 +18,7 @@ from turnout.server.launch import ServerProcess
 from turnout.server.supervise.ray_ranks import RayRanks
 
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
-ON_RAY = TWO_RANKS | {"distributed_executor_backend": "ray"}
+ON_RAY = TWO_RANKS | {"distributed_executor_backend": "ray", "startup_timeout": 120}
 TOKENS = 400
 
 
