@@ -64,6 +64,15 @@ def test_batches_chunks_and_threads_change_no_bit(monkeypatch):
     assert torch.equal(torch.cat(cut), whole)
 
 
+def test_pages_in_order_or_not_change_no_bit():
+    """Blocks that follow each other in the cache are multiplied at once."""
+    torch.manual_seed(2)
+    sequences = Sequences(1, 2 * attention.SPAN + 9, 8, 4, 32)
+    mixed = sequences.attend((0, 0, 500), (0, 500, 9))
+    sequences.table = torch.arange(sequences.table.shape[1])[None]
+    assert torch.equal(sequences.attend((0, 0, 500), (0, 500, 9)), mixed)
+
+
 def test_no_tokens():
     sequences = Sequences(1, 4, 8, 4, 32)
     none = torch.empty(0, 8, 32), torch.empty(0, 4, 32), torch.empty(0, 4, 32)

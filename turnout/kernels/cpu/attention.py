@@ -137,9 +137,17 @@ def _attend(
             length = min(end - begin, SPAN)
             blocks = (length + BLOCK - 1) // BLOCK
             from_block = max(0, low - begin) // BLOCK
-            for b in range(from_block, blocks):
-                at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
-                products_f32(count, rows, at, 0, 1, D, scores + b * 64, PITCH)
+            b = from_block
+            while b < blocks:
+                block = _block(table, row, P, begin // BLOCK + b, page_blocks)
+                run = 1  # blocks that follow each other in the cache, too, are multiplied at once
+                while b + run < blocks:
+                    if _block(table, row, P, begin // BLOCK + b + run, page_blocks) != block + run:
+                        break
+                    run += 1
+                at = cache + h * head + block * 128 * D
+                products_f32(count, rows, at, 128 * D, run, D, scores + b * 64, PITCH)
+                b += run
             for r in range(count):
                 held = start + (first + r) // G + 1 - begin  # of these tokens, by this row
                 line = scores + r * PITCH

@@ -38,10 +38,10 @@ F32_PANEL, BF16_PANEL = 0, 1  # kinds of panels
 ITEMSIZE = (4, 2)
 
 
-# Panels of a tile, by its rows: as many chains of additions as hide their latency and stay in registers, of
-# which AVX512 has twice as many, twice as long.
+# Panels of tiles, by rows, the widest first: as many chains of additions as hide their latency and stay in
+# registers, of which AVX512 has twice as many, twice as long.
 AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))
-WIDE = dict.fromkeys(range(1, ROWS + 1), 4) if AVX512 else {1: 4, 2: 2, 3: 2}
+WIDTHS = dict.fromkeys(range(1, ROWS + 1), (4, 2, 1)) if AVX512 else {1: (4, 1), 2: (2, 1), 3: (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Product:
             b.position_at_end(block)
             row_at = [load_as(b, b.add(self.x, _number(8 * r)), I64) for r in range(count)]
             done = _number(0)
-            for width in sorted({WIDE.get(count, 1), 1}, reverse=True):
+            for width in WIDTHS.get(count, (1,)):
                 done = self._panels(row_at, width, done, panel, panels, sums)
             b.branch(end)
         b.position_at_end(end)
