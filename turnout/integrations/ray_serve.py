@@ -60,4 +60,5 @@ def application(config: ServerConfig, **options: Any) -> Any:
     """For `serve.run`. options: of the deployment, such as num_replicas or ray_actor_options."""
     from ray import serve
 
-    return serve.deployment(Replica).options(**options).bind(config)
+    deployment: Any = serve.deployment(Replica)  # Ray's types take it for a plain function
+    return deployment.options(**options).bind(config)
