@@ -54,7 +54,7 @@ def on_gpu(calls: Sequence[Call]) -> tuple[float, str]:
         torch.cuda.synchronize()
         return _in_turn(calls), "eager"
     graph.replay()
-    return _replays(graph, len(calls)), "graph"
+    return statistics.median(_on_device_us(graph.replay) for _ in range(REPLAYS)) / len(calls), "graph"
 
 
 def _in_turn(calls: Sequence[Call]) -> float:
@@ -66,18 +66,6 @@ def _in_turn(calls: Sequence[Call]) -> float:
         return run
 
     return interleaved([[synchronised(call) for call in calls]])[0]
-
-
-def _replays(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / calls)
-    return statistics.median(times)
 
 
 def measure_ceilings(device: str) -> dict[str, float]:
@@ -109,15 +97,16 @@ def measure_ceilings(device: str) -> dict[str, float]:
 
 def _events(call: Call) -> float:
     """The median time of a call that is long enough to hide its own launch, in us."""
-    times = []
-    for i in range(3 + REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times += [1e3 * start.elapsed_time(end)] if i >= 3 else []
-    return statistics.median(times)
+    return statistics.median([_on_device_us(call) for _ in range(3 + REPLAYS)][3:])
+
+
+def _on_device_us(call: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
 
 
 def _seconds(call: Call) -> float:
