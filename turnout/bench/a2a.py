@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, Settings, decoded
+from turnout.bench.a2a_layers import CHECKED_TOKENS, ROUTINGS, Formats, Layers, Settings
 from turnout.bench.a2a_table import progress, show
 from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
@@ -303,7 +303,7 @@ class RankBench:
         x_TH = self._layers.inputs(tokens[topology.rank], ROUTINGS[0], 0)[0]
         y_TH = layer(x_TH, Phase.PREFILL, tokens)
         ids_TK, weights_TK = route(x_TH.float() @ router_EH.T, spec.routing, spec.top_k)
-        sent_TH = decoded(Wire(self._layers.setup(spec, chosen)).encode(x_TH))
+        sent_TH = Wire(self._layers.setup(spec, chosen)).encode(x_TH).decode()
         reference = experts_reference(sent_TH, ids_TK, weights_TK, experts, spec.activation)
         return max(self._everyones(relative_error(y_TH, reference)))
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.formats import fp8, nvfp4
+from turnout.formats import nvfp4
 from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights, InputScales
 from turnout.formats.packed import PackedTensor
 from turnout.moe import plan
-from turnout.moe.batch import Hidden
 from turnout.moe.budget import Budget
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import MoEPlan, PlanRequest
@@ -143,14 +142,3 @@ class Layers:
             num_experts=spec.num_experts,
         )
         return experts, normal(spec.num_experts, spec.hidden_size)
-
-
-def decoded(hidden: Hidden) -> Tensor:
-    """Hidden states [T, H] as a runner sees them."""
-    if hidden.format == Format.BF16:
-        return hidden.data
-    assert hidden.scale is not None, "quantised hidden states carry scales"
-    if hidden.format == Format.FP8:
-        return fp8.decode_activation(hidden.data, hidden.scale)
-    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
-    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from turnout.formats import fp8, nvfp4
 from turnout.vocabulary import Format, Layout
 
 
@@ -26,6 +27,16 @@ class Hidden:
     format: Format = Format.BF16
     scale: Tensor | None = None
     global_scale: Tensor | None = None
+
+    def decode(self) -> Tensor:
+        """[..., H] as numbers: `data` itself for "bf16", float32 for the others."""
+        if self.format == Format.BF16:
+            return self.data
+        assert self.scale is not None, f"{self.format} hidden states carry scales"
+        if self.format == Format.FP8:
+            return fp8.decode_activation(self.data, self.scale)
+        assert self.global_scale is not None, "nvfp4 hidden states carry a global scale"
+        return nvfp4.decode(self.data, self.scale, self.global_scale)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
-from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
+from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.interface import DispatchSetup, Runner
 from turnout.moe.plan import MoEPlan
@@ -248,7 +248,7 @@ def examine(
 
 def caught(batch: TokensBatch | ExpertsBatch, first_expert: int, top_k: int) -> Inputs:
     """What a runner was given, as tokens; a row of a local expert is a token that goes to one expert."""
-    x = _decoded(batch.hidden)
+    x = batch.hidden.decode()
     if isinstance(batch, TokensBatch):
         return Inputs(x_TH=x, ids_TK=batch.topk_ids, weights_TK=batch.topk_weights)
     used_EC = torch.arange(x.shape[1], device=x.device) < batch.counts.unsqueeze(1)
@@ -372,13 +372,3 @@ def _experts(batch: Batch, tokens: Sequence[int]) -> str:
     ids = [int(batch.inputs.ids_TK[token, 0]) for token in tokens]
     named = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return f"expert {named}" if len(ids) == 1 else f"experts {named}"
-
-
-def _decoded(hidden: Hidden) -> Tensor:
-    if hidden.format == Format.BF16:
-        return hidden.data
-    assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
-    if hidden.format == Format.FP8:
-        return fp8.decode_activation(hidden.data, hidden.scale)
-    assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
-    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)

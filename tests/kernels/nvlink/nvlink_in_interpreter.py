@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
+from tests.kernels import loop_bounds
 from turnout.formats import fp8, nvfp4
 from turnout.kernels.nvlink import combine, combine_fp8, links, waiting
 from turnout.kernels.nvlink import dispatch as sending
@@ -33,15 +33,6 @@ from turnout.moe.wire_format import Wire
 from turnout.parallel.groups import connect, disconnect
 from turnout.parallel.symmetric import PeerError
 from turnout.parallel.topology import Topology
-
-patch = interpreter._patch_lang_tensor
-
-
-def patch_index(tensor, scope) -> None:
-    """Loop bounds are arrays of one element, which numpy 2.5 no longer takes for integers."""
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
 
 late = waiting.late
 
@@ -137,14 +128,6 @@ def experts(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor, held: range, 
     return torch.where(mine_NK.any(1, keepdim=True), out_NH, torch.nan)
 
 
-def decoded(hidden: Hidden) -> Tensor:
-    if hidden.format == "fp8":
-        return fp8.decode_activation(hidden.data, hidden.scale)
-    if hidden.format == "nvfp4":
-        return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
-    return hidden.data.float()
-
-
 def run_case(case: Case, rank: int, folder: str) -> bool:
     topology = replace(case.topology, rank=rank)
     groups = connect(topology, init_method=f"file://{folder}/{case.name}", device=torch.device("cpu"))
@@ -176,14 +159,14 @@ def run_case(case: Case, rank: int, folder: str) -> bool:
             held = topology.expert_range(case.experts)
             good &= same_batch(case, batch, everyone, held, wire, atp)
             y = experts(
-                decoded(batch.hidden), batch.topk_ids, batch.topk_weights, held, topology.expert_tp_rank
+                batch.hidden.decode(), batch.topk_ids, batch.topk_weights, held, topology.expert_tp_rank
             )
             sent.append((own, y.to(dtype), state))
         if rank % 2:  # arrives late
             time.sleep(0.01)
         for (x_TH, ids_TK, weights_TK), y, state in sent:
             got_TH = dispatcher.combine(y, state)
-            hidden_TH = decoded(wire.encode(x_TH))
+            hidden_TH = wire.encode(x_TH).decode()
             total_TH = torch.zeros(len(x_TH), case.hidden)
             for r in range(case.ranks):
                 span = replace(topology, rank=r).expert_range(case.experts)
@@ -290,7 +273,7 @@ def same_batch(case, batch: TokensBatch, everyone, held: range, wire: Wire, atp:
             hidden = sent[s // atp]
             if not torch.equal(batch.topk_weights[row], torch.where(mine_K, weights_TK[t], 0)):
                 return False
-            if not torch.equal(decoded(at(batch.hidden, row)), decoded(at(hidden, t))):
+            if not torch.equal(at(batch.hidden, row).decode(), at(hidden, t).decode()):
                 return False
     return True
 
@@ -327,7 +310,7 @@ def main(folder: str) -> dict[str, bool]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    interpreter._patch_lang_tensor = patch_index
+    loop_bounds.teach()
     sending.late = combine.late = combine_fp8.late = patient
     buffers.FEW_TOKENS = FEW
     links.POLLS = 20_000  # of a millisecond or more

@@ -180,7 +180,7 @@ class TokensRoute:
     def _input(self, hidden: Hidden) -> tuple[Tensor, Tensor | None]:
         """W4A4: codes uint8 [T, H/2] and scales uint8 [T, G, 1], row-major; W4A16: bf16 [T, H]."""
         if not self._quantized:
-            return _plain(hidden).to(torch.bfloat16).contiguous(), None
+            return hidden.decode().to(torch.bfloat16).contiguous(), None
         if hidden.format == Format.NVFP4:
             assert hidden.scale is not None, "nvfp4 hidden states carry scales"
             codes, scales = hidden.data.contiguous(), hidden.scale.contiguous().view(torch.uint8)
@@ -259,14 +259,6 @@ def _arrived(hidden: Hidden) -> tuple[Tensor, Tensor]:
     flat = block_scale_interleave(hidden.scale.contiguous().view(torch.uint8))
     tiles = flat.view(E, -(-C // layouts.TILE_ROWS), -(-G // layouts.TILE_GROUPS), 32, 4, layouts.TILE_GROUPS)
     return hidden.data.contiguous().permute(1, 2, 0), layouts.mma_view(tiles).view(fp8.DTYPE)
-
-
-def _plain(hidden: Hidden) -> Tensor:
-    if hidden.format == Format.BF16:
-        return hidden.data
-    assert hidden.scale is not None, "nvfp4 hidden states carry scales"
-    assert hidden.global_scale is not None, "and a global scale"
-    return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
 
 
 def _activate(h_ECN: Tensor, activation: Activation) -> Tensor:

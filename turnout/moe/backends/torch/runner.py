@@ -258,13 +258,8 @@ class TorchRunner:
 
     def _plain(self, hidden: Hidden, scale: Tensor | None) -> Tensor:
         """Hidden states as numbers, rounded as the plan has it; `scale`: NVFP4's, a scalar."""
-        if hidden.format == Format.BF16:
-            return self._round(hidden.data, scale)
-        assert hidden.scale is not None, f"{hidden.format} hidden states carry scales"
-        if hidden.format == Format.FP8:
-            return self._round(fp8.decode_activation(hidden.data, hidden.scale), scale)
-        assert hidden.global_scale is not None, "nvfp4 hidden states carry a global scale"
-        return nvfp4.decode(hidden.data, hidden.scale, hidden.global_scale)
+        x = hidden.decode()
+        return x if hidden.format == Format.NVFP4 else self._round(x, scale)
 
     def _activate(self, h_PN: Tensor) -> Tensor:
         """GEMM1's output, gate then up, to GEMM2's input [P, I]; may overwrite `h_PN`."""
