@@ -75,19 +75,7 @@ class MoELayer:
         )
         runner = runner or make_runner(spec, plan, device)
         self._runner, self._input_scale = keep("experts", partial(self._prepared, runner, experts, device))
-        self._dispatchers: dict[Phase, Dispatcher] = {
-            phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
-                DispatchSetup(
-                    spec=spec,
-                    plan=plan,
-                    phase=phase,
-                    groups=groups,
-                    device=device,
-                    input_scale=self._input_scale,
-                )
-            )
-            for phase in Phase
-        }
+        self._dispatchers = make_dispatchers(spec, plan, groups, device, self._input_scale)
         self.expert_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
 
     def __call__(
@@ -195,7 +183,7 @@ class MoELayer:
         """The runner with the weights, and `_input_scale`."""
         experts = experts() if callable(experts) else experts
         runner.prepare(self._checked(experts))
-        return runner, _input_scale(experts, device)
+        return runner, input_scale_of(experts, device)
 
     def _checked(self, experts: ExpertWeights) -> ExpertWeights:
         plan = self._plan
@@ -209,7 +197,22 @@ class MoELayer:
         return experts if first_shard else replace(experts, b2=None)
 
 
-def _input_scale(experts: ExpertWeights, device: torch.device) -> Tensor | None:
-    """float32 scalar: what the layer's input is quantised with before routing, hence one for all experts."""
+def make_dispatchers(
+    spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device, input_scale: Tensor | None
+) -> dict[Phase, Dispatcher]:
+    """Each phase's planned dispatcher; collective over `groups.world`. input_scale: `DispatchSetup`'s."""
+    return {
+        phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
+            DispatchSetup(
+                spec=spec, plan=plan, phase=phase, groups=groups, device=device, input_scale=input_scale
+            )
+        )
+        for phase in Phase
+    }
+
+
+def input_scale_of(experts: ExpertWeights, device: torch.device) -> Tensor | None:
+    """float32 scalar: what the layer's input is quantised with before routing, hence one for all experts;
+    None for weights without scales of activations."""
     scales = experts.input_scales
     return None if scales is None else scales.w13.max().to(device, torch.float32)

@@ -23,8 +23,9 @@ from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
 from turnout.moe.batch import ExpertsBatch, TokensBatch
-from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
-from turnout.moe.interface import DispatchSetup, Runner
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.interface import Runner
+from turnout.moe.layer import input_scale_of, make_dispatchers
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
@@ -96,22 +97,9 @@ class Pipeline:
         self, spec: MoESpec, plan: MoEPlan, experts: ExpertWeights, device: torch.device, runner: Runner
     ) -> None:
         """runner: prepared with `experts`."""
-        scales = experts.input_scales
-        input_scale = None if scales is None else scales.w13.max().to(device, torch.float32)
         self._runner, self._decode = runner, plan.decode.max_tokens
-        self._dispatchers = {
-            phase: DISPATCHERS.load(plan.phase(phase).dispatcher)(
-                DispatchSetup(
-                    spec=spec,
-                    plan=plan,
-                    phase=phase,
-                    groups=SINGLE_RANK,
-                    device=device,
-                    input_scale=input_scale,
-                )
-            )
-            for phase in Phase
-        }
+        input_scale = input_scale_of(experts, device)
+        self._dispatchers = make_dispatchers(spec, plan, SINGLE_RANK, device, input_scale)
         self.graph_safe = runner.capability.graph_safe and all(
             dispatcher.capability.graph_safe for dispatcher in self._dispatchers.values()
         )
