@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -26,8 +25,7 @@ from turnout.errors import UserError
 from turnout.server.api.body import Body, Off
 from turnout.server.api.errors import invalid
 
-TOOLS = "tools"  # the field whose expression is ours: it may name tokens, which no check of texts knows
-TOKEN = re.compile(r"<\[\d+\]>")
+TOOLS = "tools"  # the field whose expression is ours; what makes it also checks it
 MAX_CHOICES = 1024  # texts to choose from
 
 JsonSchema = dict[str, Any] | bool
@@ -139,7 +137,8 @@ def compiled(restrictions: Restrictions, after: Reasoning | None = None) -> str:
     for field, make in restrictions.items():
         try:
             answer = make()
-            check(grammar(TOKEN.sub('"x"', answer) if field == TOOLS else answer))
+            if field != TOOLS:
+                check(grammar(answer))
         except UserError as error:
             raise invalid(f"{field}: {error}", field.split(".")[0]) from None
         return grammar(answer, after=after)

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from turnout.engine.grammar import (
     among_text,
+    check,
+    grammar,
     in_channels,
     literal,
     one_of,
@@ -160,7 +162,13 @@ def restricted_calls(fields: ToolFields, family: Family | None, special: Mapping
     chosen = fields.tool_choice.function.name if isinstance(fields.tool_choice, ToolChoice) else None
     tools = [tool for tool in fields.offered if chosen in (None, tool.function.name)]
     parallel = chosen is None and fields.parallel_tool_calls is not False
-    return {TOOLS: partial(_calls, family, tools, special, forced=forced, parallel=parallel)}
+    write = partial(_calls, family, tools, forced=forced, parallel=parallel)
+
+    def make() -> str:
+        check(grammar(write({})))  # its vocabulary has bytes only: marks are spelled
+        return write(special)
+
+    return {TOOLS: make}
 
 
 def _calls(
