@@ -173,6 +173,30 @@ def test_a_forced_call(web: httpx.Client, choice: Any, thinks: bool):
     assert answer["finish_reason"] == "tool_calls"
 
 
+def test_what_looks_like_a_token_in_a_schema_is_text(web: httpx.Client):
+    """Grammars name tokens so, those of marks among them."""
+    properties = {"a": {"enum": ["<[7]>"], "description": "As in <[123456]>."}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 1500}
+    (call,) = ask(web, tools=[tool], **forced)["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": "<[7]>"}
+
+
+def test_what_agents_add_to_messages(web: httpx.Client):
+    """Marks for other services' caches, and what others put into their answers."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    earlier = {"role": "assistant", "content": "Ask.", "reasoning_details": [], "annotations": []}
+    parts = [{"type": "text", "text": "What is 19"}, {"type": "text", "text": " + 23", **mark}]
+    asked = [earlier, {"role": "user", "content": parts}]
+    plain = [{"role": "assistant", "content": "Ask."}, QUESTION]
+    tokens = [
+        web.post("/v1/chat/completions", json=FIELDS | fields).json()["usage"]["prompt_tokens"]
+        for fields in ({"messages": asked, "tools": [ADD | mark]}, {"messages": plain})
+    ]
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_strict_tool_is_called_by_its_schema_among_text(web: httpx.Client, thinks: bool):
     """The model would add 19 and 23, which the schema does not allow; all before the call is as it was."""

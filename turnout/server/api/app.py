@@ -204,8 +204,9 @@ def _generation_routes(service: Service) -> APIRouter:
         body, (chat, prompts) = await service.intake.read(MessagesBody, request)
         generation = await service.chat(chat, prompts, request.state.given_id)
         model = service.model_name
-        parts = stream_message(generation, model) if body.stream else None
-        return await _send(service, request, generation, parts, partial(collect_message, generation, model))
+        parts = stream_message(generation, body, model) if body.stream else None
+        whole = partial(collect_message, generation, body, model)
+        return await _send(service, request, generation, parts, whole)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _no_number(value: Any) -> Any:
@@ -24,6 +24,7 @@ def _no_number(value: Any) -> Any:
 
 
 Off = Annotated[Literal[False], BeforeValidator(_no_number)]  # of what cannot be switched on
+MAX_SALT = 1024  # characters
 IGNORED = (
     "user",
     "metadata",
@@ -35,6 +36,13 @@ IGNORED = (
     "prompt_cache_retention",
     "session_id",
     "custom_labels",
+    "client_metadata",
+    "cache_control",  # marks for the cache of Anthropic's service; ours needs none
+    # What other services put into messages, which agents send back as they got it.
+    "reasoning_details",
+    "thinking_blocks",
+    "provider_specific_fields",
+    "extra_content",
 )
 
 _OPENAI: dict[str, tuple[Any, ...]] = {
@@ -152,6 +160,13 @@ class Body(BaseModel):
         return {
             name: value for name, value in data.items() if name in known or not _asks_nothing(name, value)
         }
+
+
+class QueueFields(Body):
+    """Of every protocol: the place in the queue, and who may share the prefix."""
+
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
 
 
 def _asks_nothing(name: str, value: Any) -> bool:

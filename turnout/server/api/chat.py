@@ -41,9 +41,17 @@ def _part_text(index: int, part: Any) -> str:
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(f"part {index}: its text must be a string")
-    if unknown := part.keys() - {"type", "text"}:
+    if unknown := part.keys() - {"type", "text", "cache_control"}:
         raise ValueError(f"part {index}: unknown field {min(unknown)!r}; a text part has type and text")
     return part["text"]
+
+
+def only_text(part: Any) -> Any:
+    """Checks the parts that the newer protocols have texts in, before their other fields."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and not kind.endswith("text"):
+        raise ValueError(f"this model takes text only, and no part of type {kind[:40]!r}; leave it out")
+    return part
 
 
 CONTENT = {
@@ -53,7 +61,7 @@ CONTENT = {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
                 "required": ["type", "text"],
                 "additionalProperties": False,
             },
@@ -129,6 +137,14 @@ class Message(Body):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All texts of the system and of developers as one message, the first: many chat templates refuse further
+    ones, or later ones, which agents send."""
+    texts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
 
 
 def check_calls(messages: list[Message]) -> list[Message]:

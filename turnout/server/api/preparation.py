@@ -73,7 +73,11 @@ def _as_chat(
 ) -> tuple[ChatBody, list[list[int]]]:
     """The chat that a request of another protocol asks for, and its prompt."""
     chat = validated(ChatBody, body.for_chat())
-    return chat, _chat(chat, tokenizer, limits)
+    prompts = _chat(chat, tokenizer, limits)
+    room = limits.max_context - len(prompts[0])
+    if isinstance(body, MessagesBody) and room > 0:  # agents ask for more than small contexts hold
+        chat.max_tokens = min(body.max_tokens, room)
+    return chat, prompts
 
 
 def _tokenize(body: TokenizeBody, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:

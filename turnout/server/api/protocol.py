@@ -25,7 +25,7 @@ from turnout.engine.sampling_params import (
     SamplingParams,
 )
 from turnout.errors import UserError
-from turnout.server.api.body import UNSUPPORTED, Body
+from turnout.server.api.body import UNSUPPORTED, Body, QueueFields
 from turnout.server.api.chat import Messages, TemplateFields
 from turnout.server.api.errors import ApiError, invalid
 from turnout.server.api.sizes import MAX_PROMPTS, MAX_STOP_STRINGS, Limits, check_sizes
@@ -33,8 +33,8 @@ from turnout.server.api.structured import StructuredFields
 from turnout.server.api.tools import ToolFields
 
 MAX_CHOICES = 128
+MAX_DETAILS = 10  # of what is wrong with a body
 MAX_ID = 256  # characters of a request's name
-MAX_SALT = 1024  # characters
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -121,7 +121,7 @@ TokenId = Annotated[int, Field(ge=0)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
 
 
-class GenerationBody(StructuredFields):
+class GenerationBody(StructuredFields, QueueFields):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
@@ -145,8 +145,6 @@ class GenerationBody(StructuredFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for the same
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(_BIAS)] = {}
     presence_penalty: Annotated[float | None, _within(RANGES["presence_penalty"])] = None
     frequency_penalty: Annotated[float | None, _within(RANGES["frequency_penalty"])] = None
@@ -311,40 +309,59 @@ def validated(cls: type[B], data: dict[str, Any]) -> B:
         return cls.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False, include_context=True)
-        raise _refuse(cls, details) from None
+        raise _refuse(cls, data, details[:MAX_DETAILS]) from None
 
 
-def _refuse(cls: type[Body], details: list[ErrorDetails]) -> ApiError:
-    first = str(details[0]["loc"][0]) if details[0]["loc"] else None
-    lines = dict.fromkeys(_explain(cls, detail) for detail in details[:10])
-    return invalid("; ".join(lines), first)
+def _refuse(cls: type[Body], data: dict[str, Any], details: list[ErrorDetails]) -> ApiError:
+    """Where a value may be of several shapes, what is wrong within it says more than that it has another."""
+    places = [_place(detail, data) for detail in details]
+    outer = {place[:length] for place in places for length in range(len(place))}
+    found = [(place, detail) for place, detail in zip(places, details, strict=True) if place not in outer]
+    first = str(found[0][0][0]) if found[0][0] else None
+    return invalid("; ".join(dict.fromkeys(_explain(cls, *one) for one in found)), first)
 
 
-def _explain(cls: type[Body], detail: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
+def _place(detail: ErrorDetails, data: Any) -> tuple[int | str, ...]:
+    """The fields and indices that lead to what is wrong, without pydantic's names of the shapes tried."""
+    place: list[int | str] = []
+    for part in detail["loc"]:
+        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
+            place.append(part)
+            data = data[part]
+    if detail["type"] in ("missing", "value_error") and detail["loc"][-1:] != tuple(place[-1:]):
+        place.append(detail["loc"][-1])
+    return tuple(place)
+
+
+def _explain(cls: type[Body], place: tuple[int | str, ...], detail: ErrorDetails) -> str:
+    where = ".".join(map(str, place))
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
         if name in UNSUPPORTED:
             neutral = " or ".join(json.dumps(value) for value in UNSUPPORTED[name])
             remedy = f"leave it out, or send {neutral}" if neutral else "leave it out"
             return f"{where}: not supported by this server; {remedy}"
-        close = difflib.get_close_matches(name, cls.model_fields, n=1)
+        close = difflib.get_close_matches(name, cls.model_fields, n=1) if len(place) == 1 else []
         return f"{where}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
     if detail["type"] == "missing":
         return f"{where}: required"
+    if detail["type"] == "union_tag_not_found":
+        return f"{where}.{detail['ctx']['discriminator'].strip(_QUOTE)}: required"
     if detail["type"] == "union_tag_invalid":
         context = detail["ctx"]
         media = " (this model takes text only)" if context["tag"] in _MEDIA else ""
-        wrong = f"{context['discriminator']} {context['tag']!r}"
+        wrong = f"{context['discriminator'].strip(_QUOTE)} {context['tag']!r}"
         return f"{where}: {wrong} is not one of {context['expected_tags']}{media}"
     message = _IN_JSON.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 
 
+_QUOTE = "'"
 _MEDIA = ("image", "document", "audio", "video", "input_image", "input_audio", "input_file")
 _IN_JSON = {  # what pydantic says of Python's types
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
     "list_type": "Input should be a valid array",
 }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from turnout.server.api.anthropic.body import MessagesBody
 from turnout.server.api.blocks import Blocks, Step
 from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
@@ -28,7 +29,9 @@ class Message(TypedDict):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    )
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -44,14 +47,15 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-async def collect_message(generation: Generation, model: str) -> dict[str, Any]:
+async def collect_message(generation: Generation, body: MessagesBody, model: str) -> dict[str, Any]:
     """The whole answer. Raises ApiError."""
     (total,) = await generation.totals()
     content = [_block(part) for part in merged(total.parts)]
-    return _message(generation, model, content) | _ending(total) | {"usage": _usage(generation)}
+    ending = _ending(total, generation, body)
+    return _message(generation, model, content) | ending | {"usage": _usage(generation)}
 
 
-async def stream_message(generation: Generation, model: str) -> AsyncIterator[bytes]:
+async def stream_message(generation: Generation, body: MessagesBody, model: str) -> AsyncIterator[bytes]:
     """Server-sent events. An error after the start is the last of them."""
     blocks, total = Blocks(), Delta()
     start = _message(generation, model, []) | {"usage": _usage(generation)}
@@ -66,7 +70,8 @@ async def stream_message(generation: Generation, model: str) -> AsyncIterator[by
         yield encode_event(error.anthropic_body(), "error")
         return
     yield b"".join(map(_told, blocks.end()))
-    yield _event("message_delta", delta=_ending(total), usage=_usage(generation)) + _event("message_stop")
+    ending = _ending(total, generation, body)
+    yield _event("message_delta", delta=ending, usage=_usage(generation)) + _event("message_stop")
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -113,8 +118,11 @@ def _message(generation: Generation, model: str, content: list[dict[str, Any]]) 
     }
 
 
-def _ending(total: Delta) -> dict[str, Any]:
-    reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+def _ending(total: Delta, generation: Generation, body: MessagesBody) -> dict[str, Any]:
+    (choice,) = generation.choices
+    is_cut_by_context = choice.sampling.max_tokens < body.max_tokens
+    length = "model_context_window_exceeded" if is_cut_by_context else "max_tokens"
+    reasons = {"tool_calls": "tool_use", "length": length}
     if isinstance(total.stop_reason, str) and total.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": total.stop_reason}
     return {"stop_reason": reasons.get(total.finish_reason or "", "end_turn"), "stop_sequence": None}

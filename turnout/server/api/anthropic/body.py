@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from turnout.server.api.body import Body
+from turnout.server.api.body import Body, QueueFields
+from turnout.server.api.chat import only_text, system_first
 from turnout.server.api.sizes import MAX_STOP_STRINGS
 from turnout.server.api.tools import Name, Parameters
 
@@ -39,10 +40,13 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
+Texts = str | Annotated[list[Annotated[TextBlock, BeforeValidator(only_text)]], Field(fail_fast=True)]
+
+
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: Texts | None = None
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
@@ -96,7 +100,15 @@ class AssistantMessage(Block):
         return [message]
 
 
-InputMessage = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
+class SystemMessage(Block):
+    role: Literal["system"]
+    content: Texts
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": _text(self.content)}]
+
+
+InputMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Tool(Block):
@@ -104,6 +116,16 @@ class Tool(Block):
     name: Name
     description: str | None = None
     input_schema: Parameters
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        return {"type": "function", "function": function}
 
 
 class ToolChoice(Block):
@@ -130,53 +152,64 @@ class Thinking(Block):
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+class JsonFormat(Block):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema_}}
+
+
 class OutputConfig(Block):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: None = None
+    format: JsonFormat | None = None
 
 
 class CountBody(Body):
-    """What makes the prompt."""
+    """What makes the prompt, and what the answer may be.
+
+    context_management: edits of long contexts, which are not made: the prompt is what was sent
+    """
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
-    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    system: Texts | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # of Anthropic's own cache; ours needs no marks
+    context_management: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The fields of the chat request. Without `thinking` a model that can think does not."""
+        """The fields of the chat request. Without `thinking` a model that can think does not. An assistant's
+        message at the end is the beginning of the answer."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        messages = [*system, *(part for message in self.messages for part in message.for_chat())]
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *(part for message in self.messages for part in message.for_chat())],
-            "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks},
+            "messages": system_first(messages),
+            "continue_final_message": messages[-1]["role"] == "assistant"
+            and "tool_calls" not in messages[-1],
+            "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}
+            | (self.chat_template_kwargs or {}),
         }
         if self.tools:
-            fields["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.input_schema,
-                    },
-                }
-                for tool in self.tools
-            ]
+            fields["tools"] = [tool.for_chat() for tool in self.tools]
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.for_chat()
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                fields["response_format"] = self.output_config.format.for_chat()
         return fields
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, QueueFields):
+    """max_tokens: of the answer at most, however much of the context is left for it"""
+
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)] | None
@@ -203,8 +236,10 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
         }
 
 
-def _text(content: str | list[TextBlock] | None) -> str:
+def _text(content: Texts | None) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content or ())

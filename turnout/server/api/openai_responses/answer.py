@@ -13,7 +13,7 @@ from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
 from turnout.server.api.openai_responses.body import ResponsesBody
-from turnout.server.api.parsing.parts import Part, Reasoning, Text, merged
+from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
 
 
 class Response(TypedDict):
@@ -49,6 +49,8 @@ class ResponseAnswer:
         """The whole answer. Raises ApiError."""
         (total,) = await self._generation.totals()
         output = [self._item(i, part, "completed") for i, part in enumerate(merged(total.parts))]
+        if total.parts:
+            output[-1]["status"] = _last_status(total, total.parts[-1])
         return self._response(_status(total), output)
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -60,12 +62,14 @@ class ResponseAnswer:
             async for batch in self._generation.deltas():
                 for _, delta in batch:
                     finish.finish_reason = delta.finish_reason
-                    steps = blocks.push(delta.parts)
+                    steps = [(step, "completed") for step in blocks.push(delta.parts)]
                     if delta.finish_reason is not None:
-                        steps += blocks.end()
+                        steps += [(step, _last_status(delta, step.part)) for step in blocks.end()]
                     if steps:
-                        yield b"".join(self._told(step) for step in steps)
-                    output += [self._item(s.index, s.part, "completed") for s in steps if s.what == "close"]
+                        yield b"".join(self._told(*step) for step in steps)
+                    output += [
+                        self._item(s.index, s.part, status) for s, status in steps if s.what == "close"
+                    ]
         except ApiError as error:
             failed = self._response("failed", output)
             failed["error"] = {"code": error.code or "server_error", "message": error.message}
@@ -78,8 +82,8 @@ class ResponseAnswer:
         name = f"response.{kind}"
         return encode_event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
-    def _told(self, step: Step) -> bytes:
-        """The events of one step."""
+    def _told(self, step: Step, status: str) -> bytes:
+        """The events of one step. status: of the item, if it closes."""
         item_id = self._item_id(step.index)
         where: dict[str, Any] = {"item_id": item_id, "output_index": step.index}
         part, in_part = step.part, where | {"content_index": 0}
@@ -104,7 +108,7 @@ class ResponseAnswer:
             done = self._event(
                 "function_call_arguments.done", **where, name=part.name, arguments=part.arguments
             )
-        item = self._item(step.index, part, "completed")
+        item = self._item(step.index, part, status)
         return done + self._event("output_item.done", output_index=step.index, item=item)
 
     def _item_id(self, index: int) -> str:
@@ -113,7 +117,7 @@ class ResponseAnswer:
     def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
         """One item of the output; one that is in progress has no content yet."""
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
-        done = status == "completed"
+        done = status != "in_progress"
         if isinstance(part, Text):
             content = [_text_part(part.text)] if done else []
             return item | {"type": "message", "role": "assistant", "content": content}
@@ -130,9 +134,7 @@ class ResponseAnswer:
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
-        asked = body.model_dump(
-            mode="json", by_alias=True, include={"tools", "tool_choice", "reasoning", "text"}
-        )
+        asked = body.model_dump(mode="json", by_alias=True, include={"tool_choice", "reasoning", "text"})
         ended = status not in ("in_progress", "failed")
         return {
             "id": self._id,
@@ -152,7 +154,7 @@ class ResponseAnswer:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
-            "tools": asked["tools"] or [],
+            "tools": [tool.model_dump(mode="json") for tool in body.offered],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
@@ -177,3 +179,8 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def _status(total: Delta) -> str:
     return "incomplete" if total.finish_reason == "length" else "completed"
+
+
+def _last_status(total: Delta, part: Part) -> str:
+    """Of the last item, `part`, of an answer. Calls are complete, whatever was cut off after them."""
+    return "completed" if isinstance(part, Call) else _status(total)

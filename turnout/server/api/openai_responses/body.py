@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from turnout.engine.sampling_params import MAX_LOGPROBS
-from turnout.server.api.body import Body, Off
+from turnout.server.api.body import Off, QueueFields
+from turnout.server.api.chat import only_text, system_first
 from turnout.server.api.tools import Name, Parameters
 
 
@@ -22,11 +23,11 @@ class TextPart(Item):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+Content = str | Annotated[list[Annotated[TextPart, BeforeValidator(only_text)]], Field(fail_fast=True)]
 
 
 class MessageItem(Item):
-    type: Literal["message"] | None = None
+    type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
@@ -49,7 +50,16 @@ class ReasoningItem(Item):
     content: list[TextPart] | None = None
 
 
-AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+def _with_type(item: Any) -> Any:
+    """Of messages alone the type may be missing."""
+    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+
+
+AnyItem = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
+    Field(discriminator="type"),
+    BeforeValidator(_with_type),
+]
 
 
 class FunctionTool(Item):
@@ -58,6 +68,23 @@ class FunctionTool(Item):
     description: str | None = None
     parameters: Parameters = None
     strict: bool | None = None
+
+
+class ServiceTool(Item):
+    """Tools that OpenAI's own service runs, or that only its models can call. Agents offer them with every
+    request; here the model is not told of them."""
+
+    type: Literal[
+        "apply_patch",
+        "custom",
+        "image_generation",
+        "local_shell",
+        "namespace",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_preview",
+    ]
 
 
 class ChosenTool(Item):
@@ -82,11 +109,26 @@ class TextOptions(Item):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(Body):
+def _nothing_is_kept(value: Any) -> None:
+    if value is not None:
+        raise ValueError("nothing is kept between requests; send the whole conversation as input")
+
+
+Unkept = Annotated[None, BeforeValidator(_nothing_is_kept)]
+
+
+class StreamOptions(Item):
+    include_obfuscation: bool | None = None  # padding against traffic analysis; there is none
+
+
+AnyTool = Annotated[FunctionTool | ServiceTool, Field(discriminator="type")]
+
+
+class ResponsesBody(QueueFields):
     model: str | None = None
     input: str | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -96,11 +138,13 @@ class ResponsesBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # of answers that are kept elsewhere
     truncation: Literal["disabled"] | None = None
     background: Off | None = None
-    previous_response_id: None = None  # nothing is kept: send the whole conversation as input
-    conversation: None = None
+    previous_response_id: Unkept = None
+    conversation: Unkept = None
 
     def for_chat(self) -> dict[str, Any]:
         """The fields of the chat request."""
@@ -117,12 +161,20 @@ class ResponsesBody(Body):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": self._format(),
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
         }
-        if self.tools:
+        if self.offered:
             fields["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.offered
             ]
         return fields
+
+    @property
+    def offered(self) -> list[FunctionTool]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def _messages(self) -> list[dict[str, Any]]:
         """Thoughts, text and calls that follow each other are one message of the assistant."""
@@ -140,7 +192,7 @@ class ResponsesBody(Body):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 _add(messages[-1], item)
-        return messages
+        return system_first(messages)
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text else None
