@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tests.kernels.bound import bound
 from turnout.engine.warmup import prompt_sizes
-from turnout.kernels.attention import decode, latent, prefill
-from turnout.kernels.common import latent_rows, route, row_gemm, rows, split_gemm
+from turnout.kernels.attention import decode, delta_rule, index, latent, prefill
+from turnout.kernels.common import latent_rows, pack, route, row_gemm, rows, split_gemm
 
 MOST, RUNNING = 4096, 256
 BF16, HQ, HKV, D, PAGE, H, E = torch.bfloat16, 32, 4, 128, 16, 2048, 128
 CACHE = torch.empty(HKV, 64 * PAGE, 2, D, dtype=BF16)
 LATENTS = torch.empty(64 * PAGE, 576, dtype=BF16)
+GLOBAL = torch.ones(())
 GAIN, COUNTS = torch.empty(H, dtype=BF16), torch.empty(E, dtype=torch.int64)
 
 
@@ -76,6 +77,49 @@ def products(size: int) -> None:
     split_gemm.parts(b16(size, H), b16(4 * H, H))
 
 
+def fp8_products(size: int) -> None:
+    """Of matrices that stay in FP8, such as attention's."""
+    scales, group = torch.empty(H // 128, 4 * H), 128
+    weight = torch.empty(4 * H, H, dtype=torch.float8_e4m3fn)
+    row_gemm.linear(b16(size, H), weight, None, scale_GM=scales, group=group)
+    split_gemm.parts(b16(size, H), weight, scale_GM=scales, group=group)
+
+
+def wire(size: int) -> None:
+    """Rows for other ranks, and the sums of what comes back."""
+    ids, weights = torch.empty(size, 8, dtype=torch.int32), torch.empty(size, 8)
+    for places, format in (((512, 516), "bf16"), ((256, 264, 268), "fp8"), ((128, 144, 148), "nvfp4")):
+        out = torch.empty(size, places[-1] + 4, dtype=torch.int64)
+        for source in (None, torch.zeros(size, dtype=torch.int64)):
+            pack.pack(
+                b16(size, H), ids, weights, out, places, format=format, global_scale=GLOBAL, source_R=source
+            )
+    pack.sum_rows(
+        b16(size, H), torch.zeros(size, dtype=torch.int64), torch.zeros(size + 1, dtype=torch.int64)
+    )
+    pack.sum_parts(b16(2, size, H))
+
+
+def states(size: int) -> None:
+    """Of a step in which so many requests of a recurrent model decode, as `attention.states` sends them."""
+    size, heads, key_heads, dim = min(size, RUNNING), 32, 16, 128
+    _, _, slots, starts = torch.zeros(4, size, dtype=torch.int64)
+    channels = (2 * key_heads + heads) * dim
+    delta_rule.step(
+        b16(size, channels + heads * dim + 2 * heads), slots, starts + 0, b16(4, 3, channels),
+        torch.empty(4, heads, dim, dim), b16(4, channels), torch.empty(heads), torch.empty(heads), b16(dim),
+        1e-6,
+    )  # fmt: skip
+
+
+def index_scores(size: int) -> None:
+    """Of a step in which so many tokens choose what they attend to."""
+    size = min(size, RUNNING)
+    table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    keys = b16(64 * PAGE, 128)
+    index.scores(b16(size, 64, 128), torch.empty(size, 64), keys, table, ends, page_size=PAGE)
+
+
 def prompt_attention(size: int) -> None:
     _, _, pages, _, tiles = sent(size)
     q = b16(size, HQ, D)
@@ -93,7 +137,10 @@ def row_attention(size: int) -> None:
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)
 
 
-PARTS = (norm, rotate, sums, routing, low_ranks, products, prompt_attention, row_attention)
+PARTS = (
+    norm, rotate, sums, routing, low_ranks, products, fp8_products, wire, states, index_scores,
+    prompt_attention, row_attention,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)
