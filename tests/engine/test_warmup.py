@@ -16,6 +16,7 @@ from turnout.moe.backends.flashinfer import autotune
 from turnout.parallel.groups import SINGLE_RANK
 
 SPEC = make_spec("silu", "bf16", intermediate_size=128)
+DRAFT = make_spec("silu", "fp8", intermediate_size=128)  # of layer 3
 
 
 def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: int = 3):
@@ -25,7 +26,8 @@ def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lay
     monkeypatch.setattr(autotune, "tune", lambda *args, **kwargs: calls.append((args, kwargs)))
     plan = make_plan(SPEC, runner=runner, weight_storage="packed", compute_dtype="bfloat16")
     engine_plan = SimpleNamespace(
-        plan=plan, description=SimpleNamespace(moe=SPEC), hardware=SimpleNamespace(name="made up")
+        experts_of=lambda layer: (DRAFT if layer == 3 else SPEC, plan),
+        hardware=SimpleNamespace(name="made up"),
     )
     made = [object() for _ in range(layers)]
     tuner = Tuner(engine_plan, torch.device("cpu"), made.__getitem__)
@@ -41,6 +43,11 @@ def test_the_first_layer_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert options["world"] is SINGLE_RANK.world
     assert options["folder"] == tmp_path / "turnout"
     assert options["device_name"] == "made up"
+
+
+def test_a_draft_layer_in_another_format_stands_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made, calls = tuned_with("flashinfer_cutlass", monkeypatch, tmp_path, layers=4)
+    assert [args[:2] for args, _ in calls] == [(made[0], SPEC), (made[3], DRAFT)]
 
 
 @pytest.mark.parametrize(("runner", "layers"), [("torch", 3), ("hopper", 3), ("flashinfer_cutlass", 0)])

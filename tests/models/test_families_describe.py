@@ -16,9 +16,10 @@ from tests.models.families import FAMILIES, random_model, release_config
 from turnout.commands.plan import explain
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
-from turnout.errors import UserError
+from turnout.engine.llm import LLM
+from turnout.errors import PlanRefused, UserError
 from turnout.models import describe
-from turnout.parallel.hardware import named
+from turnout.parallel.hardware import detect, named
 from turnout.vocabulary import RoutingKind
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -421,6 +422,22 @@ def test_plans_say_what_states_take(name: str, hardware: str, ranks: int, megaby
     assert plan(name, hardware, tp_size=ranks, ep_size=ranks, max_running_requests=2 * most)[0] == 2
 
 
+def test_a_draft_layer_left_out_of_quantisation_has_a_plan_of_its_own() -> None:
+    name = "qwen3.5-397b-a17b-nvfp4"
+    sizes = {"tp_size": 4, "ep_size": 4, "moe_activation_dtype": "nvfp4"}
+    code, text = plan(name, "b200", speculative_algorithm="MTP", **sizes)
+    assert code == 0, text
+    assert "the draft layer's experts are in bf16: runner " in text
+    without, drafting = (
+        resolve(
+            Config(model=str(PUBLISHED / f"{name}.json"), speculative_algorithm=kind, **sizes), named("b200")
+        )
+        for kind in ("none", "MTP")
+    )
+    assert drafting.plan.activation_format == without.plan.activation_format == "nvfp4"
+    assert drafting.memory.experts - without.memory.experts == 512 // 4 * 3 * 4096 * 1024 * 2
+
+
 def test_what_states_do_not_permit_is_refused_by_name() -> None:
     name = "qwen3.5-35b-a3b"
     code, text = plan(
@@ -440,6 +457,37 @@ def test_what_states_do_not_permit_is_refused_by_name() -> None:
     code, text = plan(name, "h200", tp_size=32, nnodes=4)
     assert code == 2
     assert "16 key heads and 32 value heads of Gated DeltaNet, over 32 attention-TP ranks" in text
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """By `turnout plan` and at start, where all but the states of one request would fit; the remedy works."""
+    flags = {"model": str(tmp_path), "device": "cpu", "max_running_requests": 1, "max_prefill_tokens": 64}
+    least = 0.01  # of --mem-fraction-static
+    config = published("qwen3.5-35b-a3b")
+    sizes = {"hidden_size": 32, "num_experts": 8, "moe_intermediate_size": 16, "eos_token_id": None}
+    text = config["text_config"] = config["text_config"] | sizes | {"layer_types": None}
+
+    def planned(layers: int) -> tuple[int, int]:
+        """(bytes of a request's state, of everything else)."""
+        text["num_hidden_layers"] = layers
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        plan = resolve(Config(**flags))
+        rest = plan.memory.total - plan.memory.states - plan.memory.kv
+        return plan.request_bytes, rest + sum(plan.group_bytes(1, plan.budget))
+
+    available = least * detect("cpu").memory_bytes
+    state, rest = planned(4 * max(1, round(available / (sum(planned(40)) / 40) / 4)))
+    assert rest <= available < rest + 2 * state  # of the request, and a spare one
+    out = io.StringIO()
+    assert explain(Config(mem_fraction_static=least, **flags), console=Console(file=out, width=1000)) == 2
+    assert "hold no state of a request" in out.getvalue()
+    with pytest.raises(PlanRefused) as refused:
+        LLM(mem_fraction_static=least, **flags)
+    (refusal,) = refused.value.refusals
+    assert "states of 1 request " in refusal.asked
+    assert "which next to the rest hold no state of a request" in refusal.limit
+    (enough,) = re.findall(r"raise --mem-fraction-static to ([\d.]+) or more", refusal.remedy)
+    assert explain(Config(mem_fraction_static=float(enough), **flags), console=Console(file=out)) == 0
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])

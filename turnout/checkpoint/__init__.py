@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.locate import locate
+from turnout.checkpoint.names import tensor_names
 from turnout.checkpoint.quantization import Quantization, parse_quantization
 from turnout.lazy import lazy
 
@@ -35,6 +36,7 @@ __all__ = [
     "open_checkpoint",
     "parse_quantization",
     "read_config",
+    "tensor_names",
 ]
 
 # The server and `plan` read configurations without torch.

@@ -6,7 +6,6 @@ range), and the data, tensors end to end.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -18,9 +17,7 @@ import torch
 
 from turnout.checkpoint.config import read_json_object
 from turnout.checkpoint.errors import CheckpointError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from turnout.checkpoint.names import INDEX, SINGLE, read_header
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -37,7 +34,6 @@ DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -130,27 +126,9 @@ def _shard_path(folder: Path, index: Path, shard: str) -> Path:
 
 
 def _read_header(path: Path) -> dict[str, TensorMeta]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    "is truncated or not a safetensors file",
-                    file=path,
-                    expected=f"a header of {length} bytes",
-                    found=f"a file of {size} bytes",
-                )
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", file=path) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"has a header that is not valid JSON ({error})", file=path) from None
-    if not isinstance(header, dict):
-        raise CheckpointError("has a header that is not a JSON object", file=path)
-    header.pop("__metadata__", None)
-    metas = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in header.items()}
-    _check_extent(path, metas, 8 + length, size)
+    header, start = read_header(path)
+    metas = {name: _parse_entry(path, name, entry, start) for name, entry in header.items()}
+    _check_extent(path, metas, start, path.stat().st_size)
     return metas
 
 

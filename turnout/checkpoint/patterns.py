@@ -60,6 +60,10 @@ class ModulePatterns:
         entries = tuple(entries)
         return cls(entries, tuple(_compile(DIALECTS[dialect], entry, where) for entry in entries))
 
+    def __add__(self, other: ModulePatterns) -> ModulePatterns:
+        """What either matches."""
+        return ModulePatterns(self.entries + other.entries, self.regexes + other.regexes)
+
     def matches(self, module: str) -> bool:
         return any(regex.match(module) for regex in self.regexes)
 

@@ -56,6 +56,10 @@ class Quantization:
             return False
         return self.targets.matches(module) and not self.ignore.matches(module)
 
+    def leaving_out(self, module: str) -> Quantization:
+        """The same, but that nothing in `module` was quantised."""
+        return replace(self, ignore=self.ignore + ModulePatterns.parse("modelopt", [module], "built in"))
+
     def is_fp8(self, module: str) -> bool:
         """Whether the linear layer called `module` is stored in FP8."""
         return self.stored == Format.FP8 and self.quantizes(module)

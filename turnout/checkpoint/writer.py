@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.checkpoint.headers import DTYPES, INDEX, SINGLE
+from turnout.checkpoint.headers import DTYPES
+from turnout.checkpoint.names import INDEX, SINGLE
 from turnout.errors import UserError
 
 UNFINISHED = ".partial"

@@ -110,6 +110,12 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"{hardware.processor} ({', '.join(hardware.vector_flags)}): bfloat16 is multiplied by "
             f"{_units(engine_plan)}"
         )
+    draft, draft_plan = engine_plan.description.draft_moe, engine_plan.plan.draft
+    if draft and draft_plan:
+        lines.append(
+            f"the draft layer's experts are in {draft.format}: runner {draft_plan.prefill.runner}, weights "
+            f"{draft_plan.weight_storage}"
+        )
     stored = parse_quantization(read_config(engine_plan.folder))
     if stored.decodes_experts:
         lines.append(

@@ -18,7 +18,7 @@ import msgspec
 from turnout.attention import backends as attention_backends
 from turnout.attention.kinds import LATENT_KINDS
 from turnout.cache import cache_folder
-from turnout.checkpoint import locate, read_config
+from turnout.checkpoint import locate, read_config, tensor_names
 from turnout.config import Config
 from turnout.engine import cuda_graph_policy
 from turnout.engine.chosen_sizes import with_sizes
@@ -47,6 +47,7 @@ from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
+from turnout.moe.spec import MoESpec
 from turnout.packages import TRITON
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
@@ -104,6 +105,13 @@ class EnginePlan(Rank):
         most = self.config.max_running_requests
         tokens = [*(size for size in contexts if size < self.max_context), self.max_context]
         return {size: min(most, self.num_pages // -(-size // self.page_size)) for size in tokens}
+
+    def experts_of(self, layer: int) -> tuple[MoESpec, MoEPlan]:
+        """What the experts of an MoE layer are and how they run; those of a draft layer may differ."""
+        draft = self.description.draft_moe
+        if draft is None or self.plan.draft is None or layer != self.description.moe_layers[-1]:
+            return self.description.moe, self.plan
+        return draft, self.plan.draft
 
     def with_pages(self, num_pages: int) -> EnginePlan:
         """With no more than `num_pages` KV pages."""
@@ -185,9 +193,10 @@ def read_model(config: Config) -> ModelFolder:
     folder = locate(config.model)
     fields = read_config(folder)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype"))
+    names = tensor_names(folder) if config.drafts_by_layer else ()
     return ModelFolder(
         folder=folder,
-        description=describe(fields, drafts=config.drafts_by_layer),
+        description=describe(fields, drafts=config.drafts_by_layer, names=names),
         stored_itemsize=ITEMSIZE.get(dtype, ITEMSIZE["bfloat16"]),
     )
 
@@ -256,20 +265,19 @@ def _decide(
     budget = _budget(config, topology, dtype)
     if measured is None:
         measured = _measured(config, description, topology, hardware, dtype)
-    replan = partial(
-        plan,
-        description.moe,
+    plan_experts = partial(
+        _plan_experts,
+        description,
+        PlanRequest.of(config),
+        measured,
         topology=topology,
         hardware=hardware,
-        request=PlanRequest.of(config),
         compute_dtype=dtype,
-        num_layers=len(description.moe_layers),
         stored_itemsize=model.stored_itemsize,
-        measured=measured,
         tuning_folder=cache_folder(),
     )
     try:
-        moe = replan(budget=budget)
+        moe = plan_experts(budget=budget)
     except PlanRefused as error:
         raise PlanRefused(error.headline, [*found, *error.refusals]) from None
     if found:
@@ -280,7 +288,7 @@ def _decide(
     found = attention_backends.refusals(rank.cache_groups, rank.attention_place)
     if found:
         raise PlanRefused("no attention backend takes the model's layers", found)
-    memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: replan(budget=other))
+    memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: plan_experts(budget=other))
     return EnginePlan(
         **{field.name: getattr(rank, field.name) for field in dataclasses.fields(rank)},
         folder=model.folder,
@@ -292,6 +300,31 @@ def _decide(
         memory=memory,
         measured=measured,
     )
+
+
+def _plan_experts(
+    description: ModelDescription, request: PlanRequest, measured: Times, **place: Any
+) -> MoEPlan:
+    """Of the model's MoE layers, and of a draft layer whose experts are in another format.
+
+    What `request` says of formats and their runners is about the former. place: what else `plan` is told."""
+    draft = description.draft_moe
+    num_layers = len(description.moe_layers) - (draft is not None)
+    made = plan(description.moe, request=request, measured=measured, num_layers=num_layers, **place)
+    if draft is None:
+        return made
+    request = dataclasses.replace(
+        request,
+        moe_runner_backend="auto",
+        moe_dispatch_dtype="auto",
+        moe_activation_dtype="auto",
+        moe_weight_storage="auto",
+    )
+    try:
+        return dataclasses.replace(made, draft=plan(draft, request=request, **place))
+    except PlanRefused as error:
+        headline = f"experts of the draft layer, in {draft.format}: {error.headline}"
+        raise PlanRefused(headline, error.refusals) from None
 
 
 def _measured(

@@ -93,17 +93,18 @@ class Watch:
     """The runners of a model to be loaded, those of some layers watched."""
 
     def __init__(self, engine_plan: EnginePlan, layers: Sequence[int], device: torch.device) -> None:
-        self._spec, self._plan, self._device = engine_plan.description.moe, engine_plan.plan, device
+        self._engine_plan, self._device = engine_plan, device
         self._layers, self._dp_size = layers, engine_plan.topology.dp_size
         self._most = min(STEP_TOKENS, engine_plan.budget.local)
         self.watched: dict[int, Watched] = {}
 
     def make_runner(self, layer: int) -> Experts:
         """What `load_model` calls for each MoE layer."""
-        runner = make_runner(self._spec, self._plan, self._device)
+        spec, plan = self._engine_plan.experts_of(layer)
+        runner = make_runner(spec, plan, self._device)
         if layer not in self._layers:
             return runner
-        self.watched[layer] = Watched(runner, self._spec, self._plan)
+        self.watched[layer] = Watched(runner, spec, plan)
         return self.watched[layer]
 
     def look(self, model: Model, prompts: Sequence[Sequence[int]]) -> None:

@@ -187,7 +187,8 @@ class Rank:
         rows = config.max_running_requests * budget.tokens_per_request
         return MemoryTable(
             dense=dense_bytes(self, moe),
-            experts=moe.weight_bytes * len(description.moe_layers),
+            experts=moe.weight_bytes * (len(description.moe_layers) - len(moe.parts))
+            + sum(part.weight_bytes for part in moe.parts),
             kv=0,
             attention=workspace_bytes(
                 self.cache_groups,
@@ -195,8 +196,8 @@ class Rank:
                 ITEMSIZE[self.compute_dtype],
                 config.context_length or description.shape.max_position_embeddings,
             ),
-            workspace=moe.workspace_bytes,
-            dispatch=moe.dispatch_bytes,
+            workspace=sum(part.workspace_bytes for part in moe.parts),
+            dispatch=sum(part.dispatch_bytes for part in moe.parts),
             logits=logits_bytes(rows, description.shape.vocab_size),
             prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
@@ -389,7 +390,9 @@ def _too_large(
         "dispatch buffers": memory.dispatch,
         "logits": memory.logits,
         "prefill graphs": memory.prefill_graphs,
-        f"states of {config.max_running_requests} requests": memory.states,
+        f"states of {config.max_running_requests} request{'s' if config.max_running_requests > 1 else ''}": (
+            memory.states
+        ),
         "one KV page": page_bytes,
     }
     remedies = []
@@ -406,10 +409,13 @@ def _too_large(
     if hardware.device == "cuda":  # ranks of a CPU share its memory
         remedies.append("divide the model among more ranks (--tp-size)")
     remedies.append("take a device with more memory")
+    one = ""
+    if running < 1 and memory.total - memory.states + page_bytes <= memory.available:
+        one = f", which next to the rest hold no state of a request ({gigabytes(rank.request_bytes)})"
     return Refusal(
         who="memory",
         asked=", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
         limit=f"{gigabytes(memory.available)} of {hardware.name} may be used "
-        f"(--mem-fraction-static {config.mem_fraction_static:g})",
+        f"(--mem-fraction-static {config.mem_fraction_static:g}){one}",
         remedy=", or ".join(remedies),
     )

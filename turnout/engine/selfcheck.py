@@ -125,7 +125,7 @@ class SelfCheck:
     def _check(self, layer: int, watched: Watched) -> Checked:
         engine_plan, runner, experts = self._engine_plan, watched.runner, watched.experts
         assert experts is not None, "kept until forgotten"
-        spec, plan = engine_plan.description.moe, engine_plan.plan
+        spec, plan = engine_plan.experts_of(layer)
         most = TOKENS[-1] if self._extent == "quick" else largest(plan, self._device)
         inputs = watched.inputs().to(self._device, getattr(torch, plan.compute_dtype))
         batches = make_batches(inputs, plan, min(most, largest(plan, self._device)))

@@ -31,8 +31,8 @@ from turnout.vocabulary import Layout, Phase
 
 
 class Tuner:
-    """Makes the runners of a model's layers; compiles and tunes with the first, as all have the same
-    sizes."""
+    """Makes the runners of a model's layers; compiles and tunes with the first of each plan, as all have the
+    same sizes."""
 
     def __init__(
         self,
@@ -42,35 +42,34 @@ class Tuner:
     ) -> None:
         """make_runner: gives the runner of a layer instead of the plan."""
         self._engine_plan, self._device, self._make = engine_plan, device, make_runner or self._planned
-        self._first: Experts | None = None
+        self._first: dict[MoESpec, tuple[Experts, MoEPlan]] = {}
 
     def make_runner(self, layer: int) -> Experts:
+        spec, plan = self._engine_plan.experts_of(layer)
         runner = self._make(layer)
-        self._first = self._first or runner
+        self._first.setdefault(spec, (runner, plan))
         return runner
 
     def tune(self, groups: Groups, progress: ProgressFn | None) -> None:
         """Collective. Raises UserError where ranks cannot share tactics."""
-        engine_plan, runner, self._first = self._engine_plan, self._first, None
-        if runner is None:
-            return
-        if self._device.type == "cuda":
-            threads = max(1, (os.cpu_count() or 1) // engine_plan.topology.ranks_per_node)
-            compile_experts(runner, engine_plan.description.moe, engine_plan.plan, self._device, threads)
-        autotune(
-            runner,
-            engine_plan.description.moe,
-            engine_plan.plan,
-            device=self._device,
-            device_name=engine_plan.hardware.name,
-            world=groups.world,
-            folder=cache_folder(),
-            progress=progress,
-        )
+        engine_plan, first, self._first = self._engine_plan, self._first, {}
+        for spec, (runner, plan) in first.items():
+            if self._device.type == "cuda":
+                threads = max(1, (os.cpu_count() or 1) // engine_plan.topology.ranks_per_node)
+                compile_experts(runner, spec, plan, self._device, threads)
+            autotune(
+                runner,
+                spec,
+                plan,
+                device=self._device,
+                device_name=engine_plan.hardware.name,
+                world=groups.world,
+                folder=cache_folder(),
+                progress=progress,
+            )
 
     def _planned(self, layer: int) -> Experts:
-        plan = self._engine_plan.plan
-        return make_runner(self._engine_plan.description.moe, plan, self._device)
+        return make_runner(*self._engine_plan.experts_of(layer), self._device)
 
 
 def compile_experts(

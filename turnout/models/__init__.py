@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from turnout.models.fields import ConfigFields
 from turnout.models.interface import Model, ModelDescription, ProgressFn
 from turnout.models.spec import DecoderSpec
 from turnout.moe.plan import MoEPlan
+from turnout.moe.spec import MoESpec
 from turnout.registry import ARCHITECTURES
 from turnout.vocabulary import Format
 
@@ -48,16 +49,18 @@ def describe(
     *,
     experts_format: tuple[Format, bool] | None = None,
     drafts: bool = False,
+    names: Collection[str] = (),
 ) -> ModelDescription:
     """The model that a parsed `config.json` names. drafts: with its draft layer.
 
     experts_format: (the format, quantised activations) where it is known from
-    elsewhere; otherwise `quantization_config` says. Raises UserError naming the architecture that is not
+    elsewhere; otherwise `quantization_config` says. names: of the checkpoint's tensors, where it is at hand:
+    they say whether a draft layer was quantised. Raises UserError naming the architecture that is not
     implemented, or the field that is missing, malformed or not implemented.
     """
-    spec, quantization = _read_spec(config, drafts), parse_quantization(config)
-    spec = _with_format(spec, experts_format or _experts_format(quantization, spec))
-    return spec.describe(quantization.is_fp8)
+    spec = _read_spec(config, drafts)
+    quantization = _as_stored(parse_quantization(config), spec, names)
+    return _with_formats(spec, quantization, experts_format).describe(quantization.is_fp8)
 
 
 def load_model(
@@ -92,7 +95,8 @@ def load_model(
     spec = _read_spec(checkpoint.config, drafts)
     if drafts:
         _require_draft_layer(checkpoint, spec)
-    spec = _with_format(spec, _experts_format(checkpoint.quantization, spec))
+        checkpoint.quantization = _as_stored(checkpoint.quantization, spec, checkpoint.names())
+    spec = _with_formats(spec, checkpoint.quantization)
     multiply = dense.invariant_linear if plan.deterministic else dense.linear
     checkpoint.rename(spec.renames)
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
@@ -146,10 +150,29 @@ def _unknown(architecture: str) -> str:
     )
 
 
-def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[Format, bool]:
-    """The one format of all MoE layers; layers that differ are refused, since one plan serves them all."""
-    first, *others = spec.moe_layers
+def _as_stored(quantization: Quantization, spec: DecoderSpec, names: Collection[str]) -> Quantization:
+    """Without a draft layer whose experts have no scales in the files: quantised copies of a model often have
+    it as it was, and not every writer lists it as left out."""
+    if not spec.drafts:
+        return quantization
+    layer = spec.shape.num_layers - 1
+    for part in (spec.layer_prefix(layer), spec.experts_prefix(layer)):
+        stored = [name.rpartition(".")[2] for name in names if name.startswith(f"{part}.")]
+        if stored and not any("scale" in name for name in stored):
+            return quantization.leaving_out(part)
+    return quantization
+
+
+def _with_formats(
+    spec: DecoderSpec, quantization: Quantization, known: tuple[Format, bool] | None = None
+) -> DecoderSpec:
+    """With the one format of all MoE layers; layers that differ are refused, since one plan serves them all.
+    A draft layer may differ, and has a plan of its own. known: of all layers, whatever is stored."""
+    if known:
+        return replace(spec, moe=_in_format(spec.moe, known))
     formats = {i: quantization.experts_format(spec.experts_prefix(i)) for i in spec.moe_layers}
+    of_draft = formats.pop(spec.moe_layers[-1]) if spec.drafts else None
+    first, *others = formats
     for i in others:
         if formats[i] != formats[first]:
             raise UserError(
@@ -157,12 +180,17 @@ def _experts_format(quantization: Quantization, spec: DecoderSpec) -> tuple[Form
                 f"{formats[i][0]}; a checkpoint whose MoE layers differ in format is not supported. "
                 "Requantise it with all of them, or none, left out"
             )
-    return formats[first]
+    differs = of_draft is not None and of_draft != formats[first]
+    return replace(
+        spec,
+        moe=_in_format(spec.moe, formats[first]),
+        draft_moe=_in_format(spec.moe, of_draft) if of_draft is not None and differs else None,
+    )
 
 
-def _with_format(spec: DecoderSpec, experts_format: tuple[Format, bool]) -> DecoderSpec:
+def _in_format(moe: MoESpec, experts_format: tuple[Format, bool]) -> MoESpec:
     name, quantized_activations = experts_format
-    return replace(spec, moe=replace(spec.moe, format=name, quantized_activations=quantized_activations))
+    return replace(moe, format=name, quantized_activations=quantized_activations)
 
 
 def _skip(checkpoint: Checkpoint, spec: DecoderSpec) -> None:

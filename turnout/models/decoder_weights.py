@@ -296,7 +296,8 @@ class DecoderReader:
         return self._weights.gated_mlp(prefix, self._shape.hidden_size, inner, self._dense_group)
 
     def _read_moe(self, i: int, prefix: str) -> MoELayer:
-        spec, names, weights = self._spec.moe, self._spec.names, self._weights
+        spec, names, weights = self._spec.moe_of(i), self._spec.names, self._weights
+        plan = self._plan.draft if self._spec.is_draft(i) and self._plan.draft else self._plan
         experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
         dtype = torch.float32 if self._spec.router_float32 else None
         bias_E = experts_of_token = None
@@ -306,16 +307,16 @@ class DecoderReader:
             name = f"{prefix}.{names.correction_bias}"
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
         router = f"{prefix}.{names.router}"
-        share = f"{self._groups.world.rank} of {self._plan}"
+        share = f"{self._groups.world.rank} of {plan}"
         return MoELayer(
             spec,
-            self._plan,
+            plan,
             router_weight=weights.linear(router, experts, hidden, dtype=dtype),
             router_bias=weights.fused_bias({router: experts}) if self._spec.router_bias else None,
             experts=lambda: self._next_experts(i),
             correction_bias=bias_E,
             experts_of_token=experts_of_token,
-            shared_expert=self._keep(f"{prefix} shared {share}", lambda: self._read_shared(prefix)),
+            shared_expert=self._keep(f"{prefix} shared {share}", lambda: self._read_shared(prefix, plan)),
             groups=self._groups,
             runner=self._make_runner(i) if self._make_runner else None,
             keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
@@ -363,13 +364,13 @@ class DecoderReader:
         )
         return shard(experts, topology.expert_tp_rank, topology.expert_tp)
 
-    def _read_shared(self, prefix: str) -> GatedMLP | GatedSharedExpert | None:
+    def _read_shared(self, prefix: str, plan: MoEPlan) -> GatedMLP | GatedSharedExpert | None:
         """Its output is not summed here: a shard of it is part of the sum that the MoE layer makes."""
         shared, H = self._spec.shared_expert, self._shape.hidden_size
         if shared is None:
             return None
         inner = split(shared.intermediate_size, self._groups.world)
-        if self._plan.shared_expert == SharedExpert.WHOLE:
+        if plan.shared_expert == SharedExpert.WHOLE:
             inner = whole(shared.intermediate_size)
         name = f"{prefix}.{self._spec.names.shared_expert}"
         mlp = self._weights.gated_mlp(

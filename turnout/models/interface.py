@@ -83,11 +83,12 @@ class ModelDescription:
     """A model as `config.json` describes it: enough to plan without reading weights."""
 
     shape: ModelShape
-    moe: MoESpec  # of every MoE layer; they are all alike
+    moe: MoESpec  # of every MoE layer; they are all alike, but for `draft_moe`
     moe_layers: tuple[int, ...]  # which of the `shape.num_layers` layers are MoE layers
     dense: DenseParameters
     dense_in_fp8: DenseParameters = DenseParameters()  # those of them that stay so on a GPU that decodes it
     experts_prefix: str = "model.layers.{}.mlp.experts"  # of a layer's experts in its checkpoints
+    draft_moe: MoESpec | None = None  # of the last MoE layer, a draft layer with experts in another format
 
 
 class Model(Protocol):

@@ -135,7 +135,8 @@ class DecoderSpec:
     output_gate: rows of `q_proj` are D of a head's query, then D of a gate of its output.
     delta_rows: how projections of recurrent layers are stored.
     draft_layers: behind the last layer, each of which drafts a token from the one before. drafts: the last
-    layer of `shape` is the first of those. draft_names: where they are not one more layer's.
+    layer of `shape` is the first of those. draft_names: where they are not one more layer's. draft_moe: of
+    that layer, where its experts are in another format than `moe`.
     """
 
     shape: ModelShape
@@ -167,6 +168,7 @@ class DecoderSpec:
     draft_layers: int = 0
     draft_names: DraftNames | None = None
     drafts: bool = False
+    draft_moe: MoESpec | None = None
 
     def with_draft_layer(self) -> DecoderSpec:
         """With the first draft layer, an MoE layer like the last one with attention, as one more layer."""
@@ -184,8 +186,15 @@ class DecoderSpec:
 
     def layer_prefix(self, i: int) -> str:
         """Of the tensors of layer `i` of `shape`."""
-        is_draft = self.drafts and i == self.shape.num_layers - 1
-        return self.draft_names.layer if is_draft and self.draft_names else self.names.layer(i)
+        return self.draft_names.layer if self.is_draft(i) and self.draft_names else self.names.layer(i)
+
+    def is_draft(self, i: int) -> bool:
+        """Whether layer `i` of `shape` is the draft layer."""
+        return self.drafts and i == self.shape.num_layers - 1
+
+    def moe_of(self, i: int) -> MoESpec:
+        """Of MoE layer `i` of `shape`."""
+        return self.draft_moe if self.is_draft(i) and self.draft_moe else self.moe
 
     def experts_prefix(self, i: int) -> str:
         """Of the routed experts of layer `i`."""
@@ -200,6 +209,7 @@ class DecoderSpec:
             experts_prefix=f"{self.names.layer('{}')}.{self.names.moe}.{self.names.experts}",
             dense=self._dense_parameters(),
             dense_in_fp8=self._parameters_in_fp8(is_fp8),
+            draft_moe=self.draft_moe,
         )
 
     def _parameters_in_fp8(self, is_fp8: Callable[[str], bool]) -> DenseParameters:

@@ -119,11 +119,17 @@ class MoEPlan:
     # The most tokens of a batch, and its runner; empty: the phases' runner computes all.
     runner_by_batch_size: BatchSizes = ()
     tiles: TuningTable = ()  # how a runner with tuned kernels cuts them; empty: by its rule
+    draft: MoEPlan | None = None  # of a draft layer whose experts are in another format; None: as the others
     refused: tuple[Refusal, ...] = ()  # candidates that were considered and cannot run
     reasons: tuple[str, ...] = ()  # why each choice was made
 
     def phase(self, phase: Phase) -> PhasePlan:
         return self.prefill if phase == Phase.PREFILL else self.decode
+
+    @property
+    def parts(self) -> tuple[MoEPlan, ...]:
+        """This, and the plan of a draft layer that has its own."""
+        return (self,) if self.draft is None else (self, self.draft)
 
     @property
     def runners(self) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers.modeling_layers import MtpModel
 
+from tests.checkpoint.writers import FORMATS, Written, edit_config, load_weights, save
 from tests.checkpoint.writers import load as load_tensors
-from tests.checkpoint.writers import save
 from tests.engine.cluster import Cluster
 from tests.engine.toy import always_drafting
 from tests.models.families import FAMILIES, Built, build, noise, one_by_one
-from tests.models.running import PlainAttention, plan_for
+from tests.models.running import PlainAttention
 from tests.ranks import Pools
 from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
@@ -28,7 +28,6 @@ from turnout.errors import PlanRefused, UserError
 from turnout.models import describe, load_model
 from turnout.models.interface import Step
 from turnout.parallel.groups import SINGLE_RANK
-from turnout.parallel.topology import Topology
 
 LAYERS = 3
 VOCABULARY = 6  # so small that a random layer foretells some tokens
@@ -83,6 +82,27 @@ def hybrid(request, tmp_path_factory) -> tuple[Built, MtpModel]:
     return published(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
+@pytest.fixture(scope="module", params=["not listed", pytest.param("listed", marks=pytest.mark.more)])
+def left_out(request, tmp_path_factory) -> tuple[Built, MtpModel]:
+    """NVFP4 as ModelOpt releases Qwen3.5: the draft layer as it was, and not always listed as left out."""
+    folder = tmp_path_factory.mktemp("left_out") / "model"
+    built, drafts = published(folder, "qwen3_5_moe")
+    tensors = load_tensors(folder)
+    of_draft = {name: tensors.pop(name).bfloat16() for name in list(tensors) if name.startswith("mtp.")}
+    tensors = one_by_one(tensors)
+    written = Written(folder, built.model, dict(tensors))
+    FORMATS["modelopt"](written, tensors, False)
+    save(folder, tensors | of_draft)
+    load_weights(built.model, written.weights)
+    for name, tensor in drafts.state_dict().items():
+        if name.startswith("layers.0."):
+            tensor.copy_(tensor.bfloat16())
+    if request.param == "listed":
+        with edit_config(folder, "hf_quant_config.json") as config:
+            config["quantization"]["exclude_modules"].append("mtp*")
+    return built, drafts
+
+
 def core(folder: Path, **flags) -> EngineCore:
     values = {"device": "cpu", "page_size": 4, "max_running_requests": 4, "num_threads": 1}
     values |= {"chunked_prefill_size": 16, "max_prefill_tokens": 64, "max_total_tokens": 512}
@@ -116,9 +136,13 @@ def test_the_layer_of_a_hybrid_computes_what_transformers_computes(hybrid):
     compare_layer(*hybrid)
 
 
+def test_a_layer_left_out_of_quantisation_computes_what_transformers_computes(left_out):
+    compare_layer(*left_out)
+
+
 def compare_layer(built: Built, theirs: MtpModel) -> None:
     checkpoint = open_checkpoint(built.folder)
-    plan = plan_for(checkpoint.config, "float32", "cpu", Topology())
+    plan = resolve(Config(model=str(built.folder), device="cpu", speculative_algorithm="MTP")).plan
     ours = load_model(checkpoint, plan, groups=SINGLE_RANK, device="cpu", dtype=torch.float32, drafts=True)
     ids = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(23)[None]
@@ -188,13 +212,38 @@ def test_rejected_drafts_leave_no_state_behind(hybrid):
 
 
 def test_drafts_of_a_hybrid_are_those_of_transformers(hybrid):
+    compare_drafts(hybrid)
+
+
+def test_drafts_of_a_layer_left_out_of_quantisation_are_those_of_transformers(left_out):
+    engine = compare_drafts(left_out)
+    description, plan = engine.engine_plan.description, engine.engine_plan.plan
+    assert (description.moe.format, description.draft_moe.format) == ("nvfp4", "bf16")
+    stored = {name: t.nbytes for name, t in load_tensors(left_out[0].folder).items() if "mtp" in name}
+    assert plan.draft.weight_bytes == sum(size for name, size in stored.items() if ".experts." in name)
+    assert engine.engine_plan.memory.experts == 4 * plan.weight_bytes + plan.draft.weight_bytes
+
+
+def compare_drafts(hybrid: tuple[Built, MtpModel]) -> EngineCore:
     asked = prompts(2)
     plain = run(core(hybrid[0].folder), asked)
+    for i, prompt in enumerate(asked):
+        assert plain[str(i)] == greedy(hybrid[0], prompt, 20)
     engine = core(hybrid[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
     assert run(engine, asked) == plain
     stats = engine.stats()
     counts = [simulated(hybrid, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
     assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))
+    return engine
+
+
+@torch.inference_mode()
+def greedy(built: Built, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens after `prompt`, by transformers, which sees all of them anew for each."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(built.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize(("algorithm", "num_steps"), [("MTP", 1), ("NEXTN", 3)])
@@ -279,6 +328,38 @@ def test_ranks_with_requests_of_their_own_draft_together(glm, ranks: Pools, tmp_
     assert [sum(column) for column in zip(*found, strict=True)] == [
         sum(column) for column in zip(*counts, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {"dp_size": 2, "ep_size": 2}),
+        pytest.param(2, {}, marks=pytest.mark.more),
+        pytest.param(4, {"dp_size": 2, "ep_size": 4}, marks=pytest.mark.more),
+    ],
+    ids=["dp2 ep2", "tp2", "dp2 tp2 ep4"],
+)
+def test_states_on_ranks_are_rolled_back(left_out, ranks: Pools, tmp_path: Path, size, flags):
+    """Behind drafts that do not hold; then prompts begin where snapshots were kept, on each rank."""
+    asked = [[*prompt, i] for prompt in prompts(2) for i in range(2)]
+    answers = [greedy(left_out[0], prompt, 22) for prompt in asked]
+    flags = flags | {"speculative_algorithm": "MTP", "speculative_num_steps": 2}
+    flags |= {"state_snapshot_interval": 8, "max_running_requests": 16}
+    with Cluster(ranks(size), tmp_path, left_out[0].folder, **flags) as cluster:
+        for begin, end in ((0, 16), (16, 22)):  # the second time behind what the first one left
+            names = [f"{begin} {i}" for i in range(len(asked))]
+            for i, (name, prompt, answer) in enumerate(zip(names, asked, answers, strict=True)):
+                rank = i % flags.get("dp_size", 1)
+                prompt = prompt + answer[:begin]
+                cluster.add(name, prompt, dp_rank=rank, max_tokens=end - begin, ignore_eos=True)
+            cluster.wait(names, 120)
+            for name, answer in zip(names, answers, strict=True):
+                assert cluster.outputs[name].token_ids == answer[begin:end]
+    stride = size // flags.get("dp_size", 1)
+    stats = [cluster.stats[rank] for rank in range(0, size, stride)]  # of those that share requests, one
+    accepted = sum(rank.spec_accepted_tokens for rank in stats)
+    assert 0 < accepted < sum(rank.spec_draft_tokens for rank in stats)
+    assert all(rank.cached_prompt_tokens > 0 for rank in stats)
 
 
 def test_models_without_the_layer_are_refused_for_the_flag_alone(glm, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ def rendezvous(engine_plan: EnginePlan, *, init_method: str) -> tuple[Groups, St
 
     init_method: see `parallel.groups.connect`.
     """
-    topology, plan = engine_plan.topology, engine_plan.plan
-    for phase in PHASES:
-        os.environ.update(DISPATCHERS[plan.phase(phase).dispatcher].environment)
+    topology = engine_plan.topology
+    for part, phase in product(engine_plan.plan.parts, PHASES):
+        os.environ.update(DISPATCHERS[part.phase(phase).dispatcher].environment)
     device = torch.device(engine_plan.hardware.device)
     if device.type == "cuda":
         device = torch.device("cuda", topology.rank % topology.ranks_per_node)
@@ -70,7 +71,7 @@ def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
         host = whole_host(engine_plan.hardware, engine_plan.topology)
         engine_plan = resolve(engine_plan.config, host, rank=groups.world.rank, measured=measured)
     plan = engine_plan.plan
-    planned = {
+    planned: dict[str, object] = {
         "model": engine_plan.description,
         "compute type": engine_plan.compute_dtype,
         "token bounds": engine_plan.budget,
@@ -83,7 +84,11 @@ def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
         "decode graphs": engine_plan.why_no_decode_graphs or graph_sizes(engine_plan.config),
         "prefill graphs": engine_plan.why_no_prefill_graphs or prefill_graph_sizes(engine_plan.budget),
     }
-    everyone = gather_values(groups.world, (engine_plan.num_pages, plan.tiles, planned))
+    draft = plan.draft
+    if draft:
+        planned["draft layer"] = draft.prefill, draft.decode, draft.activation_format, draft.shared_expert
+    tiles = [part.tiles for part in plan.parts]
+    everyone = gather_values(groups.world, (engine_plan.num_pages, tiles, planned))
     _, tiles, first = everyone[0]
     for rank, (_, _, theirs) in enumerate(everyone):
         for what, value in theirs.items():
@@ -93,7 +98,8 @@ def share_plan(engine_plan: EnginePlan, groups: Groups) -> EnginePlan:
                     "hosts with the same flags, checkpoint, packages and kind of device"
                 )
     synced = engine_plan.with_pages(min(pages for pages, _, _ in everyone))
-    return dataclasses.replace(synced, plan=dataclasses.replace(plan, tiles=tiles))
+    draft = draft and dataclasses.replace(draft, tiles=tiles[-1])
+    return dataclasses.replace(synced, plan=dataclasses.replace(plan, tiles=tiles[0], draft=draft))
 
 
 def check_launch(config: Config, launched: Launched | None) -> None:
