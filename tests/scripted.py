@@ -18,12 +18,15 @@ from tests.tiny import QWEN3_MOE
 
 END = "<|im_end|>"
 HIDDEN = 384
-# In the layout of Qwen3's own. What the answer begins after, and so what it is, depends on the conversation:
-# on tools, on thinking, on "?" or "!" at the end of the user's message, on the last digit of a tool's result.
+# In the layout of Qwen3's own, and as strict about the system as Qwen3.5's. What the answer begins after, and
+# so what it is, depends on the conversation: on tools, on thinking, on "?" or "!" at the end of the user's
+# message, on the last digit of a tool's result.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n<tool_call>{"name": ..., "arguments": ...}</tool_call>\\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('the system must come first') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}
 {%- for call in m.tool_calls %}
 {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}

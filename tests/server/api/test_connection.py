@@ -10,10 +10,11 @@ import pytest
 from starlette.types import Message
 
 from turnout.server.api import connection
+from turnout.server.api.anthropic.answer import PING
 from turnout.server.api.connection import COMMENT, EventStream
 
 
-def send_all(parts: list[tuple[float, bytes]], slow: float = 0.0) -> list[bytes]:
+def send_all(parts: list[tuple[float, bytes]], slow: float = 0.0, waiting: bytes = COMMENT) -> list[bytes]:
     """What a client gets of parts, each of which comes after so many seconds; it takes `slow` for each."""
     sent: list[bytes] = []
     ended: list[bool] = []
@@ -32,20 +33,21 @@ def send_all(parts: list[tuple[float, bytes]], slow: float = 0.0) -> list[bytes]
         if message["type"] == "http.response.body":
             sent.append(message["body"])
 
-    stream = EventStream(produce(), on_end=lambda: ended.append(True))
+    stream = EventStream(produce(), on_end=lambda: ended.append(True), waiting=waiting)
     asyncio.run(stream({"type": "http"}, receive, send))
     assert ended == [True]
     return sent
 
 
-def test_comments_keep_a_silent_stream_open(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("waiting", [COMMENT, PING])
+def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch, waiting: bytes):
     monkeypatch.setattr(connection, "SILENT_SECONDS", 0.1)
-    sent = send_all([(0.35, b"first"), (0, b"second"), (0.35, b"last")])
-    assert [part for part in sent if part != COMMENT] == [b"first", b"second", b"last", b""]
+    sent = send_all([(0.35, b"first"), (0, b"second"), (0.35, b"last")], waiting=waiting)
+    assert [part for part in sent if part != waiting] == [b"first", b"second", b"last", b""]
     first = sent.index(b"first")
-    assert set(sent[:first]) == {COMMENT}
+    assert set(sent[:first]) == {waiting}
     assert sent[first + 1] == b"second"
-    assert COMMENT in sent[first + 2 :]
+    assert waiting in sent[first + 2 :]
     assert sent[-2:] == [b"last", b""]
 
 

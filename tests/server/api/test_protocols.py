@@ -12,6 +12,12 @@ import httpx
 import openai
 import pydantic
 import pytest
+from starlette.testclient import TestClient
+
+from turnout.config import ServerConfig
+from turnout.server.api.app import create_app
+from turnout.server.api.service import Service
+from turnout.server.supervise.engine import EngineSupervisor
 
 PARAMETERS = {
     "type": "object",
@@ -427,6 +433,26 @@ def test_responses_are_refused_by_name(web: httpx.Client, fields: dict[str, Any]
     reply = web.post("/v1/responses", json=RESPONSE | {"input": QUESTION} | fields)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_deep_json_is_refused(web: httpx.Client, path: str):
+    reply = web.post(path, content='{"tools": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert reply.status_code == 400
+    assert "recursion limit" in reply.json()["error"]["message"]
+
+
+def test_anthropics_clients_have_a_header_for_the_key():
+    config = ServerConfig(api_key="secret")
+    web = TestClient(create_app(Service(config, EngineSupervisor(config))))
+    for headers, status, kind in (
+        ({}, 401, "authentication_error"),
+        ({"x-api-key": "guess"}, 401, "authentication_error"),
+        ({"x-api-key": "secret"}, 503, "overloaded_error"),  # nothing is loaded
+    ):
+        reply = web.post("/v1/messages", json=MESSAGE | {"messages": ASK}, headers=headers)
+        assert (reply.status_code, reply.json()["type"]) == (status, "error")
+        assert reply.json()["error"]["type"] == kind
 
 
 def test_errors_that_the_clients_know(claude: anthropic.Anthropic, gpt: openai.OpenAI):

@@ -183,6 +183,20 @@ def test_what_looks_like_a_token_in_a_schema_is_text(web: httpx.Client):
     assert json.loads(call["function"]["arguments"]) == {"a": "<[7]>"}
 
 
+def test_a_template_that_wants_the_system_first_gets_it_so(web: httpx.Client):
+    system = [
+        {"role": role, "content": text} for role, text in (("system", "Add."), ("developer", "Be brief."))
+    ]
+    together = {"role": "system", "content": "Add.\n\nBe brief."}
+    tokens = [
+        web.post("/v1/chat/completions", json=FIELDS | {"messages": messages}).json()["usage"][
+            "prompt_tokens"
+        ]
+        for messages in ([*system, QUESTION], [system[0], QUESTION, system[1]], [together, QUESTION])
+    ]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
 def test_what_agents_add_to_messages(web: httpx.Client):
     """Marks for other services' caches, and what others put into their answers."""
     mark = {"cache_control": {"type": "ephemeral"}}

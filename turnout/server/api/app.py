@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from turnout import __version__
-from turnout.server.api.anthropic.answer import collect_message, stream_message
+from turnout.server.api.anthropic.answer import PING, collect_message, stream_message
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
-from turnout.server.api.connection import EventStream, read_body, while_connected
+from turnout.server.api.connection import COMMENT, EventStream, read_body, while_connected
 from turnout.server.api.errors import ApiError, invalid, json_response
 from turnout.server.api.generation import Generation
 from turnout.server.api.openai_responses.answer import ResponseAnswer
@@ -206,7 +206,7 @@ def _generation_routes(service: Service) -> APIRouter:
         model = service.model_name
         parts = stream_message(generation, body, model) if body.stream else None
         whole = partial(collect_message, generation, body, model)
-        return await _send(service, request, generation, parts, whole)
+        return await _send(service, request, generation, parts, whole, waiting=PING)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
@@ -252,11 +252,13 @@ async def _send(
     generation: Generation,
     parts: AsyncIterator[bytes] | None,
     whole: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+    *,
+    waiting: bytes = COMMENT,
 ) -> Response:
-    """Stream `parts` or collect; either way the generation is released when the client has its answer or
-    leaves."""
+    """Stream `parts`, with `waiting` where there are none for long, or collect; either way the generation is
+    released when the client has its answer or leaves."""
     if parts is not None:
-        return EventStream(parts, on_end=partial(service.release, generation))
+        return EventStream(parts, on_end=partial(service.release, generation), waiting=waiting)
     try:
         return json_response(await while_connected(request.receive, whole()))
     finally:

@@ -17,7 +17,7 @@ from turnout.server.api.errors import ApiError
 DISCARD_FACTOR = 16
 BODY_SECONDS = 20  # to send a body in
 BODY_RATE = 64 * 2**10  # bytes that give another second
-SILENT_SECONDS = 5.0  # of a stream, before a comment says that it lives: proxies cut those that say nothing
+SILENT_SECONDS = 5.0  # of a stream, before it says that it lives: proxies cut those that say nothing
 COMMENT = b": waiting\n\n"  # which clients ignore
 T = TypeVar("T")
 
@@ -118,27 +118,29 @@ def encode_event(content: Any, name: str = "") -> bytes:
 class EventStream(Response):
     """Server-sent events from `parts`, until they end or the client hangs up; then `on_end` is called.
 
-    While there are none, as when a request waits for its turn or for new ranks, comments keep it open.
+    While there are none, as when a request waits for its turn or for new ranks, or a long call of a tool is
+    being written, `waiting` keeps it open.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes], on_end: Callable[[], None]):
+    def __init__(self, parts: AsyncIterator[bytes], on_end: Callable[[], None], waiting: bytes = COMMENT):
         self.status_code = 200
         self.background = None
         self._parts = parts
         self._on_end = on_end
+        self._waiting = waiting
         self._waits_for_client = True
         self._sent = 0.0  # when something was
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        comments = asyncio.ensure_future(self._comment(send))
+        waiting = asyncio.ensure_future(self._keep_open(send))
         try:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._send(send))
         finally:
-            comments.cancel()
+            waiting.cancel()
             self._on_end()
 
     async def _send(self, send: Send) -> None:
@@ -152,7 +154,7 @@ class EventStream(Response):
         self._waits_for_client = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _comment(self, send: Send) -> None:
+    async def _keep_open(self, send: Send) -> None:
         now = asyncio.get_running_loop().time
         self._sent = now()
         while True:
@@ -160,5 +162,5 @@ class EventStream(Response):
             if now() < self._sent + SILENT_SECONDS:
                 continue
             if not self._waits_for_client:
-                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                await send({"type": "http.response.body", "body": self._waiting, "more_body": True})
             self._sent = now()

@@ -12,7 +12,7 @@ from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.body import Body
-from turnout.server.api.chat import Message, TemplateFields
+from turnout.server.api.chat import Message, TemplateFields, system_first
 from turnout.server.api.errors import ApiError, invalid
 from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.protocol import (
@@ -140,13 +140,25 @@ def _conversation(
     if tools:
         variables["tools"] = [tool.for_template() for tool in tools]
     special = variables.pop("add_special_tokens")
-    try:
-        text = tokenizer.render_chat([message.for_template() for message in messages], **variables)
-    except UserError as error:
-        raise invalid(f"messages: {error}", "messages") from None
+    text = _rendered([message.for_template() for message in messages], variables, tokenizer)
     if not cut:
         _check_text(text, tokenizer, limits, "messages")
     return tokenizer.encode(text, add_special_tokens=special)
+
+
+def _rendered(messages: list[dict[str, Any]], variables: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """The prompt. Templates that refuse messages of the system, but for one at the beginning, get one."""
+    try:
+        return tokenizer.render_chat(messages, **variables)
+    except UserError as error:
+        refusal = invalid(f"messages: {error}", "messages")
+    joined = system_first(messages)
+    if joined == messages:
+        raise refusal
+    try:
+        return tokenizer.render_chat(joined, **variables)
+    except UserError:
+        raise refusal from None
 
 
 def _check_text(text: str, tokenizer: Tokenizer, limits: Limits, param: str) -> None:

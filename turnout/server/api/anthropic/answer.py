@@ -15,6 +15,8 @@ from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
 from turnout.server.api.parsing.parts import Part, Reasoning, Text, merged
 
+PING = encode_event({"type": "ping"}, "ping")  # while there is nothing to say
+
 
 class MessageUsage(TypedDict):
     input_tokens: int
@@ -38,7 +40,7 @@ class Message(TypedDict):
 
 class MessageEvent(TypedDict):
     """message_start, content_block_start, content_block_delta, content_block_stop, message_delta,
-    message_stop or error; each also names itself in the field `event` of the stream."""
+    message_stop, ping or error; each also names itself in the field `event` of the stream."""
 
     type: str
 
