@@ -169,7 +169,7 @@ def chat(
         typer.Argument(help="a local folder, a cached hub id, or `demo`; or give --base-url"),
     ] = None,
     base_url: Annotated[str, typer.Option(help="talk to this OpenAI-compatible server instead")] = "",
-    api_key: Annotated[str, typer.Option(help="key of --base-url")] = "",
+    api_key: Annotated[str, typer.Option(help="key of --base-url", envvar="TURNOUT_API_KEY")] = "",
     system: Annotated[str, typer.Option(help="a system message to begin with")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="longest answer; default: the rest of the context")
@@ -212,7 +212,7 @@ def evaluate(
     max_concurrency: Annotated[int, typer.Option(help="requests in flight")] = 32,
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 512,
     min_accuracy: Annotated[float, typer.Option(help="exit with code 1 below this")] = 0.0,
-    api_key: Annotated[str, typer.Option(help="key of --base-url")] = "",
+    api_key: Annotated[str, typer.Option(help="key of --base-url", envvar="TURNOUT_API_KEY")] = "",
     output: Annotated[str, typer.Option(help="write every question and answer here as JSON lines")] = "",
     *,
     config: Config,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +60,7 @@ def test_a_pipe_brings_messages_and_takes_answers(base_url: str):
     [
         ({}, "", "standard input is empty"),
         ({}, "/nothing\n", "/nothing: no such command"),
+        ({}, "caf\udce9\n", "must be UTF-8"),
         ({"max_tokens": 9999}, "hello\n", "the context holds"),
     ],
 )
@@ -70,6 +76,8 @@ def test_what_cannot_be_done_ends_a_pipe_with_the_reason(
 def test_there_must_be_a_server():
     with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
         run(None, base_url="http://127.0.0.1:9/v1", api_key="", system="", settings={})
+    with pytest.raises(UserError, match=r"--base-url http://\[::1: .*; such as http"):
+        run(None, base_url="http://[::1", api_key="", system="", settings={})
     with pytest.raises(UserError, match="either MODEL or --base-url"):
         run(None, base_url="", api_key="", system="", settings={})
 
@@ -85,6 +93,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is for this process
             env=os.environ | {"TERM": "xterm"},
         )
         os.close(slave)
@@ -97,7 +106,7 @@ class Terminal:
         """What is shown up to the first match, which is then forgotten."""
         end = time.monotonic() + seconds
         while not (match := re.search(pattern, self._shown)):
-            assert time.monotonic() < end, self._shown
+            assert select.select([self._master], [], [], max(0.0, end - time.monotonic()))[0], self._shown
             try:
                 self._shown += os.read(self._master, 4096).decode(errors="replace")
             except OSError:
@@ -155,7 +164,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_server_of_its_own(tiny_folde
         screen.type("hello\n")
         screen.until("hello\r\n.")
         screen.type("\x03")
-        screen.until(r"tokens[^\n]*\]|\[0 tokens")
+        screen.until(r"\[stopped\]")
         screen.type("/set max_tokens 2\nstill there?\n")
         screen.until(r"\[2 tokens")
         screen.until("> ")
@@ -169,8 +178,10 @@ class Events(httpx.BaseTransport):
 
     def __init__(self, events: list[dict[str, Any]]):
         self.events = events
+        self.asked: list[dict[str, Any]] = []
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(json.loads(request.content))
         lines = [
             ": waiting",
             "",
@@ -189,8 +200,8 @@ def said(
     return chat, capsys.readouterr().out
 
 
-def part(**delta: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+def part(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
 
 def test_reasoning_is_dimmed_and_calls_are_shown(capsys: pytest.CaptureFixture[str]):
@@ -212,20 +223,137 @@ def test_reasoning_is_dimmed_and_calls_are_shown(capsys: pytest.CaptureFixture[s
 
 
 def test_an_answer_that_fails_midway_leaves_the_conversation_as_it_was(capsys: pytest.CaptureFixture[str]):
-    chat, _ = said(capsys, [part(content="fine")], interactive=False)
+    chat, _ = said(capsys, [part("stop", content="fine")], interactive=False)
     before = list(chat.messages)
-    chat._client = httpx.Client(
-        transport=Events([part(content="hal"), {"error": {"message": "the engine failed"}}]),
-        base_url="http://server/v1",
+    for end, why in (
+        ([{"error": {"message": "the engine failed"}}], "the engine failed"),
+        ([{"error": "as text"}], "as text"),
+        ([], "the answer broke off"),
+    ):
+        answer_with(chat, part(content="hal"), *end)
+        with pytest.raises(UserError, match=why):
+            chat.take("more")
+        assert chat.messages == before
+        assert capsys.readouterr().out == "hal\n"
+
+
+def answer_with(chat: Chat, *events: dict[str, Any]) -> Events:
+    server = Events(list(events))
+    chat._client = httpx.Client(transport=server, base_url="http://server/v1")
+    return server
+
+
+def test_results_of_calls_go_back_to_the_model(capsys: pytest.CaptureFixture[str]):
+    calls = [
+        {"index": i, "id": f"c{i}", "function": {"name": "add", "arguments": f'{{"a": {i}}}'}} for i in (0, 1)
+    ]
+    asks = [part(reasoning_content="two sums"), part(tool_calls=calls), part("tool_calls")]
+    chat, _ = said(capsys, asks, interactive=False)
+    server = answer_with(chat, part("stop", content="1 and 2"))
+    with pytest.raises(UserError, match="TEXT is missing"):
+        chat.take("/result")
+    chat.take("/result 1")
+    assert not server.asked
+    chat.take("/result 2")
+    _, told, *results = server.asked[0]["messages"]
+    assert (told["reasoning_content"], [call["id"] for call in told["tool_calls"]]) == (
+        "two sums",
+        ["c0", "c1"],
     )
-    with pytest.raises(UserError, match="the engine failed"):
-        chat.take("more")
-    assert chat.messages == before
+    assert results == [
+        {"role": "tool", "tool_call_id": "c0", "content": "1"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    with pytest.raises(UserError, match="no call waits"):
+        chat.take("/result 3")
+    capsys.readouterr()
+    chat.take("/history")
+    assert capsys.readouterr().out.splitlines() == [
+        "user: question",
+        'assistant: -> add({"a": 0}); -> add({"a": 1})',
+        "tool: 1",
+        "tool: 2",
+        "assistant: 1 and 2",
+    ]
+    chat.take("/undo")
+    assert not chat.messages
+
+
+@pytest.mark.parametrize("shown", ["I add.", ""])
+def test_ctrl_c_keeps_the_words_and_no_half_a_call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shown: str
+):
+    call = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": '{"a": '}}
+    chat = Chat(httpx.Client(), "model", settings={}, screen=Screen(sys.stdout, True))
+
+    def events(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        yield from ([part(content=shown)] if shown else [])
+        yield part(tool_calls=[call])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_events", events)
+    chat.take("question")
+    assert "[stopped]" in capsys.readouterr().out
+    assert [message["content"] for message in chat.messages] == (["question", shown] if shown else [])
+    assert not any("tool_calls" in message for message in chat.messages)
+    chat._screen.interactive = False
+    with pytest.raises(KeyboardInterrupt):
+        chat.take("question")
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Wants a key, and ends in the middle of every answer."""
+
+    def do_GET(self) -> None:
+        known = self.headers["authorization"] == "Bearer s3cret"
+        self.reply(
+            200 if known else 401,
+            {"data": [{"id": "model"}]} if known else {"error": {"message": "wrong API key"}},
+        )
+
+    def do_POST(self) -> None:
+        assert self.headers["authorization"] == "Bearer s3cret"
+        self.send_response(200)
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps(part(content='hal'))}\n\n".encode())
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_a_key_from_the_environment_and_a_server_that_goes(guarded: str):
+    done = subprocess.run(
+        command("--base-url", guarded),
+        input="hello\n",
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TURNOUT_API_KEY": "s3cret"},
+    )
+    assert (done.returncode, done.stdout) == (2, "hal\n")
+    assert done.stderr.startswith(f"error: {guarded}/: peer closed connection")
+    with pytest.raises(UserError, match=r"HTTP 401: wrong API key\); check --base-url"):
+        run(None, base_url=guarded, api_key="wrong", system="", settings={})
 
 
 def test_a_summary_says_how_an_answer_ended():
-    assert Answer(tokens=1, finish_reason="stop").summary() == "[1 tokens]"
+    assert Answer(tokens=1, finish_reason="stop").summary() == "[1 token]"
     assert Answer(tokens=5, began=1.0, ended=3.0, finish_reason="length").summary() == (
         "[5 tokens, 2 tokens/s, cut at max_tokens]"
     )
-    assert Answer().summary() == "[0 tokens, stopped]"
+    assert Answer(text="so far").summary() == "[stopped]"

@@ -32,11 +32,22 @@ async def served_model(client: httpx.AsyncClient) -> str:
         reply = await client.get("models")
         reply.raise_for_status()
         return str(reply.json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise UserError(
-            f"{client.base_url}: no OpenAI-compatible server answers ({error or type(error).__name__}); "
-            "check --base-url (it usually ends in /v1) and --api-key"
-        ) from None
+    except httpx.HTTPStatusError as error:
+        why = f"HTTP {error.response.status_code}: {reason(error.response)}"
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        why = str(error) or type(error).__name__
+    raise UserError(
+        f"{client.base_url}: no OpenAI-compatible server answers ({why}); "
+        "check --base-url (it usually ends in /v1) and --api-key"
+    )
+
+
+def reason(response: httpx.Response) -> str:
+    """Why a server refused, in its own words if they have OpenAI's form."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
 
 
 async def ask(client: httpx.AsyncClient, model: str, question: Question, max_tokens: int) -> Answer:
