@@ -123,6 +123,7 @@ def test_the_page_survives_another_server(page: Browser, tiny_folder: Path):
     with started(tiny_folder) as (_, root):
         page.open(f"{root}/dashboard")
         ticked(page)
+        assert page.js("document.querySelector('#slices').offsetHeight") == 0  # of a single rank
     page.until(f"{STATE} === 'no connection'")
     with started(tiny_folder, port=int(root.rpartition(":")[2])) as (_, again):
         assert again == root

@@ -1,10 +1,10 @@
 // Time lines of the last ten minutes, drawn by uPlot.
 
-import { colour, count, duration, element, percent } from "./format.js";
+import { colour, count, duration, element, mark, percent } from "./format.js";
 
 const KEPT = 600; // seconds
 const time = (seconds) => duration(seconds).join(" ");
-const steps = (tick, i) => tick.ranks.reduce((sum, rank) => sum + rank.shares[i], 0) / tick.ranks.length;
+const steps = (tick, i) => (tick.ranks.length ? tick.ranks.reduce((sum, rank) => sum + rank.shares[i], 0) / tick.ranks.length : null);
 const hits = (tick, before) => {
   if (!before) return null;
   const [asked, found] = ["prefix_cache_queries_total", "prefix_cache_hits_total"].map((n) => tick.values[n] - before.values[n]);
@@ -47,10 +47,8 @@ export class Charts {
     this.series = CHARTS.map(([, , lines]) => lines.map(() => []));
     this.cards = CHARTS.map(([title, , lines]) => {
       const keys = lines.map(([name, tint]) => {
-        const mark = element("i");
-        mark.style.background = `var(--${tint})`;
         const value = element("span");
-        return { value, key: element("span", "", "", mark, document.createTextNode(`${name} `), value) };
+        return { value, key: element("span", "", "", mark(tint), document.createTextNode(`${name} `), value) };
       });
       const plot = element("div", "plot");
       box.append(element("div", "card", "", element("div", "bar", "", element("h2", "", title), element("div", "keys", "", ...keys.map((k) => k.key))), plot));
@@ -90,8 +88,8 @@ export class Charts {
         y: { range: (u, low, high) => [0, high ? high * 1.1 : 1] },
       },
       axes: [
-        { ...axis, space: 70, size: 26, values: (u, at) => at.map((s) => new Date(1000 * s).toTimeString().slice(0, 8)) },
-        { ...axis, size: 62, space: 36, values: (u, at) => at.map(write) },
+        { ...axis, space: 70, size: 28, gap: 8, values: (u, at) => at.map((s) => new Date(1000 * s).toTimeString().slice(0, 8)) },
+        { ...axis, size: 54, space: 36, values: (u, at) => at.map(write) },
       ],
       series: [{}, ...lines.map(([name, tint]) => ({ label: name, stroke: colour(tint), width: 2, points: { show: false } }))],
     }, [this.times, ...this.series[c]], this.cards[c].plot));

@@ -18,9 +18,16 @@ export function duration(seconds) {
     : [String(Number(seconds.toPrecision(SIGNIFICANT))), "s"];
 }
 
-export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`;
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** A stroke of a line's colour, for keys. */
+export function mark(tint) {
+  const made = element("i");
+  made.style.background = `var(--${tint})`;
+  return made;
+}
 
 /** An element with a class, a text and children. */
 export function element(tag, className = "", text = "", ...children) {

@@ -26,6 +26,7 @@ export class HeatMap {
     this.canvas = root.querySelector("#map");
     this.summary = root.querySelector("#experts-summary");
     this.slicesBox = root.querySelector("#slices");
+    this.legend = root.querySelector("#legend");
     this.scale = root.querySelector("#scale");
     this.tip = root.querySelector("#tip");
     this.seconds = WINDOWS[1][1];
@@ -39,7 +40,7 @@ export class HeatMap {
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerdown", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
-    new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
+    new ResizeObserver(() => this.update(this.now)).observe(this.canvas.parentElement);
     dark.addEventListener("change", () => this.draw());
     this.about({ layers: [], experts: 0, slices: 1 });
     this.choose(this.seconds);
@@ -53,7 +54,8 @@ export class HeatMap {
       return { text, fill, box: element("div", "", "", text, fill) };
     });
     this.slicesBox.replaceChildren(...this.bars.map((bar) => bar.box));
-    this.slicesBox.hidden = slices < 2;
+    this.slicesBox.hidden = slices < 2 || !layers.length;
+    this.canvas.hidden = this.legend.hidden = !layers.length;
     this.update(0);
   }
 
@@ -87,13 +89,18 @@ export class HeatMap {
     const worst = balances.length ? Math.min(...balances) : null;
     this.summary.textContent = total
       ? `${count(total)} token copies; the busiest expert of a layer gets up to ${(1 / worst).toFixed(1)} × even`
-      : "no tokens in this window";
-    this.bars.forEach(({ text, fill }, slice) => {
-      let own = 0;
-      const size = this.experts / this.slices;
-      this.counts.forEach((value, i) => { if (Math.floor((i % this.experts) / size) === slice) own += value; });
-      text.textContent = `rank ${slice}: ${percent(total ? own / total : 0)}`;
-      fill.style.width = `${total ? (100 * own) / Math.max(own, total) : 0}%`;
+      : this.layers.length ? "no tokens in this window" : "known when the ranks are ready";
+    const { left, right, width } = this.layout();
+    const room = (width - left - right) / this.slices; // for the words about a rank
+    const size = this.experts / this.slices;
+    const owned = this.bars.map(() => 0);
+    this.counts.forEach((value, i) => { owned[Math.floor((i % this.experts) / size)] += value; });
+    this.bars.forEach(({ box, text, fill }, slice) => {
+      const own = owned[slice];
+      const share = percent(total ? own / total : 0);
+      box.title = `rank ${slice}: ${share}`;
+      text.textContent = room > 80 ? box.title : room > 30 ? share : "";
+      fill.style.width = `${total ? (100 * own) / Math.max(...owned) : 0}%`; // the busiest rank's is full
     });
     this.canvas.dataset.total = total;
     this.draw();
@@ -118,19 +125,21 @@ export class HeatMap {
     const narrow = width < 600;
     const [left, right] = narrow ? [24, 0] : [34, 74];
     const height = Math.max(6, Math.min(24, Math.floor(420 / Math.max(1, this.layers.length))));
-    return { width, left, right, height, cell: (width - left - right) / Math.max(1, this.experts) };
+    const top = height < 12 ? 5 : 0; // half a line of text, which the first row's number needs
+    return { width, left, right, top, height, cell: (width - left - right) / Math.max(1, this.experts) };
   }
 
   draw() {
-    if (!this.layers) return;
-    const { width, left, right, height, cell } = this.layout();
-    const context = prepare(this.canvas, width, height * this.layers.length + 16);
+    if (!this.layers.length) return;
+    const { width, left, right, top, height, cell } = this.layout();
+    const bottom = top + height * this.layers.length;
+    const context = prepare(this.canvas, width, this.layers.length ? bottom + 16 : 0);
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     const gap = cell > 5 ? 1 : 0;
     const every = Math.ceil(13 / height);
     this.layers.forEach((name, layer) => {
-      const y = layer * height;
+      const y = top + layer * height;
       context.fillStyle = colour("muted");
       context.textAlign = "right";
       if (layer % every === 0) context.fillText(name, left - 6, y + height / 2);
@@ -142,12 +151,13 @@ export class HeatMap {
     });
     context.fillStyle = colour("muted");
     context.textAlign = "left";
-    if (this.experts) context.fillText("expert 0", left, height * this.layers.length + 9);
+    if (this.experts) context.fillText("expert 0", left, bottom + 9);
+    if (this.experts && right) context.fillText("mean/max", width - right + 10, bottom + 9);
     context.textAlign = "right";
-    if (this.experts) context.fillText(String(this.experts - 1), width - right, height * this.layers.length + 9);
+    if (this.experts) context.fillText(String(this.experts - 1), width - right, bottom + 9);
     context.fillStyle = colour("text");
     for (let slice = 1; slice < this.slices; slice++) {
-      context.fillRect(left + (slice * this.experts * cell) / this.slices - 1, 0, 2, height * this.layers.length);
+      context.fillRect(left + (slice * this.experts * cell) / this.slices - 1, top, 2, bottom - top);
     }
     this.drawScale();
   }
@@ -174,9 +184,9 @@ export class HeatMap {
   }
 
   point(event) {
-    const { left, height, cell } = this.layout();
+    const { left, top, height, cell } = this.layout();
     const box = this.canvas.getBoundingClientRect();
-    const [expert, layer] = [Math.floor((event.clientX - box.left - left) / cell), Math.floor((event.clientY - box.top) / height)];
+    const [expert, layer] = [Math.floor((event.clientX - box.left - left) / cell), Math.floor((event.clientY - box.top - top) / height)];
     this.tip.hidden = !(expert >= 0 && expert < this.experts && layer >= 0 && layer < this.layers.length);
     if (this.tip.hidden) return;
     const rank = this.slices > 1 ? ` (rank ${Math.floor((expert * this.slices) / this.experts)})` : "";

@@ -30,7 +30,8 @@ function showBanner(text) {
 function about(told) {
   document.title = `${told.model} – Turnout`;
   $("#model").textContent = told.model;
-  $("#plan").replaceChildren(...told.plan.map((reason) => element("li", "", reason)));
+  const plan = told.plan.length ? told.plan : ["Known when the ranks are ready."];
+  $("#plan").replaceChildren(...plan.map((reason) => element("li", "", reason)));
   const phases = Object.entries(told.startup).filter(([, seconds]) => seconds >= 0.05);
   const all = Object.values(told.startup).reduce((a, b) => a + b, 0);
   $("#startup").textContent = phases.length
@@ -47,7 +48,7 @@ function tick(told) {
   tiles.show(told);
   charts.add(told.time, told, last);
   map.add(told.time, told.experts);
-  ranks.show(told.ranks, !served && !told.values.engine_restarts_total);
+  ranks.show(told.ranks, !served && !told.values.engine_restarts_total && told.state !== "failed");
   last = told;
   document.body.dataset.ticks = Number(document.body.dataset.ticks ?? 0) + 1;
 }

@@ -1,15 +1,17 @@
 // A row for every rank: what it does, and how it spent the last second.
 
-import { count, element } from "./format.js";
+import { count, element, mark } from "./format.js";
 
-const HEAD = ["Rank", "State", "Running", "Waiting", "KV pages", "Tokens/s", "Step", "Decode, prefill, waiting for other ranks"];
-const TINTS = [[2, "blue"], [1, "orange"], [0, "purple"]]; // of rank.shares: sync, prefill, decode
+const HEAD = ["Rank", "State", "Running", "Waiting", "KV pages", "Tokens/s", "Step"];
+// [place in rank.shares, colour, what it is]
+const SHARES = [[2, "blue", "decode"], [1, "orange", "prefill"], [0, "purple", "waiting for other ranks"]];
 const SERVES = ["idle", "running"];
 
 export class Ranks {
   constructor(table) {
     this.body = table.tBodies[0];
-    table.tHead.append(element("tr", "", "", ...HEAD.map((title) => element("th", "", title))));
+    const keys = SHARES.flatMap(([, tint, name]) => [mark(tint), `${name} `]);
+    table.tHead.append(element("tr", "", "", ...HEAD.map((title) => element("th", "", title)), element("th", "", "", ...keys)));
   }
 
   /** Red is a rank that served and does not; one that starts for the first time is not. */
@@ -19,7 +21,7 @@ export class Ranks {
       const state = rank.state === "loading" && rank.phase !== "loading" ? rank.phase : rank.state;
       const pill = element("span", `pill ${down ? (starting ? "busy" : "bad") : rank.state === "running" ? "good" : ""}`, down && !starting && rank.state === "loading" ? "down, restarting" : state);
       const shares = element("div", "shares");
-      for (const [i, tint] of TINTS) {
+      for (const [i, tint] of SHARES) {
         const part = element("div");
         part.style.width = `${100 * rank.shares[i]}%`;
         part.style.background = `var(--${tint})`;
