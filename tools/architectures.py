@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -13,30 +12,48 @@ from turnout.registry import ARCHITECTURES
 
 # Those that most tests of Turnout run on, in every format of docs/formats.md.
 BASES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+COMPARED = tuple(dict.fromkeys(family.architecture for family in FAMILIES.values()))
+# How the formats of tests/models/families.py are published.
+PUBLISHED_AS = {
+    "bf16": "bf16",
+    "fp8": "FP8 blocks",
+    "fp8-block": "FP8 blocks (compressed-tensors)",
+    "fp8-dynamic": "FP8 by row (compressed-tensors)",
+    "modelopt": "NVFP4 (ModelOpt)",
+    "compressed-tensors": "NVFP4 (compressed-tensors)",
+    "mxfp4": "MXFP4 experts",
+    "compressed-mxfp4": "MXFP4 (compressed-tensors)",
+    "int4-bf16-channel": "INT4 by row (compressed-tensors)",
+    "fp4": "MXFP4 experts with FP8 blocks",
+}
 
 
 def architectures(published: Path) -> str:
     """published: the folder of configurations that are planned for."""
-    header = ("architecture", "models", "published formats compared", "published configurations planned")
+    header = ("architecture", "models", "formats compared", "published configurations planned")
     return table(header, [_row(name, published) for name in ARCHITECTURES])
 
 
 def _row(name: str, published: Path) -> tuple[str, str, str, str]:
-    module = import_module(ARCHITECTURES.target(name).partition(":")[0])
-    models = (module.__doc__ or "").partition("\n")[0]
-    formats = [f for family in FAMILIES.values() if family.architecture == name for f in family.formats]
+    models = (import_module(_module(name)).__doc__ or "").partition("\n")[0]
     configurations = [
         path.stem
         for path in sorted(published.glob("*.json"))
         if name in json.loads(path.read_text())["architectures"]
     ]
-    compared = (
-        "all of [formats](docs/formats.md)"
-        if name in BASES
-        else _code(dict.fromkeys(formats)) or "with the whole model's"
-    )
-    return f"`{name}`", models.rstrip("."), compared, ", ".join(configurations)
+    return f"`{name}`", models.rstrip("."), _compared(name), ", ".join(configurations)
 
 
-def _code(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _compared(name: str) -> str:
+    if name in BASES:
+        return "all of [formats](docs/formats.md)"
+    families = [family for family in FAMILIES.values() if family.architecture == name]
+    if not families:  # another name of an architecture that is compared
+        module = _module(name)
+        return next(f"as `{other}`" for other in COMPARED if _module(other) == module)
+    formats = [format for family in families for format in (*family.formats, *family.own_formats)]
+    return ", ".join(dict.fromkeys(PUBLISHED_AS[format] for format in formats))
+
+
+def _module(name: str) -> str:
+    return ARCHITECTURES.target(name).partition(":")[0]

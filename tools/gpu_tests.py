@@ -168,17 +168,20 @@ def page(root: Path) -> str:
         ),
     ]
     for device, tests in latest.items():
+        parts.append(f"## {device}")
+        if combinations := _combinations(tests):
+            parts += [
+                "Combinations that tests name among their parameters (-: not named; a test of a dispatcher "
+                "may go through many formats).",
+                table(
+                    (*COMBINATION, "tests"),
+                    [
+                        (*(f"`{name}`" if name else "-" for name in names), _counts(members))
+                        for names, members in combinations
+                    ],
+                ),
+            ]
         parts += [
-            f"## {device}",
-            "Combinations that tests name among their parameters (-: not named; a test of a dispatcher may "
-            "go through many formats).",
-            table(
-                (*COMBINATION, "tests"),
-                [
-                    (*(f"`{name}`" if name else "-" for name in names), _counts(members))
-                    for names, members in _combinations(tests)
-                ],
-            ),
             "All tests, by file:",
             table(
                 ("file", "what it tests", "tests", "last run"),

@@ -13,7 +13,7 @@ from turnout.server.metric_list import METRICS, Group, Kind, Metric
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3  # of a panel, in Grafana's grid of 24, and panels side by side
 CHOSEN = 'model_name=~"$model", instance=~"$instance"'
 QUANTILES = {"p50": 0.5, "p99": 0.99}
-UNITS = {"seconds": "s", "bytes": "bytes", "perc": "percentunit", "balancedness": "percentunit"}
+UNITS = {"seconds": "s", "bytes": "bytes"} | dict.fromkeys(("perc", "balancedness", "share"), "percentunit")
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
@@ -46,16 +46,18 @@ def grafana() -> str:
 
 
 def expressions(metric: Metric) -> dict[str, str]:
-    """What a panel draws, by the name of the line."""
+    """What a panel draws, by the name of the line. Servers are told apart, but for rates of whole servers and
+    quantiles, which are those of all that are chosen."""
     name, rest = metric.series, metric.labels[1:]
-    by = ", ".join(rest)
-    legend = ", ".join(f"{{{{{label}}}}}" for label in rest) or "{{model_name}}"
+    by = ", ".join(("instance", *rest) if rest else ("model_name",))
+    told = ("model_name",) if metric.kind == Kind.COUNTER and not rest else ("instance", *rest)
+    legend = ", ".join(f"{{{{{label}}}}}" for label in told)
     series = f"{name}{{{CHOSEN}}}"
     if metric.kind == Kind.HISTOGRAM:
         buckets = f"sum by (le) (rate({name}_bucket{{{CHOSEN}}}[$__rate_interval]))"
         return {key: f"histogram_quantile({q}, {buckets})" for key, q in QUANTILES.items()}
     if metric.kind == Kind.COUNTER:
-        return {legend: f"sum by ({by or 'model_name'}) (rate({series}[$__rate_interval]))"}
+        return {legend: f"sum by ({by}) (rate({series}[$__rate_interval]))"}
     return {legend: series}
 
 

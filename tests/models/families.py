@@ -121,6 +121,7 @@ class Family:
     release: Callable[[Tensors], Tensors]
     extra: dict[str, Any] = field(default_factory=dict)
     formats: tuple[str, ...] = ()  # of published checkpoints, by the names of tests/checkpoint/writers.py
+    own_formats: tuple[str, ...] = ()  # compared by the family's own tests
     text: bool = True  # a text model; otherwise the text part of a vision model
     norms_around_one: bool = False  # norms multiply by 1 + weight
     reuses: bool = True  # prefixes
@@ -320,7 +321,7 @@ FAMILIES = {
         },
         release=dict,  # experts stacked and transposed, as in bf16 copies of the published files
         extra={"experts_per_token": 2, "initial_context_length": 128, "swiglu_limit": 7.0},
-        formats=("mxfp4",),
+        own_formats=("bf16", "mxfp4"),
     ),
     "qwen3_vl_moe": Family(
         architecture="Qwen3VLMoeForConditionalGeneration",
@@ -545,6 +546,7 @@ FAMILIES = {
             "rope_parameters": COMPRESSED_ROPE,
         },
         formats=("bf16",),
+        own_formats=("fp4", "fp8"),
         release=deepseek_v4,
         extra={
             "layer_types": [  # of the release's compress_ratios transformers takes no rate but 4 and 128

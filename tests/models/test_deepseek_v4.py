@@ -162,7 +162,7 @@ def fp8_of_powers(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+@pytest.mark.parametrize("experts", FAMILY.own_formats)
 def test_as_released(experts: str, built: Built, tmp_path: Path) -> None:
     """FP8 with e8m0 scales, experts in FP4, or of base models all in FP8 with float32 scales."""
     tensors, plain = {}, {}

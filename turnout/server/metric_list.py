@@ -323,9 +323,9 @@ METRICS = (
         lambda view: view.total("kernels_compiled"),
     ),
     _labelled(
-        "dispatch_tokens",
+        "dispatch_tokens_total",
         Group.EXPERTS,
-        "Token copies that this rank sent to experts since it started.",
+        "Token copies that this rank sent to experts.",
         ("rank",),
         lambda view: [
             ((str(rank),), sum(map(sum, counts)))

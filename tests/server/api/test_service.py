@@ -104,7 +104,7 @@ def test_every_token_is_counted_at_its_experts(http: httpx.Client):
     for layer in "01":
         gained = sum(after[layer, str(e)] - before[layer, str(e)] for e in range(8))
         assert gained == 2 * (5 + 4 - 1)  # nobody attends to the last token
-    assert metrics(http)["turnout:dispatch_tokens"] == sum(after.values())
+    assert metrics(http)["turnout:dispatch_tokens_total"] == sum(after.values())
 
 
 def metrics(http: httpx.Client) -> dict[str, float]:
@@ -134,7 +134,7 @@ def test_metrics_count_what_happened(http: httpx.Client):
     assert after["turnout:num_requests_running"] == after["turnout:num_requests_waiting"] == 0
     assert after["turnout:kv_cache_usage_perc"] == 0
     assert "turnout:idle_steps_total" in after
-    assert "turnout:dispatch_tokens" in after
+    assert "turnout:dispatch_tokens_total" in after
 
 
 def test_server_info(http: httpx.Client):
