@@ -119,9 +119,14 @@ def slots() -> RequestStates:
     return RequestStates(group, max_running=3, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_a_step_of_prompts_and_single_tokens() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_step_of_prompts_and_single_tokens(compiled: bool) -> None:
     """Each request keeps to its slot, in every layer; others are left as they are."""
-    held, mixed = slots(), [tokens(80, seed) for seed in range(3)]
+    held = slots()
+    assert held.takes_chunks
+    if not compiled:
+        held.kernel, held.takes_chunks = None, False
+    mixed = [tokens(80, seed) for seed in range(3)]
     expected = [Definition().of(x) for x in mixed]
     for layer in (0, 1):
         first = held.laid_out([], [part(0, 0, 70), part(2, 0, 5)])
@@ -132,6 +137,19 @@ def test_a_step_of_prompts_and_single_tokens() -> None:
         wanted = torch.cat((expected[2][5:6], expected[1][:1], expected[0][70:]))
         assert torch.allclose(got, wanted, atol=BOUND, rtol=BOUND)
     assert held.states[:, 3].count_nonzero() == 0
+
+
+def test_the_compiled_kernel_gives_the_same_bits_however_a_prompt_is_cut() -> None:
+    mixed, found = tokens(130), []
+    for cuts in ((0, 130), (0, 1, 64, 65, 130), (0, 63, 129, 130)):
+        held, outs = slots(), []
+        for a, b in pairwise(cuts):
+            mine = [part(1, a, b)]
+            laid_out = held.laid_out(mine, []) if b - a == 1 else held.laid_out([], mine)
+            outs.append(laid_out.recur(0, mixed[a:b], cell()))
+        found.append((torch.cat(outs), held.states[0, 1], held.windows[0, 1]))
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(other, found[0], strict=True))
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -167,7 +185,7 @@ def test_the_compiled_step_equals_torch(requests: int) -> None:
     theirs[0].masked_fill_(begins, 0)
     theirs[1].masked_fill_(begins[..., None], 0)
     one = cell()
-    got = compiled.step(
+    got = compiled.advance(
         mixed, slots, positions, *ours, one.conv_WC, one.decay_H, one.bias_H, one.norm_D, one.eps
     )
     assert torch.allclose(got, step(one, mixed, *theirs), atol=BOUND, rtol=BOUND)

@@ -251,7 +251,8 @@ def pays_from(spec: AttentionSpec, place: Place) -> int | None:
 
 
 def recurrence(spec: DeltaNetSpec, device: Device, dtype: ComputeDtype, *, present: bool = True) -> str:
-    """What takes states of recurrent layers over single tokens; torch takes all of them over prompts."""
+    """What takes states of recurrent layers over single tokens, and on CPUs over prompts; on CUDA torch takes
+    all of them over prompts."""
     sizes = spec.head_dim, spec.value_dim
     if device == "cuda" and max(sizes) <= 128 and not (present and TRITON.lacking()):
         return "triton"

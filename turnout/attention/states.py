@@ -47,6 +47,7 @@ class RequestStates:
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device = device
         self.kernel = _kernel(spec, device, dtype)
+        self.takes_chunks = self.kernel is not None and device.type == "cpu"
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
@@ -59,7 +60,17 @@ class RequestStates:
         """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
         most = max((chunk.length for chunk in decoding), default=1)
         rounds = tuple(self._round(depth, decoding) for depth in range(most))
-        return _LaidOut(self, rounds, sum(chunk.length for chunk in decoding), tuple(chunks))
+        together = self._together(chunks) if chunks and self.takes_chunks else None
+        return _LaidOut(self, rounds, sum(chunk.length for chunk in decoding), tuple(chunks), together)
+
+    def _together(self, chunks: Sequence[Chunk]) -> Rows:
+        """All chunks in one call of the kernel."""
+        columns = (
+            [chunk.request.state_slots[0] for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            list(accumulate(chunk.length for chunk in chunks)),
+        )
+        return Rows(self, *(torch.tensor(column, device=self.device) for column in columns))
 
     def _round(self, depth: int, decoding: Sequence[Chunk]) -> _Round:
         """The tokens that have `depth` of their chunk before them."""
@@ -100,11 +111,12 @@ class Recurrence(Attention):
 @dataclass(frozen=True)
 class Rows(Recurrence):
     """One token of each request. slots, positions: int64 [B], read on the device, so that a graph can
-    capture it."""
+    capture it. ends: int64 [B], where the tokens of each request end, for a kernel that takes several."""
 
     of: RequestStates
     slots_B: Tensor
     positions_B: Tensor
+    ends_B: Tensor | None = None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         i = self.of.index[layer]
@@ -120,6 +132,7 @@ class Rows(Recurrence):
                 cell.bias_H,
                 cell.norm_D,
                 cell.eps,
+                *(() if self.ends_B is None else (self.ends_B,)),
             )
             return y
         begins_B111 = (self.positions_B == 0)[:, None, None, None]
@@ -142,17 +155,21 @@ class _Round(NamedTuple):
 
 @dataclass(frozen=True)
 class _LaidOut(Recurrence):
-    """Of a step, or one of its micro-batches. rounds: of the `num_decoding` first tokens."""
+    """Of a step, or one of its micro-batches. rounds: of the `num_decoding` first tokens. together: takes all
+    chunks, if anything does."""
 
     of: RequestStates
     rounds: tuple[_Round, ...]
     num_decoding: int
     chunks: tuple[Chunk, ...]
+    together: Rows | None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         at = self.num_decoding
-        parts = [self._decoded(layer, mixed_NX[:at], cell)]
-        for chunk in self.chunks:
+        parts = [self._decoded(layer, mixed_NX[:at], cell)] if at or not self.chunks else []
+        if self.together is not None:
+            parts.append(self.together.recur(layer, mixed_NX[at:], cell))
+        for chunk in self.chunks if self.together is None else ():
             parts.append(self.of.advance(layer, chunk, mixed_NX[at : at + chunk.length], cell))
             at += chunk.length
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -191,7 +208,7 @@ def _kernel(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> Cal
     if backend == "cpu":
         from turnout.kernels.cpu import delta_rule as on_cpu
 
-        return on_cpu.step
+        return on_cpu.advance
     if backend == "triton":
         from turnout.kernels.attention import delta_rule as on_cuda
 

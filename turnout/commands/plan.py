@@ -166,8 +166,8 @@ def _state_lines(engine_plan: EnginePlan) -> list[str]:
     for states in engine_plan.state_groups:
         steps = recurrence(states.spec, place.device, place.dtype, present=place.present)
         lines.append(
-            f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: torch for prompts, "
-            f"{steps} for decoding"
+            f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: "
+            f"{'cpu' if steps == 'cpu' else 'torch'} for prompts, {steps} for decoding"
         )
     if engine_plan.keeps_states:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
