@@ -264,9 +264,9 @@ def seconds_of(run: Callable[[], None], device: torch.device) -> tuple[float, fl
 def interpret_kernels() -> None:
     """Have Triton, which is not imported yet, interpret kernels."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.kernels import loop_bounds
+    from tests.kernels import interpreter
 
-    loop_bounds.teach()
+    interpreter.prepare()
 
 
 def main() -> None:

@@ -18,14 +18,14 @@ import torch
 from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.test_cache_groups import SINKS
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
 from turnout.kernels.attention import delta_rule
 from turnout.models.interface import ModelShape
 
-loop_bounds.teach()
+interpreter.prepare()
 two_batch_overlap.LEAST = 3  # so that some graphs are one batch and others two
 
 

@@ -10,14 +10,14 @@ import json
 import torch
 import torch.nn.functional as F
 
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.kernels.attention import prefill
 from turnout.kernels.attention.decode import attend
 from turnout.kernels.common.row_gemm import linear
 from turnout.kernels.common.split_gemm import multiply_part
 
 results = {}
-loop_bounds.teach()
+interpreter.prepare()
 
 
 def shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

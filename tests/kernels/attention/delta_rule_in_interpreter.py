@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+from tests.kernels import interpreter
 from tests.kernels.attention.delta_rule_cases import close
 
+interpreter.prepare()
 results = {
     "one": close(1),
     "several": close(5),

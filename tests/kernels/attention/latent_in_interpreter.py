@@ -12,13 +12,13 @@ import torch
 
 from tests.attention import test_sparse_latent as sparse
 from tests.attention.test_latent import Chunk, drawn, paged, sequence
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.attention.latent import LatentAttention
 from turnout.attention.triton import RowAttention, step_attention
 from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
-loop_bounds.teach()
+interpreter.prepare()
 
 
 def error(ends: list[int], *, H=4, LC=32, DR=8, page=16, splits=1, tiles=None) -> float:

@@ -10,12 +10,12 @@ import json
 import torch
 import torch.nn.functional as F
 
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.kernels.common import row_gemm, rows
 from turnout.kernels.common.fp8_weights import decode
 from turnout.kernels.common.split_gemm import multiply_part
 
-loop_bounds.teach()
+interpreter.prepare()
 torch.manual_seed(0)
 results = {}
 

@@ -10,9 +10,11 @@ import json
 import torch
 import torch.nn.functional as F
 
+from tests.kernels import interpreter
 from turnout.kernels.common.latent_rows import latents, rotated
 
 torch.manual_seed(0)
+interpreter.prepare()
 results = {}
 
 

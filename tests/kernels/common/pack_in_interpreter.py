@@ -7,9 +7,11 @@ from itertools import pairwise
 
 import torch
 
+from tests.kernels import interpreter
 from turnout.formats import fp8, nvfp4
 from turnout.kernels.common.pack import pack, sum_parts, sum_rows
 
+interpreter.prepare()
 results = {}
 for name, tokens, rows, hidden, k in (
     ("exact", 3, 3, 12, 4),

@@ -6,10 +6,12 @@ import json
 
 import torch
 
+from tests.kernels import interpreter
 from turnout.formats import fp8
 from turnout.kernels.hopper.quantize_groups import quantize_places, quantize_rows, sort_and_quantize
 from turnout.kernels.hopper.sort import place_pairs
 
+interpreter.prepare()
 results = {}
 R, K, GROUPS = 11, 384, 3
 draw = torch.Generator().manual_seed(0)

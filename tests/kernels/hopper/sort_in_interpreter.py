@@ -7,8 +7,10 @@ from math import ceil
 
 import torch
 
+from tests.kernels import interpreter
 from turnout.kernels.hopper.sort import count_pairs, place_pairs, sum_pairs, sum_places, tile_slabs
 
+interpreter.prepare()
 results = {}
 
 

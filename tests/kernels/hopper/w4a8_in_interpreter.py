@@ -7,6 +7,7 @@ import json
 import torch
 from torch import Tensor
 
+from tests.kernels import interpreter
 from turnout.formats import fp8
 from turnout.kernels.hopper.quantize_rows import quantize_rows, quantize_tokens
 
@@ -35,6 +36,7 @@ def right(q_RC: Tensor, scale_R: Tensor, source: list[int]) -> bool:
     return good
 
 
+interpreter.prepare()
 results = {}
 for name, total in (("sorted", 4), ("all", R)):
     q, scale = empty(R)

@@ -6,10 +6,10 @@ import json
 
 import torch
 
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.kernels.nvlink import batched_experts
 
-loop_bounds.teach()
+interpreter.prepare()
 batched_experts.PAIRS, batched_experts.WORDS = (
     8,
     16,

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 from torch import Tensor
 
-from tests.kernels import loop_bounds
+from tests.kernels import interpreter
 from turnout.formats import fp8, nvfp4
 from turnout.kernels.nvlink import combine, combine_fp8, links, waiting
 from turnout.kernels.nvlink import dispatch as sending
@@ -310,7 +310,7 @@ def main(folder: str) -> dict[str, bool]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    loop_bounds.teach()
+    interpreter.prepare()
     sending.late = combine.late = combine_fp8.late = patient
     buffers.FEW_TOKENS = FEW
     links.POLLS = 20_000  # of a millisecond or more
