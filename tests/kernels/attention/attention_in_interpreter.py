@@ -115,11 +115,13 @@ results["sinks"] = all(error([1, 0, 77, 130], sinks=True, splits=splits) < 1e-5 
 results["window-sinks"] = error([1, 5, 200], heads=(16, 2), size=64, window=8, sinks=True, splits=4) < 1e-5
 results["large-heads"] = error([90], heads=(2, 1), size=256, splits=2) < 1e-5
 spans = [(0, 40), (64, 70), (63, 200), (5, 6), (190, 210), (130, 131)]
-results["prompts-window"] = all(prompts(spans, window=size) < 1e-5 for size in (1, 17, 64, 128, 300))
+results["prompts-window"] = all(
+    prompts(spans, heads=(2, 1), window=size) < 1e-5 for size in (1, 17, 64, 128, 300)
+)
 results["prompts-sinks"] = prompts(spans, sinks=True) < 1e-5
 results["prompts-window-sinks"] = (
     prompts(spans, heads=(6, 2), size=24, page=4, window=30, sinks=True) < 1e-5
-    and prompts(spans, heads=(16, 2), size=64, window=128, sinks=True) < 1e-5
+    and prompts(spans, heads=(8, 1), size=64, window=128, sinks=True) < 1e-5
 )
 results["prompts-large-heads"] = prompts([(0, 70), (60, 80)], heads=(2, 1), size=256, window=20) < 1e-5
 results["parts"] = all(parts(3, 70, K, 32, biased=biased) for K in (128, 144, 40) for biased in (False, True))

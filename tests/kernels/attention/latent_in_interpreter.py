@@ -99,16 +99,16 @@ results["steps"] = steps()
 
 def sparse_steps() -> bool:
     """As `steps`, of layers that choose and that share the choice; no slot is read that was not written."""
-    whole, decoded = drawn(60), drawn(60, seed=1)
+    whole, decoded = drawn(28), drawn(28, seed=1)
     decoded.up = whole.up
-    indices = sparse.drawn_index(60, 0), sparse.drawn_index(60, 1)
+    indices = sparse.drawn_index(28, 0), sparse.drawn_index(28, 1)
     group = sparse.paged()
-    requests = sequence(0, 0, 15), sequence(1, 30, 15)
+    requests = sequence(0, 0, 7), sequence(1, 30, 7)
     wanted = [sparse.expected(x, index) for x, index in zip((whole, decoded), indices, strict=True)]
 
     right = True
     # A chunk that sees all it may choose, and one that does not; then three drafts next to a chunk.
-    for (first, last), (begin, end) in (((0, 12), (0, 40)), ((12, 60), (40, 43)), ((60, 60), (43, 44))):
+    for (first, last), (begin, end) in (((0, 12), (0, 20)), ((12, 28), (20, 23)), ((28, 28), (23, 24))):
         own, other = Chunk(requests[1], begin, end), Chunk(requests[0], first, last)
         if begin == 0:
             q, latent, up, index = sparse.both(
@@ -125,15 +125,15 @@ def sparse_steps() -> bool:
             expected = torch.cat((wanted[1][begin:end], wanted[0][first:last]))
         chosen, shared = step.latent(0, q, latent, up, index), step.latent(1, q, latent, up)
         right &= torch.allclose(chosen, expected.float(), atol=2e-5) and torch.equal(chosen, shared)
-    slots = group.place_singles([Chunk(requests[1], 44, 45)])
-    group.table[1, 11] = slots[0] // group.page_size
+    slots = group.place_singles([Chunk(requests[1], 24, 25)])
+    group.table[1, 6] = slots[0] // group.page_size
     rows = torch.tensor([1, group.spare_row])
     slots_N = torch.tensor([*slots, group.spare_slot])
-    graph = RowAttention(group, slots_N, group.table[rows], torch.tensor([45, 0]))
-    q, latent, up, index = sparse.both(decoded, decoded, slice(44, 45), slice(0, 1), [indices[1], indices[1]])
+    graph = RowAttention(group, slots_N, group.table[rows], torch.tensor([25, 0]))
+    q, latent, up, index = sparse.both(decoded, decoded, slice(24, 25), slice(0, 1), [indices[1], indices[1]])
     found = graph.latent(0, q, latent, up, index)
     right &= torch.equal(found, graph.latent(1, q, latent, up))
-    return right and torch.allclose(found[:1], wanted[1][44:45].float(), atol=2e-5) and not found[1:].any()
+    return right and torch.allclose(found[:1], wanted[1][24:25].float(), atol=2e-5) and not found[1:].any()
 
 
 results["sparse-steps"] = sparse_steps()
