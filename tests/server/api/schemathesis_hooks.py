@@ -46,6 +46,8 @@ ACROSS_FIELDS = (
     "query and items must both be",
     *(f"{name}: " for name in StructuredFields.model_fields),  # a schema or pattern that cannot be compiled
     "structured_outputs.",
+    "output_config.format: ",
+    "text.format: ",
 )
 
 

@@ -363,14 +363,14 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": UNKNOWN}}},
-        "properties.a: keyword 'not'",
+        "output_config.format: schema.properties.a: keyword 'not'",
     ),
     (
         {
             "output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}},
             "tool_choice": {"type": "any"},
         },
-        "both say what the answer must be",
+        "tool_choice and output_config.format both say",
     ),
     ({"max_tokens": None}, "max_tokens: "),
     ({"tools": [{"input_schema": PARAMETERS}]}, "tools.0.name: required"),
@@ -415,9 +415,12 @@ REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "text only"),
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": UNKNOWN}}},
-        "properties.a: keyword 'not'",
+        "text.format: schema.properties.a: keyword 'not'",
     ),
-    ({"text": {"format": {"type": "json_object"}}, "tool_choice": "required"}, "both say what the answer"),
+    (
+        {"text": {"format": {"type": "json_object"}}, "tool_choice": "required"},
+        "tool_choice and text.format both say",
+    ),
     ({"tool_choice": {"type": "function", "name": "sub"}}, "'sub' is not the name of a tool (add)"),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},

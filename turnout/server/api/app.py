@@ -40,6 +40,8 @@ from turnout.server.api.turns import Turns
 
 GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
 PROFILE_BYTES = 4096  # of a body that says what to record
+RESPONSE_FORMAT = "response_format"  # of chat; what other protocols call it:
+FORMATS = {"/v1/messages": "output_config.format", "/v1/responses": "text.format"}
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
@@ -269,6 +271,9 @@ def handle_errors(app: FastAPI) -> None:
     """Every error leaves in its protocol's shape."""
 
     def answer(request: Request, error: ApiError) -> Response:
+        own = FORMATS.get(request.url.path, RESPONSE_FORMAT)
+        error.message = error.message.replace(RESPONSE_FORMAT, own, 1)
+        error.param = own if error.param == RESPONSE_FORMAT else error.param
         return error.response(anthropic=request.url.path.startswith("/v1/messages"))
 
     @app.exception_handler(ApiError)
