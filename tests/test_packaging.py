@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from turnout.kernels.cpu import jit
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -54,15 +58,50 @@ def test_wrong_arguments_of_the_install_script_change_nothing(arguments: tuple[s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.more
-def test_the_wheel_is_small_and_holds_what_is_needed(tmp_path: Path):
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", tmp_path, ROOT]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy, where no earlier build has left files that are shipped again."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "turnout", source / "turnout", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", source, source]
     subprocess.run(command, check=True, timeout=280)
-    [wheel] = tmp_path.glob("*.whl")
+    [built] = source.glob("*.whl")
+    return built
+
+
+@pytest.mark.more
+def test_the_wheel_is_small_and_holds_the_package_whole(wheel: Path):
     assert wheel.stat().st_size < 12 * MB
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"turnout/assets/demo/model.safetensors", "turnout/py.typed"} <= names
-    assert not any(name.startswith(("tests/", "tools/")) for name in names)
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = (file for file in (ROOT / "turnout").rglob("*") if file.is_file())
+    assert names == {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+
+
+@pytest.mark.more
+def test_what_the_wheel_installs_plans_and_answers_from_another_folder(wheel: Path, tmp_path: Path):
+    installed = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", installed, wheel]
+    subprocess.run(pip, check=True, timeout=280)
+    if jit.FOLDER is not None:  # compiled kernels, as an image has them
+        compiled = installed / "turnout/kernels/cpu/__pycache__" / jit.FOLDER.name
+        shutil.copytree(jit.FOLDER, compiled, dirs_exist_ok=True)
+
+    def run(*words: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=280
+        ).stdout
+
+    assert run("-c", "import turnout; print(turnout.__file__)").startswith(str(installed))
+    planned = json.loads(run("-m", "turnout.cli", "plan", "demo", "--device", "cpu", "--json"))
+    assert not planned["refused"]
+    question = ("generate", "demo", "What is 12*34?", "--max-tokens", "64", "--device", "cpu")
+    assert "408" in run("-m", "turnout.cli", *question)
+    task = "from turnout.evals.tasks import load_task; print(len(load_task('wordmath', 2, 0)))"
+    assert run("-c", task) == "2\n"
 
 
 @pytest.mark.more
