@@ -109,6 +109,18 @@ class CompressedProjection:
         )
 
 
+def _compressors(prefix: str, spec: CompressedSpec) -> dict[str, int]:
+    """Those of the layer, and the size of the entries that each makes."""
+    made = {f"{prefix}.compressor": spec.head_dim} if spec.rate else {}
+    return made | ({f"{prefix}.indexer.compressor": spec.index_dim} if spec.index_heads else {})
+
+
+def compressor_tensors(prefix: str, spec: CompressedSpec) -> list[str]:
+    """What a checkpoint must have for the layer at `prefix` to make entries."""
+    parts = ("wkv.weight", "wgate.weight", "ape", "norm.weight")
+    return [f"{name}.{part}" for name in _compressors(prefix, spec) for part in parts]
+
+
 def read_compressed_attention(
     layer: int,
     prefix: str,
@@ -127,10 +139,7 @@ def read_compressed_attention(
     heads = Share(spec.num_heads, group.rank * local.num_heads, local.num_heads)
     groups = Share(spec.output_groups, group.rank * local.output_groups, local.output_groups)
     rows = {f"{prefix}.wq_a": whole(rank), f"{prefix}.wkv": whole(D)}
-    made = {f"{prefix}.compressor": D} if spec.rate else {}
-    index = f"{prefix}.indexer"
-    if spec.index_heads:
-        made[f"{index}.compressor"] = spec.index_dim
+    index, made = f"{prefix}.indexer", _compressors(prefix, spec)
     for name, dim in made.items():
         rows |= {f"{name}.{part}": whole(spec.series * dim) for part in ("wkv", "wgate")}
     index_up = None

@@ -26,7 +26,7 @@ from turnout.models.blocks import (
     RotaryEmbedding,
     WholeNorm,
 )
-from turnout.models.compressed_attention import read_compressed_attention
+from turnout.models.compressed_attention import compressor_tensors, read_compressed_attention
 from turnout.models.decoder import MLP, Decoder, DecoderLayer, DraftLayer, Mixer
 from turnout.models.delta_net import read_delta_net
 from turnout.models.dense import Dense, ordered_rows
@@ -71,6 +71,8 @@ class DecoderReader:
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         spec, weights, count = self._spec, self._weights, self._shape.num_layers
         local = tuple(layer.split(self._group.size) for layer in spec.shape.attention)
+        self._check_compressors()
+        self._tables = {i: self._read_hash(i) for i in spec.hash_layers}
         embed, head = self._keep(f"vocabulary {self._share}", self._read_vocabulary)
         ropes = self._ropes()
         layers: list[DecoderLayer | StreamLayer] = []
@@ -302,7 +304,7 @@ class DecoderReader:
         dtype = torch.float32 if self._spec.router_float32 else None
         bias_E = experts_of_token = None
         if i in self._spec.hash_layers:
-            experts_of_token = self._read_hash(f"{prefix}.{names.hash_table}")
+            experts_of_token = self._tables[i]
         elif self._spec.correction_bias:
             name = f"{prefix}.{names.correction_bias}"
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
@@ -322,8 +324,18 @@ class DecoderReader:
             keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
         )
 
-    def _read_hash(self, name: str) -> Tensor:
-        """int32 [V, k]: the experts of each token id."""
+    def _check_compressors(self) -> None:
+        """Raises CheckpointError for one that is missing, before gigabytes of others are read."""
+        for i, layer in enumerate(self._shape.attention):
+            if isinstance(layer, CompressedSpec):
+                prefix = f"{self._spec.layer_prefix(i)}.{self._spec.names.attention}"
+                for name in compressor_tensors(prefix, layer):
+                    self._weights.checkpoint.meta(name)
+
+    def _read_hash(self, i: int) -> Tensor:
+        """int32 [V, k]: the experts of each token id in layer i."""
+        names = self._spec.names
+        name = f"{self._spec.layer_prefix(i)}.{names.moe}.{names.hash_table}"
         shape = self._shape.vocab_size, self._spec.moe.top_k
         table_VK = self._weights.checkpoint.tensor(name, shape).to(torch.int32)
         if not 0 <= int(table_VK.min()) <= int(table_VK.max()) < self._spec.moe.num_experts:
