@@ -70,6 +70,7 @@ class PlainAttention(Attention):
         self.cache: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
         self.states: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.lengths: dict[str, int] = {}
+        self.entries: dict[tuple[int, str], list[list[Tensor]]] = {}  # and their index keys
         self.index_keys: dict[tuple[int, str], list[Tensor]] = {}
         self.choices: dict[str, list[set[int]]] = {}  # of each token of this step, by the last indexer
 
@@ -165,7 +166,7 @@ class PlainAttention(Attention):
     def compressed(
         self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
     ) -> Tensor:
-        """Token by token, from all that came before: entries are made anew each time, window by window."""
+        """Token by token, from all that came before; entries are made window by window."""
         spec, at, parts = self.model.shape.attention[layer], 0, [q_NHD[:0]]
         for name, count in self._chunks:
             past = self.cache.setdefault((layer, name), [])
@@ -173,27 +174,37 @@ class PlainAttention(Attention):
                 past.append((kv_ND[n], None if rest is None else rest.raw_NX[n]))
                 keys = [kv for kv, _ in past[-spec.recent :]]
                 if rest is not None:
-                    keys += self._entries(spec, [raw for _, raw in past], rest, n)
+                    made = self.entries.setdefault((layer, name), [])
+                    if len(past) % spec.rate == 0:
+                        made.append(self._entry(spec, [raw for _, raw in past], rest))
+                    keys += self._seen(spec, made, rest, n)
                 scores_HL = q_NHD[n] @ torch.stack(keys).T * spec.scale
                 weights_HL = torch.cat((scores_HL, sinks_H[:, None]), dim=1).softmax(-1)[:, :-1]
                 parts.append((weights_HL @ torch.stack(keys))[None])
             at += count
         return torch.cat(parts)
 
-    def _entries(self, spec: CompressedSpec, raw: list[Tensor], rest: Compressible, n: int) -> list[Tensor]:
-        """Those that token `n` of this step sees, behind the tokens of `raw`."""
-        made = [self._entry(spec, raw, w, rest.entries, 0) for w in range(len(raw) // spec.rate)]
+    def _seen(
+        self, spec: CompressedSpec, made: list[list[Tensor]], rest: Compressible, n: int
+    ) -> list[Tensor]:
+        """Those of the entries that token `n` of this step sees."""
         if rest.index_entries is None or len(made) <= spec.index_topk:
-            return made
-        scores = []
-        for w in range(len(made)):
-            key_D = self._entry(spec, raw, w, rest.index_entries, 2 * spec.series * spec.head_dim)
-            scores.append(float((rest.index_queries[n] @ key_D).clamp(min=0) @ rest.index_weights[n]))
+            return [entry_D for entry_D, *_ in made]
+        scores = [
+            float((rest.index_queries[n] @ key_D).clamp(min=0) @ rest.index_weights[n]) for _, key_D in made
+        ]
         best = sorted(range(len(made)), key=lambda w: -scores[w])[: spec.index_topk]
-        return [made[w] for w in best]
+        return [made[w][0] for w in best]
 
-    def _entry(self, spec: CompressedSpec, raw: list[Tensor], w: int, by: Compressor, at: int) -> Tensor:
-        rate, size = spec.rate, by.bias_RX.shape[1]
+    def _entry(self, spec: CompressedSpec, raw: list[Tensor], rest: Compressible) -> list[Tensor]:
+        """What is made of the last window of `raw`, and where there is an index its key."""
+        made = [self._made(spec, raw, rest.entries, 0)]
+        if rest.index_entries is not None:
+            made.append(self._made(spec, raw, rest.index_entries, 2 * spec.series * spec.head_dim))
+        return made
+
+    def _made(self, spec: CompressedSpec, raw: list[Tensor], by: Compressor, at: int) -> Tensor:
+        rate, size, w = spec.rate, by.bias_RX.shape[1], len(raw) // spec.rate - 1
         D, contents, gates = size // spec.series, [], []
         for t in range(max(0, (w - spec.overlap) * rate), (w + 1) * rate):
             series = slice(size - D, size) if t >= w * rate else slice(0, D)
