@@ -184,7 +184,8 @@ class Config:
     )
     state_snapshot_interval: int = memory_flag(
         0,
-        "keep states of recurrent layers every so many tokens, so that prefixes are reused; 0: reuse none",
+        "keep states of recurrent layers and of compressed attention every so many tokens, so that prefixes "
+        "are reused; 0: reuse none",
         minimum=0,
     )
     scheduling_policy: str = memory_flag(

@@ -6,6 +6,7 @@ Layers with windows and sinks share the toy model with layers of full attention,
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,13 +30,20 @@ def toy(name: str) -> ToyModel:
     return ToyModel(seed=3, shape=replace(SHAPE, attention=MODELS[name]))
 
 
-def asked(draw: random.Random, count: int) -> list[list[int]]:
-    """Prompts some of which begin alike, and some of which repeat themselves, so that drafts hold."""
-    shared = [draw.randrange(49) for _ in range(26)]
+def asked(
+    draw: random.Random,
+    count: int,
+    *,
+    shared: Sequence[int] = (0, 8, 16, 23, 26),
+    longest: int = 44,
+) -> list[list[int]]:
+    """Prompts some of which begin alike, in so many tokens, and some of which repeat themselves, so that
+    drafts hold."""
+    begin = [draw.randrange(49) for _ in range(max(shared))]
     prompts = []
     for _ in range(count):
         own = [draw.randrange(49) for _ in range(draw.randint(1, 12))] * draw.choice([1, 1, 3])
-        prompts.append((shared[: draw.choice([0, 8, 16, 23, 26])] + own)[:44])
+        prompts.append((begin[: draw.choice(shared)] + own)[:longest])
     return prompts
 
 

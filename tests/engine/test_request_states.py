@@ -1,22 +1,37 @@
-"""Models with recurrent layers: same tokens as a plain loop, whatever the schedule.
+"""Models that keep more of a request than keys and values: same tokens as a plain loop in any schedule.
 
-`python -m tests.engine.test_request_states 5000` sends each model as many requests, and prints what happened.
+Recurrent layers, whose plain loop is the toy's; sparse latent attention (DeepSeek-V3.2, GLM-5) and compressed
+attention (DeepSeek-V4), whose plain loop is transformers'.
+
+`python -m tests.engine.test_request_states 5000` sends each model as many requests, and prints what happened;
+names behind the number choose models.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.engine.test_cache_groups import asked
 from tests.engine.test_core import _drive_at_random, assert_idle, requests_of
 from tests.engine.toy import SHAPE, ToyModel, make_core, request, run
-from turnout.attention.kinds import AttentionSpec, DeltaNetSpec
+from tests.models.families import FAMILIES, build
+from tests.models.running import load
+from tests.models.test_deepseek_v4 import build_published
+from turnout.attention.compressed import CompressedAttention
+from turnout.attention.kinds import AttentionSpec, DeltaNetSpec, keeps_states
+from turnout.attention.sparse_latent import SparseLatentAttention
+from turnout.engine.core import EngineCore
 from turnout.engine.scheduler.snapshots import SnapshotPool
 
 FULL = AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -25,8 +40,8 @@ MODELS = {
     "hybrid": (DELTA, DELTA, FULL, DELTA),
     "two kinds of state, and a window": (DELTA, replace(DELTA, num_kv_heads=4), FULL.sliding(6), FULL),
 }
-
-
+LONG = "deepseek_v4, entries of 4 and 128"
+PUBLISHED_MODELS = ("deepseek_v4", LONG, "deepseek_v32", "glm_moe_dsa")
 VOCABULARY = 16  # so small that a random draft layer foretells some tokens
 PROMPTS, ROUND = 14, 36  # of a schedule; schedules with the same prompts
 NGRAM: list[dict[str, object]] = [
@@ -46,45 +61,127 @@ def toy(name: str) -> ToyModel:
     return ToyModel(seed=4, shape=replace(SHAPE, attention=MODELS[name]))
 
 
-def drafting(name: str) -> ToyModel:
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, its plain loop, and what its schedules are drawn from. flags: of schedules, in turn. shared:
+    how much prompts have in common; longest, room: of prompts and of contexts; sizes in tokens."""
+
+    model: Any
+    greedy: Callable[[list[list[int]], int], list[list[int]]]
+    flags: Sequence[dict[str, object]]
+    page_sizes: Sequence[int] = (4,)
+    intervals: Sequence[int] = (0, 4, 8, 8)
+    shared: Sequence[int] = (0, 8, 16, 23, 26)
+    longest: int = 44
+    room: int = 60
+    pages_of: Sequence[int] = (64, 80, 256)
+    chunks: Sequence[int] = (1, 3, 8, 32)
+    prefill: Sequence[int] = (4, 8, 40)
+
+
+def recurrent(name: str) -> Subject:
     """With a draft layer behind the layers of its name."""
-    layers = (*MODELS[name], FULL)
-    shape = replace(SHAPE, attention=layers, vocab_size=VOCABULARY, eos_token_ids=(VOCABULARY - 1,))
-    return ToyModel(seed=4, shape=shape, drafts=True)
+    shape = replace(
+        SHAPE,
+        attention=(*MODELS[name], FULL),
+        vocab_size=VOCABULARY,
+        eos_token_ids=(VOCABULARY - 1,),
+    )
+    model = ToyModel(seed=4, shape=shape, drafts=True)
+    return Subject(
+        model=model, greedy=lambda prompts, count: [model.greedy(p, count) for p in prompts], flags=FLAGS
+    )
+
+
+def published(name: str, folder: Path) -> Subject:
+    """A family of tests/models/families.py, or DeepSeek-V4 with entries of 4 and 128 tokens."""
+    small = {"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1}
+    long = name == LONG
+    built = build_published(folder, **small) if long else build(folder, FAMILIES[name], **small)
+    found = Subject(
+        model=load(folder),
+        greedy=lambda prompts, count: greedy(built.model, prompts, count),
+        flags=[{}, *NGRAM],
+        page_sizes=(4, 8),
+        intervals=(0,),
+    )
+    if not name.startswith("deepseek_v4"):
+        return found
+    found = replace(found, page_sizes=(2, 4, 8, 16), intervals=(0, 16, 32))
+    if not long:
+        return found
+    return replace(
+        found,
+        page_sizes=(16, 64, 128),
+        intervals=(0, 128, 128),
+        shared=(0, 3, 115, 124, 127, 128, 129, 244),
+        longest=270,
+        room=300,
+        pages_of=(384, 512, 2048),
+        chunks=(7, 32, 128, 300),
+        prefill=(16, 64, 400),
+    )
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Transformers' whole computation for each token, of all prompts at once: what follows a token, padding
+    too, changes nothing."""
+    ends = [len(prompt) for prompt in prompts]
+    tokens = torch.zeros(len(prompts), max(ends) + count, dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    rows, ends_R = torch.arange(len(prompts)), torch.tensor(ends)
+    for i in range(count):
+        logits = model(tokens[:, : max(ends) + i], use_cache=False).logits
+        tokens[rows, ends_R + i] = logits[rows, ends_R + i - 1].argmax(-1)
+    answers = [row[end : end + count].tolist() for row, end in zip(tokens, ends, strict=True)]
+    return [answer[: [*answer, VOCABULARY - 1].index(VOCABULARY - 1) + 1] for answer in answers]
+
+
+def subject(name: str, folder: Path) -> Subject:
+    return recurrent(name) if name in MODELS else published(name, folder)
 
 
 @pytest.mark.parametrize(
     ("name", "schedules"),
-    [("hybrid", 6), *(pytest.param(name, 30, marks=pytest.mark.more) for name in MODELS)],
+    [
+        ("hybrid", 6),
+        *((name, 3) for name in PUBLISHED_MODELS if name != LONG),
+        *(pytest.param(name, 30, marks=pytest.mark.more) for name in (*MODELS, *PUBLISHED_MODELS)),
+    ],
 )
-def test_schedules_never_change_an_answer(name: str, schedules: int) -> None:
-    assert min(drive(name, schedules).values()) > 0
+def test_schedules_never_change_an_answer(name: str, schedules: int, tmp_path: Path) -> None:
+    assert min(drive(subject(name, tmp_path), schedules).values()) > 0
 
 
-def drive(name: str, schedules: int, first: int = 0) -> Counter[str]:
+def drive(subject: Subject, schedules: int, first: int = 0) -> Counter[str]:
     """Prefix hits, chunks, drafts of both kinds, preemption, aborts, slots used again: survivors equal the
     plain loop. Returns how often what happened."""
-    model, seen = drafting(name), Counter[str]()
+    seen = Counter[str]()
+    stateful = keeps_states(subject.model.shape.attention)
     for seed in range(first, first + schedules):
         draw = random.Random(seed)
         if seed % ROUND == 0 or seed == first:
-            prompts = asked(random.Random(5 + seed // ROUND), PROMPTS)
+            prompts = asked(
+                random.Random(5 + seed // ROUND), PROMPTS, shared=subject.shared, longest=subject.longest
+            )
             prompts = [[token % (VOCABULARY - 1) for token in prompt] for prompt in prompts]
-            answers = [model.greedy(prompt, 14) for prompt in prompts]
-        interval, flags = draw.choice([0, 4, 8, 8]), FLAGS[seed % len(FLAGS)]
+            answers = subject.greedy(prompts, 14)
+        interval, flags = draw.choice(subject.intervals), subject.flags[seed % len(subject.flags)]
+        tokens, page_size = draw.choice(subject.pages_of), draw.choice(subject.page_sizes)
         core = make_core(
-            model,
+            subject.model,
             state_snapshot_interval=interval,
-            num_pages=draw.choice([16, 20, 64]),
-            max_context=60,
-            chunked_prefill_size=draw.choice([1, 3, 8, 32]),
-            max_prefill_tokens=draw.choice([4, 8, 40]),
+            page_size=page_size,
+            num_pages=tokens // page_size,
+            max_context=subject.room,
+            chunked_prefill_size=draw.choice(subject.chunks),
+            max_prefill_tokens=draw.choice(subject.prefill),
             max_running_requests=draw.choice([1, 3, 6]),
             **flags,
         )
-        for states in core._attention.states:  # whatever is left there must never be read
-            states.states.fill_(float("nan"))
-            states.windows.fill_(float("nan"))
+        spoil(core)
         got, aborted = _drive_at_random(core, prompts, draw)
         for i, answer in enumerate(answers):
             tokens = got[str(i)].token_ids
@@ -94,16 +191,31 @@ def drive(name: str, schedules: int, first: int = 0) -> Counter[str]:
             seen["tokens"] += len(tokens)
         assert_idle(core)
         stats = core.stats()
-        assert interval or stats.cached_prompt_tokens == 0
+        assert interval or not stateful or stats.cached_prompt_tokens == 0
         kind = flags.get("speculative_algorithm", "none")
         if kind != "none":
             seen[f"{kind} drafts that held"] += stats.spec_accepted_tokens
             seen[f"{kind} drafts that did not"] += stats.spec_draft_tokens - stats.spec_accepted_tokens
-        seen["prompt tokens from snapshots"] += stats.cached_prompt_tokens
+        if any(subject.intervals) or not stateful:
+            seen["prompt tokens from the prefix cache"] += stats.cached_prompt_tokens
         seen["preemptions"] += stats.preemptions
         seen["aborts"] += len(aborted)
         seen["requests"] += PROMPTS
     return seen
+
+
+def spoil(core: EngineCore) -> None:
+    """Whatever is left in memory by others must never be read."""
+    for states in core._attention.states:
+        states.states.fill_(torch.nan)
+        states.windows.fill_(torch.nan)
+    for group in core._attention.groups:
+        if isinstance(group, CompressedAttention):
+            for kept in (group.cache, group._recent, group._open):
+                kept.fill_(torch.nan)
+        if isinstance(group, SparseLatentAttention):
+            group.cache.fill_(torch.nan)
+            group.index_keys.fill_(torch.nan)
 
 
 def test_near_ties_are_decided_over_states_too() -> None:
@@ -182,5 +294,7 @@ def test_the_snapshot_used_longest_ago_makes_room() -> None:
 
 
 if __name__ == "__main__":
-    for name in MODELS:
-        print(name, dict(drive(name, -(-int(sys.argv[1]) // PROMPTS))), flush=True)
+    for name in sys.argv[2:] or (*MODELS, *PUBLISHED_MODELS):
+        with tempfile.TemporaryDirectory() as folder:
+            seen = drive(subject(name, Path(folder)), -(-int(sys.argv[1]) // PROMPTS))
+        print(name, dict(seen), flush=True)

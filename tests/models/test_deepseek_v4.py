@@ -26,6 +26,8 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.compressed import CompressedAttention
 from turnout.attention.kinds import cache_groups
 from turnout.checkpoint import CheckpointError
+from turnout.config import Config
+from turnout.engine.engine_plan import resolve
 from turnout.errors import UserError
 from turnout.models import describe
 from turnout.models.interface import Model, Step
@@ -40,12 +42,16 @@ PUBLISHED = replace(
 IDS = prompt(330)
 
 
+def build_published(folder: Path, **overrides: Any) -> Built:
+    found = build(folder, PUBLISHED, **overrides)
+    config = {name: value for name, value in found.config.items() if name != "compress_rates"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return replace(found, config=config)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    found = build(tmp_path_factory.mktemp("v4"), PUBLISHED)
-    config = {name: value for name, value in found.config.items() if name != "compress_rates"}
-    (found.folder / "config.json").write_text(json.dumps(config))
-    return replace(found, config=config)
+    return build_published(tmp_path_factory.mktemp("v4"))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ class Paged:
     def request(self, row: int) -> Any:
         pages = range(row, 2 * self.pages, 2)  # those of two requests alternate
         groups = [SimpleNamespace(pages=list(pages), placed=0) for _ in self.caches.groups]
-        return SimpleNamespace(row=row, kv=groups, state_slots=[])
+        return SimpleNamespace(row=row, kv=groups, state_slots=[row])
 
     @torch.inference_mode()
     def logits(self, *chunks: tuple[Any, Sequence[int], int, int]) -> list[Tensor]:
@@ -132,15 +138,24 @@ def test_two_requests_in_a_step(built: Built, expected: Tensor) -> None:
     assert error(torch.cat(others), expected) <= BOUND
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_the_engine_decodes_past_windows(chunk: int, built: Built) -> None:
-    """Several requests at a time, some put back and computed anew."""
+@pytest.mark.parametrize(
+    ("chunk", "flags"),
+    [(7, {}), (64, {"speculative_algorithm": "ngram", "state_snapshot_interval": 128})],
+    ids=["chunks of 7", "drafts and snapshots"],
+)
+def test_the_engine_decodes_past_windows(chunk: int, flags: dict[str, Any], built: Built) -> None:
+    """Several requests at a time, some put back and computed anew, or behind a prefix that is known."""
     asked = [prompt(length, seed=length) for length in (120, 127, 128, 250)]
+    asked[1] = asked[1][:7] * 18  # which drafts foretell
     sampling = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)
     sizes = {"chunked_prefill_size": chunk, "max_total_tokens": 672, "max_running_requests": 4}
-    with LLM(str(built.folder), num_threads=1, load_progress=False, page_size=16, **sizes) as llm:
+    with LLM(str(built.folder), num_threads=1, load_progress=False, page_size=16, **sizes, **flags) as llm:
         answers = llm.generate(asked, sampling)
-        assert llm.info()["kv"]["groups"]
+        if flags:
+            answers += llm.generate(asked[-1:], sampling)
+            asked.append(asked[-1])
+            assert [answer.cached_tokens for answer in answers] == [0, 0, 0, 0, 128]
+            assert llm.stats().spec_draft_tokens > 0
     for ids, answer in zip(asked, answers, strict=True):
         scores = reference(built.model, ids + answer.token_ids).log_softmax(-1)[len(ids) - 1 : -1]
         chosen = scores.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
@@ -269,13 +284,19 @@ def test_fields_of_draft_stages_change_nothing(built: Built) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"speculative_algorithm": "ngram"}, "rejected draft"),
-        ({"deterministic": True}, "--deterministic"),
-        ({"state_snapshot_interval": 128}, "--state-snapshot-interval"),
+        ({"speculative_algorithm": "MTP"}, "DeepseekV4ForCausalLM has no draft layer here"),
+        ({"deterministic": True}, "compressed attention: --deterministic.*leave --deterministic out"),
+        ({"state_snapshot_interval": 120}, "use a multiple of 16"),
         ({"page_size": 48}, "pages of 128 tokens, a multiple or a part"),
+        ({"context_length": 600}, "positions beyond 512.*use --context-length 512 or less"),
+        ({"disable_prefill_graph": False}, "leave --no-disable-prefill-graph out"),
     ],
     ids=str,
 )
-def test_flags_that_it_does_not_have(flags: dict[str, Any], message: str, built: Built) -> None:
+def test_flags_that_it_does_not_have(
+    flags: dict[str, Any], message: str, built: Built, tmp_path: Path
+) -> None:
+    """Refused by config.json alone: there are no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(built.config))
     with pytest.raises(UserError, match=message):
-        LLM(str(built.folder), load_progress=False, **flags)
+        resolve(Config(model=str(tmp_path), device="cpu", **flags))

@@ -450,7 +450,7 @@ def test_what_states_do_not_permit_is_refused_by_name() -> None:
     assert "leave --no-disable-prefill-graph out" in text
     code, text = plan("qwen3-vl-30b-a3b", "h200", state_snapshot_interval=64)
     assert code == 2
-    assert "none of its layers is recurrent" in text
+    assert "none of its layers is recurrent or compresses" in text
     code, text = plan(name, "h200", max_running_requests=4000)
     assert code == 2
     assert re.search(r"states of 4000 requests 258 GB.*use --max-running-requests \d+ or less", text, re.S)

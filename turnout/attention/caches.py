@@ -44,11 +44,11 @@ class AttentionCaches:
         return of_groups + sum(states.state_bytes for states in self.states)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """States in all recurrent layers, (from, to) slots, one after the other."""
-        for states in self.states:
+        """States in all layers that have some, (from, to) slots, one after the other."""
+        keepers: list[PagedAttention | RequestStates] = [*self.groups, *self.states]
+        for keeper in keepers:
             for source, target in copies:
-                states.windows[:, target] = states.windows[:, source]
-                states.states[:, target] = states.states[:, source]
+                keeper.copy_state(source, target)
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """As `PagedAttention.laid_out`, for all layers."""

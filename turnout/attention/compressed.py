@@ -10,8 +10,10 @@ entries of its own, it sees the `index_topk` of those whose score
     sum over heads h of weight_h * max(0, query_h . entry)
 
 is largest, ties going to the lowest place. The last tokens are in a ring by position; so are contents and
-gates of those whose entries are not made yet. Both belong to the row of a request: what an earlier request
-left there is never read, since nothing before position 0 is.
+gates of those whose entries are not made yet. Both belong to the state slot of a request: what an earlier
+request left there is never read, since nothing before position 0 is. Rings are longer than what is read of
+them by the drafts of a step, so that drafts overwrite nothing that is needed if they are rejected; an entry
+made of rejected drafts is made anew when its window ends again, before any token sees it.
 
 Legend: N tokens of a step, T of a chunk, R of a block of it, Hq query heads, D head size, Hi/Di number and
 size of index heads, Y = D + Di channels of an entry, X of what is kept of a token until its entries are made,
@@ -66,18 +68,22 @@ def attend(
 
 
 class CompressedAttention(PagedAttention):
-    """Owns entries [layers, S, D + Di] in pages of a group of layers, and of each row the last tokens
-    [layers, rows, recent, D] and contents and gates [layers, rows, remembered, X]. The last row is spare."""
+    """Owns entries [layers, S, D + Di] in pages of a group of layers, and of each state slot the last tokens
+    [layers, slots, recent + drafts, D] and contents and gates [layers, slots, remembered + drafts, X]. Slots
+    are those of requests, one spare, then of snapshots."""
 
     spec: CompressedSpec
 
-    def __init__(self, group: CacheGroup, *, max_running: int, **rest: Any) -> None:
+    def __init__(
+        self, group: CacheGroup, *, max_running: int, drafts: int = 0, snapshots: int = 0, **rest: Any
+    ) -> None:
+        """drafts: the most that a step verifies of a request. snapshots: slots for these."""
         super().__init__(group, max_running=max_running, **rest)
-        spec = self.spec
-        rows = len(group.layers), max_running + 1
-        kept = (spec.recent, spec.head_dim), (spec.remembered, spec.open_dim)
         self._recent, self._open = (
-            torch.zeros(*rows, *size, dtype=self.dtype, device=self.device) for size in kept
+            torch.zeros(
+                len(group.layers), max_running + 1 + snapshots, *size, dtype=self.dtype, device=self.device
+            )
+            for size in self.spec.ring_sizes(drafts)
         )
 
     def _layer_size(self, slots: int) -> tuple[int, ...]:
@@ -87,6 +93,10 @@ class CompressedAttention(PagedAttention):
     @property
     def state_bytes(self) -> int:
         return self._recent.nbytes + self._open.nbytes
+
+    def copy_state(self, source: int, target: int) -> None:
+        for ring in (self._recent, self._open):
+            ring[:, target] = ring[:, source]
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         parts, at = [], 0
@@ -98,6 +108,7 @@ class CompressedAttention(PagedAttention):
 
     def _part(self, chunk: Chunk, at: int) -> _Part:
         spec, row, device = self.spec, chunk.request.row, self.device
+        recent, remembered = self._recent.shape[2], self._open.shape[2]
         first = chunk.start // spec.rate if spec.rate else 0
         count = chunk.end // spec.rate if spec.rate else 0
         needed = max(0, first - spec.overlap) * spec.rate if spec.rate else chunk.start
@@ -108,15 +119,13 @@ class CompressedAttention(PagedAttention):
         slots_E = pages_E * per + (windows_E % per if per else 0)
         return _Part(
             rows=slice(at, at + chunk.length),
-            row=row,
+            slot=chunk.request.state_slots[0],
             start=chunk.start,
             end=chunk.end,
-            recent_P=_ring(max(0, chunk.start - spec.recent + 1), chunk.start, spec.recent, device),
-            open_P=_ring(needed, chunk.start, spec.remembered, device),
-            store_recent_P=_ring(max(chunk.start, chunk.end - spec.recent), chunk.end, spec.recent, device),
-            store_open_P=_ring(
-                max(chunk.start, chunk.end - spec.remembered), chunk.end, spec.remembered, device
-            ),
+            recent_P=_ring(max(0, chunk.start - spec.recent + 1), chunk.start, recent, device),
+            open_P=_ring(needed, chunk.start, remembered, device),
+            store_recent_P=_ring(max(chunk.start, chunk.end - recent), chunk.end, recent, device),
+            store_open_P=_ring(max(chunk.start, chunk.end - remembered), chunk.end, remembered, device),
             first=first,
             slots_E=slots_E.to(device),
         )
@@ -132,12 +141,12 @@ class CompressedAttention(PagedAttention):
     ) -> Tensor:
         """[T, Hq, D] of one chunk, whose tokens are then among what is kept."""
         i, spec = self.index[layer], self.spec
-        ring_WD = self._recent[i, part.row]
+        ring_WD = self._recent[i, part.slot]
         recent_LD = torch.cat((ring_WD[part.recent_P], kv_TD))
         ring_WD[part.store_recent_P] = kv_TD[len(kv_TD) - len(part.store_recent_P) :]
         entries_SY = self.layer_cache(layer)
         if rest is not None:
-            self._compress(part, self._open[i, part.row], entries_SY, rest)
+            self._compress(part, self._open[i, part.slot], entries_SY, rest)
         entries_EY = entries_SY[part.slots_E]
 
         def choose(rows: slice, entries_EY: Tensor, seen_RE: Tensor) -> Tensor:
@@ -165,7 +174,7 @@ class _Part:
     that may end in it. slots_E: of all entries of the context."""
 
     rows: slice
-    row: int
+    slot: int
     start: int
     end: int
     recent_P: Tensor

@@ -32,9 +32,12 @@ def paged_attention(
     device: torch.device,
     dtype: torch.dtype,
     chosen: Chosen | None = None,
+    drafts: int = 0,
+    snapshots: int = 0,
     **rest: Any,
 ) -> PagedAttention:
-    """The engine's attention for this device and model; arguments are those of `PagedAttention`."""
+    """The engine's attention for this device and model; arguments are those of `PagedAttention`, and of
+    `CompressedAttention`, which keeps states."""
     chosen = chosen or choose(group.spec, place_of(device, dtype, page_size))
     kind = CompiledAttention if chosen and chosen.backend == "cpu" else PagedAttention
     if group.spec.kind == AttentionKind.LATENT:
@@ -42,7 +45,7 @@ def paged_attention(
     if group.spec.kind == AttentionKind.SPARSE_LATENT:
         kind = SparseLatentAttention
     if group.spec.kind == AttentionKind.COMPRESSED:
-        kind = CompressedAttention
+        kind, rest = CompressedAttention, rest | {"drafts": drafts, "snapshots": snapshots}
     return kind(group, page_size=page_size, device=device, dtype=dtype, chosen=chosen, **rest)
 
 

@@ -96,7 +96,7 @@ class PagedSequence(Protocol):
 
     @property
     def state_slots(self) -> Sequence[int]:
-        """Of recurrent layers: of its state, then one for each draft of a step."""
+        """Of its state; where there are recurrent layers, then one for each draft of a step."""
         ...
 
 

@@ -208,9 +208,14 @@ class CompressedSpec(AttentionSpec):
         """Whether a page would begin or end within a window without holding a part of one only."""
         return self.rate > 0 and page_size % self.rate > 0 and self.rate % page_size > 0
 
-    def request_bytes(self, itemsize: int) -> int:
-        """Of one request in one layer: its last tokens, and those of windows that are not complete."""
-        return (self.recent * self.head_dim + self.remembered * self.open_dim) * itemsize
+    def ring_sizes(self, drafts: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What is kept of one request in one layer, as [tokens, channels]: of its last tokens, and of those
+        of windows that are not complete. drafts: the most that a step verifies, and may reject."""
+        return (self.recent + drafts, self.head_dim), (self.remembered + drafts, self.open_dim)
+
+    def request_bytes(self, itemsize: int, drafts: int) -> int:
+        """Of one request in one layer."""
+        return sum(tokens * channels for tokens, channels in self.ring_sizes(drafts)) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +292,9 @@ class CacheGroup:
             return len(self.layers) * self.spec.entries_per_page(page_size) * entry
         return page_size * self.token_bytes(itemsize)
 
-    def request_bytes(self, itemsize: int) -> int:
-        """Of one request in all layers of the group, next to its pages."""
-        found = self.spec.request_bytes(itemsize) if isinstance(self.spec, CompressedSpec) else 0
+    def request_bytes(self, itemsize: int, drafts: int = 0) -> int:
+        """Of one request in all layers of the group, next to its pages, where a step verifies so many."""
+        found = self.spec.request_bytes(itemsize, drafts) if isinstance(self.spec, CompressedSpec) else 0
         return len(self.layers) * found
 
 
@@ -324,7 +329,7 @@ def _shares_choice(spec: AttentionSpec) -> bool:
 
 
 def keeps_states(layers: Sequence[AttentionSpec]) -> bool:
-    """Whether some layer has a state of each request, which cannot go back to an earlier token."""
+    """Whether some layer has a state of each request, of fixed size."""
     return any(spec.kind in (AttentionKind.RECURRENT, AttentionKind.COMPRESSED) for spec in layers)
 
 

@@ -56,6 +56,10 @@ class RequestStates:
     def state_bytes(self) -> int:
         return self.windows.nbytes + self.states.nbytes
 
+    def copy_state(self, source: int, target: int) -> None:
+        for kept in (self.windows, self.states):
+            kept[:, target] = kept[:, source]
+
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
         most = max((chunk.length for chunk in decoding), default=1)

@@ -120,6 +120,9 @@ class PagedAttention:
         """Of what is kept of running requests next to pages."""
         return 0
 
+    def copy_state(self, source: int, target: int) -> None:
+        """What is kept of a request next to pages, from its slot to another."""
+
     @property
     def cache(self) -> Tensor:
         """[layers, Hkv, slots, 2, D], the last page spare."""

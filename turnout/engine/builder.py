@@ -188,6 +188,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         prefill_tokens=config.max_prefill_tokens,
         max_context=engine_plan.max_context,
         tokens_per_request=engine_plan.budget.tokens_per_request,
+        states_per_request=engine_plan.states_per_request,
         by_priority=config.scheduling_policy == "priority",
         times=StepTimes(config.target_tpot / 1000) if config.target_tpot else None,
         # Ranks that share requests have to draft alike, and each has a clock of its own.
@@ -208,6 +209,8 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
                 max_context=engine_plan.max_context,
                 device=device,
                 dtype=dtype,
+                drafts=engine_plan.budget.tokens_per_request - 1,
+                snapshots=engine_plan.num_snapshots,
                 fixed_spans=batch_invariant.SPANS if config.deterministic else 0,
                 chosen=chosen,
             )

@@ -6,8 +6,8 @@ rank's number: ranks that share requests need the same pages, and all ranks get 
 The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
 memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
 all running requests could use. Layers with a sliding window have pages of their own, far fewer of them.
-Recurrent layers have a slot of fixed size for each of --max-running-requests, one for padding, and as many
-again as the former for snapshots where --state-snapshot-interval asks for them.
+Layers that keep states have a slot of fixed size for each of --max-running-requests, one for padding, and as
+many again as the former for snapshots where --state-snapshot-interval asks for them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MemoryTable:
     logits: int
     prefill_graphs: int  # with what their pieces hand to attention; 0 where there are none
     available: int
-    states: int = 0  # of recurrent layers: of all running requests, and snapshots
+    states: int = 0  # of layers that keep some: of all running requests, and snapshots
 
     @property
     def total(self) -> int:
@@ -108,13 +108,13 @@ class Rank:
     @property
     def num_snapshots(self) -> int:
         """States kept for prefixes that may be asked for again: as many as of running requests."""
-        snapshots = self.config.state_snapshot_interval and self.state_groups
+        snapshots = self.config.state_snapshot_interval and self.keeps_states
         return self.config.max_running_requests if snapshots else 0
 
     @property
     def states_per_request(self) -> int:
-        """Slots of a running request: a state for each token that a step may verify."""
-        return self.config.verified_tokens or 1
+        """Slots of a running request. Of recurrent layers: a state for each token that a step may verify."""
+        return (self.config.verified_tokens or 1) if self.state_groups else 1
 
     @property
     def num_state_slots(self) -> int:
@@ -124,8 +124,8 @@ class Rank:
     @property
     def request_bytes(self) -> int:
         """One state of a request in all layers that have one."""
-        itemsize = ITEMSIZE[self.compute_dtype]
-        kept = sum(group.request_bytes(itemsize) for group in self.cache_groups)
+        itemsize, drafts = ITEMSIZE[self.compute_dtype], max(0, self.config.verified_tokens - 1)
+        kept = sum(group.request_bytes(itemsize, drafts) for group in self.cache_groups)
         return kept + sum(group.state_bytes(itemsize) for group in self.state_groups)
 
     @property

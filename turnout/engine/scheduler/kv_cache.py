@@ -7,8 +7,8 @@ Layers of one kind and shape share a pool (attention/kinds.py); a request has a 
     below the window of the next token after each step; these are still found by their prefix until they are
     given out again.
   * A prefix is reused where every group can go on from its end: groups that keep whole contexts have all of
-    its pages, those with a window the pages that the next token sees. Recurrent layers need a snapshot of
-    their states at that end besides (snapshots.py).
+    its pages, those with a window the pages that the next token sees. Layers that keep
+    states need a snapshot of these at that end besides (snapshots.py).
 
 Torch-free.
 """
@@ -27,7 +27,7 @@ UNHELD = 0  # stands where a request does not hold a page (any more)
 class KVCache:
     """Pools of all groups, those of whole contexts first; pages of all hold as many tokens.
 
-    snapshots: of recurrent layers' states, at multiples of the page size; None where they are not kept.
+    snapshots: of layers' states, at multiples of the page size; None where they are not kept.
     """
 
     def __init__(self, pools: Sequence[KVBlockPool], page_size: int, snapshots: SnapshotPool | None = None):

@@ -94,8 +94,9 @@ def _order(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Queues and pages. `schedule` -> forward -> `computed` -> tokens appended by the caller -> `extended`.
 
-    tokens_per_request: what a decoding request may bring to a step, its drafts included. by_priority: lower
-    priorities count as earlier arrivals. times: of steps, where these have a target.
+    tokens_per_request: what a decoding request may bring to a step, its drafts included. states_per_request:
+    slots of states that a request has: one, or one for each of these tokens. by_priority: lower priorities
+    count as earlier arrivals. times: of steps, where these have a target.
     switch: says which steps bring drafts; None: all do.
     """
 
@@ -108,6 +109,7 @@ class Scheduler:
         prefill_tokens: int,
         max_context: int,
         tokens_per_request: int = 1,
+        states_per_request: int = 1,
         by_priority: bool = False,
         times: StepTimes | None = None,
         switch: DraftSwitch | None = None,
@@ -117,7 +119,7 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.prefill_tokens = prefill_tokens
         self.max_context = max_context
-        self.tokens_per_request = tokens_per_request
+        self.tokens_per_request, self._states_per_request = tokens_per_request, states_per_request
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first, as in `waiting`
         self.times, self.switch = times, switch
@@ -205,7 +207,7 @@ class Scheduler:
         """
         if request.row < 0:
             return  # preempted before its tokens were known
-        if self.tokens_per_request > 1:
+        if self._states_per_request > 1:
             slots, accepted = request.state_slots, len(request.tokens) - 1 - request.computed
             slots[0], slots[accepted] = slots[accepted], slots[0]
         self.kv.computed(request, len(request.tokens) - 1)
@@ -268,8 +270,8 @@ class Scheduler:
                 request.cached_tokens = request.computed
             self.waiting.popleft()
             request.row = self._rows.pop()
-            first = request.row * self.tokens_per_request
-            request.state_slots = list(range(first, first + self.tokens_per_request))
+            first = request.row * self._states_per_request
+            request.state_slots = list(range(first, first + self._states_per_request))
             insort(self.running, request, key=_order)
             self.kv.begun(request)
             length = min(request.remaining, self._most_tokens(request.computed, budget))

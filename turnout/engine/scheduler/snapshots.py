@@ -1,8 +1,9 @@
-"""Which states of recurrent layers are kept for prefixes that may be asked for again. Torch-free.
+"""Which states of requests are kept for prefixes that may be asked for again. Torch-free.
 
-A snapshot is a copy of a request's slot (attention/states.py) as of the end of a prefix, in a slot of its
-own, found by the prefix's digest; the one that was used longest ago makes room for another. What is to be
-copied is collected, and carried out in order before the next forward, which is the first to change a state.
+A snapshot is a copy of a request's slot (attention/states.py, attention/compressed.py) as of the end of a
+prefix, in a slot of its own, found by the prefix's digest; the one that was used longest ago makes room for
+another. What is to be copied is collected, and carried out in order before the next forward, which is the
+first to change a state.
 """
 
 from __future__ import annotations
