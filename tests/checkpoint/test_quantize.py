@@ -14,13 +14,14 @@ from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantiza
 from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoint import packing
+from tests.checkpoint.writers import load
 from tests.tiny import QWEN2_MOE, QWEN3_MOE, write_model
 from turnout.checkpoint import ExpertShape, open_checkpoint
 from turnout.checkpoint.encoders import summarize
@@ -58,10 +59,6 @@ def quantized(source, tmp_path_factory):
         format = "nvfp4" if name == "w4a16" else name
         quantize(source, parent / name, format, calibration=calibration)
     return parent
-
-
-def load(folder: Path) -> dict[str, Tensor]:
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
 
 
 def modelopt(weight: Tensor, amax: float) -> tuple[dict[str, Tensor], Tensor]:
