@@ -97,13 +97,14 @@ class EnginePlan(Rank):
         """KV pages of each cache group."""
         return pages_by_group(self.cache_groups, self.num_pages, self.config, self.budget)
 
-    def requests_at_once(self, contexts: Sequence[int] = (8192, 32768, 131072)) -> dict[int, int]:
-        """Requests that one rank can run together, by the tokens of each: those up to the longest, and that.
+    def requests_at_once(self) -> dict[int, int]:
+        """Requests that one rank can run together, by the tokens of each: 8k, 32k, 128k if the longest is
+        longer, and the longest.
 
         Bounded by pages of whole contexts and by --max-running-requests, for which other caches have room.
         """
         most = self.config.max_running_requests
-        tokens = [*(size for size in contexts if size < self.max_context), self.max_context]
+        tokens = [*(size for size in (8192, 32768, 131072) if size < self.max_context), self.max_context]
         return {size: min(most, self.num_pages // -(-size // self.page_size)) for size in tokens}
 
     def experts_of(self, layer: int) -> tuple[MoESpec, MoEPlan]:

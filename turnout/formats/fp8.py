@@ -31,14 +31,14 @@ def saturate(x: Tensor) -> Tensor:
     return x.clamp(-MAX, MAX).to(DTYPE)
 
 
-def encode_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """weight float [..., N, K] to (e4m3 [..., N, K], float32 [..., ceil(N/block), ceil(K/block)]).
+def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight float [..., N, K] to (e4m3 [..., N, K], float32 [..., ceil(N/128), ceil(K/128)]).
 
-    Blocks at the lower and right edge may be smaller than `block`.
+    Blocks at the lower and right edge may be smaller than 128 x 128.
     """
     n, k = weight.shape[-2:]
-    padded = F.pad(weight.float(), (0, -k % block, 0, -n % block))
-    blocks = padded.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     scale = _scale(blocks.abs().amax(dim=(-3, -1)))
     data = saturate(blocks / scale[..., :, None, :, None])
     return data.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scale

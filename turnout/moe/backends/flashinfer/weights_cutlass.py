@@ -45,9 +45,9 @@ def up_gate(rows: Tensor, *, gated: bool, multiple: int = 1, fill: int = 0, dim:
     return _pad(halves, -(-halves.shape[dim] // multiple) * multiple, dim, fill).flatten(dim - 1, dim)
 
 
-def pad(x: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
-    """[..., N, X] to [..., rows, columns]."""
-    return _pad(_pad(x, columns, -1, fill), rows, -2, fill)
+def pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """[..., N, X] to [..., rows, columns], with zeros."""
+    return _pad(_pad(x, columns, -1, 0), rows, -2, 0)
 
 
 def interleave_mxfp4(codes: Tensor) -> Tensor:
