@@ -425,6 +425,7 @@ def test_plans_say_what_states_take(name: str, hardware: str, ranks: int, megaby
 def test_a_draft_layer_left_out_of_quantisation_has_a_plan_of_its_own() -> None:
     name = "qwen3.5-397b-a17b-nvfp4"
     sizes = {"tp_size": 4, "ep_size": 4, "moe_activation_dtype": "nvfp4"}
+    sizes |= {"dp_size": 4, "enable_dp_attention": True, "moe_a2a_backend": "nvlink"}
     code, text = plan(name, "b200", speculative_algorithm="MTP", **sizes)
     assert code == 0, text
     assert "the draft layer's experts are in bf16: runner " in text
@@ -435,6 +436,13 @@ def test_a_draft_layer_left_out_of_quantisation_has_a_plan_of_its_own() -> None:
         for kind in ("none", "MTP")
     )
     assert drafting.plan.activation_format == without.plan.activation_format == "nvfp4"
+    # Tokens are sent in NVFP4 and in bfloat16, through buffers of their own.
+    assert [part.prefill.wire_format for part in drafting.plan.parts] == ["nvfp4", "bf16"]
+    assert drafting.memory.dispatch == sum(part.dispatch_bytes for part in drafting.plan.parts)
+    alike = {"tp_size": 8, "dp_size": 8, "ep_size": 8, "moe_activation_dtype": "auto"}
+    path = str(PUBLISHED / f"{name}.json")
+    shared = resolve(Config(model=path, speculative_algorithm="MTP", **sizes | alike), named("h200"))
+    assert shared.memory.dispatch == shared.plan.dispatch_bytes > 0
     assert drafting.memory.experts - without.memory.experts == 512 // 4 * 3 * 4096 * 1024 * 2
 
 

@@ -197,7 +197,7 @@ class Rank:
                 config.context_length or description.shape.max_position_embeddings,
             ),
             workspace=sum(part.workspace_bytes for part in moe.parts),
-            dispatch=sum(part.dispatch_bytes for part in moe.parts),
+            dispatch=sum({_buffers(part): part.dispatch_bytes for part in moe.parts}.values()),
             logits=logits_bytes(rows, description.shape.vocab_size),
             prefill_graphs=self._prefill_graph_bytes(budget, moe),
             available=int(self.hardware.memory_bytes * config.mem_fraction_static),
@@ -241,6 +241,14 @@ class Rank:
         of_dense = dense.mlps // (3 * H * max(1, self.description.shape.num_layers - layers))
         of_shared = dense.shared_experts // (3 * H * max(1, layers))
         return max(-(-of_dense // self.topology.attention_tp), -(-of_shared // split))
+
+
+def _buffers(moe: MoEPlan) -> tuple[object, ...]:
+    """What plans have in common whose layers share buffers of dispatchers."""
+    return tuple(
+        (phase.dispatcher, phase.wire_format, phase.combine_format, phase.max_tokens)
+        for phase in (moe.prefill, moe.decode)
+    )
 
 
 def memory_table(

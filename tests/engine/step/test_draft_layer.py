@@ -211,6 +211,9 @@ def test_rejected_drafts_leave_no_state_behind(hybrid):
     assert engine.stats().cached_prompt_tokens > stats.cached_prompt_tokens
 
 
+@pytest.mark.parametrize(
+    "hybrid", ["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.more)], indirect=True
+)  # the other as quantised, below
 def test_drafts_of_a_hybrid_are_those_of_transformers(hybrid):
     compare_drafts(hybrid)
 
