@@ -41,12 +41,13 @@ WRITERS = {
     "bf16": "any unquantised checkpoint, experts one by one or stacked; decoded while they load: INT4 with "
     "zero points, FP8 with a scale per row of compressed-tensors (`float-quantized`, FP8_DYNAMIC) and "
     "ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
-    "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), compressed-tensors "
+    "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), DeepSeek-V4's, compressed-tensors "
     "(`float-quantized`, FP8_BLOCK), ModelOpt (`FP8_PB_WO`); one scale per weight: ModelOpt (`FP8`), "
     "compressed-tensors (`float-quantized`), AutoFP8",
     "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`, `W4A8_NVFP4_FP8`), compressed-tensors "
     "(`nvfp4-pack-quantized`)",
-    "mxfp4": "GPT-OSS's layout (`quant_method: mxfp4`), compressed-tensors (`mxfp4-pack-quantized`), "
+    "mxfp4": "GPT-OSS's layout (`quant_method: mxfp4`), DeepSeek-V4's experts (`expert_dtype: fp4`), "
+    "compressed-tensors (`mxfp4-pack-quantized`), "
     "ModelOpt (`MXFP4`, `W4A8_MXFP4_FP8`)",
     "int4": "compressed-tensors (`pack-quantized`, W4A16, symmetric), as Kimi-K2-Thinking has it",
 }
