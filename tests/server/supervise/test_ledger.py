@@ -83,7 +83,7 @@ def test_the_forgotten_are_not_submitted_again():
     assert names(ledger.due()) == ["c"]
 
 
-def test_suspects_are_tried_one_by_one_before_all_others():
+def test_suspects_are_tried_one_by_one_in_their_turn():
     ledger = filled("a", "b", "c")
     entries = ledger.due()
     give(ledger, entries[1], 1)
@@ -98,10 +98,39 @@ def test_suspects_are_tried_one_by_one_before_all_others():
     assert ledger.due() == []
     assert not give(ledger, a, 1)  # its known tokens were computed; now it must decode
     assert give(ledger, a, 1)
+    assert names(ledger.due()) == ["b"]
+    assert ledger.due() == []  # b may still be the reason if ranks die
+    give(ledger, b, 1)
+    assert give(ledger, b, 1)
     (tried,) = ledger.due()
     assert tried is c
     assert ledger.abort(["c"])
-    assert names(ledger.due()) == ["b", "new"]
+    assert names(ledger.due()) == ["new"]
+
+
+@pytest.mark.parametrize(("passed", "deaths"), [(0, 2), (1, 3), (2, 4), (3, 4)])
+def test_trials_that_are_passed_after_all_make_blame_rarer(passed: int, deaths: int):
+    """Ranks died in them by chance. deaths: over one request by itself until it is to blame."""
+    ledger = filled("old", "tried")
+    for times in [1] * passed + [deaths]:
+        for _ in range(STRIKES):
+            ledger.due()
+            assert ledger.ranks_died(["tried"]) == []
+        (old,) = ledger.due()
+        for _ in range(GOT_ON):
+            give(ledger, old, 1)
+        blamed: list[Entry] = []
+        for _ in range(times):
+            assert blamed == []
+            (tried,) = ledger.due()
+            assert tried.request.id == "tried"
+            blamed = ledger.ranks_died(["tried"])
+        if times == 1:
+            assert ledger.due() == [tried]  # before the older one
+            for _ in range(GOT_ON):
+                give(ledger, tried, 1)
+        ledger.park()
+    assert blamed == [tried]
 
 
 def test_a_trial_that_was_passed_is_not_repeated_when_ranks_die_in_a_step_of_others():
@@ -230,6 +259,7 @@ def test_a_token_costs_the_same_however_many_came_before():
     ledger = filled("a")
     (entry,) = ledger.due()
     delivered = entry.output_ids
+    give(ledger, entry)
     costs = []
     for known in (10, 10_000):
         give(ledger, entry, *range(known - len(entry.output_ids)))

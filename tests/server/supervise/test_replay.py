@@ -89,3 +89,6 @@ def test_a_request_that_kills_ranks_ends_and_no_other(
         assert eventually(lambda: httpx.get(f"{made.root}/ready").status_code == 200)
         info = httpx.get(f"{made.root}/server_info", headers=chaos.HEADERS).json()
         assert info["restarts"] == 4
+        metrics = httpx.get(f"{made.root}/metrics", headers=chaos.HEADERS).text
+        (ended,) = re.findall(r'request_success_total{finished_reason="error".*} (.*)', metrics)
+        assert float(ended) == 1

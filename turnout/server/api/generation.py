@@ -100,6 +100,7 @@ class Generation:
         self._arrival = time.perf_counter()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished = len(choices)
+        self._cut_short: str = "abort"  # why choices end that have not finished
         self._cache_salt, self._priority = cache_salt, priority
         self._record, self._observers = record, observers
 
@@ -144,7 +145,7 @@ class Generation:
         unfinished = [choice for choice in self.choices if not choice.finished]
         self._engine.abort(self._name(choice) for choice in unfinished)
         for choice in unfinished:
-            self._finish(choice, "abort")
+            self._finish(choice, self._cut_short)
         if self._record is not None:
             record, self._record = self._record, None
             record.ended = time.time()
@@ -175,6 +176,7 @@ class Generation:
         try:
             return self._digested(choice, output)
         except ApiError as error:
+            self._cut_short = "error"
             if self._record is not None:
                 self._record.error = error.message
             raise
@@ -230,7 +232,7 @@ class Generation:
         self._metrics.finished(reason)
         if self._record is not None:
             self._record.sequences[choice.index].finish_reason = reason
-        if reason != "abort":
+        if reason not in ("abort", "error"):
             self._observe_whole(choice)
 
     def _observe_whole(self, choice: Choice) -> None:

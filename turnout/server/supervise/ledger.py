@@ -5,10 +5,16 @@ it takes to go on with it on other ranks as if nothing had happened.
 
 A request that kills ranks must not do so for ever. Each of those that were being computed when ranks died
 gets a strike; for one that had got on since it was submitted it is the first one. Those that reach the limit
-are suspects: the next ranks get them before all others and one at a time, each until it has got on. If the
-ranks die then, and once more over the same one, it is to blame, and nothing else is lost: once might have
-another reason. One of 64 requests that always kills costs four restarts in that way; halving the suspects
-from death to death would cost about six.
+are suspects: the next ranks get each of them when all that they have already got on, and nothing more until
+it got on too. If the ranks die then, it goes first in the next life; if they die once more, it is to blame,
+and nothing else is lost: once might have another reason. One of 64 requests that always kills costs four
+restarts in that way; halving the suspects from death to death would cost about six.
+
+Ranks also die for reasons that no request has, and who sent a SIGKILL cannot be known. Suspects are therefore
+not preferred: requests are submitted by age, so that a younger one delays an older one by no more than that
+one first trial. The oldest is computed from the start of every life, and no request waits for ever while
+lives suffice to get on. And whenever one gets on over which the ranks had died in its trial, it is certain
+that they die by chance, too: from then on it takes one more death to blame one, up to `MAX_DOUBT` more.
 
 Pure: no clock, no sockets. One caller.
 """
@@ -17,12 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 
 from turnout.engine.messages import AddRequest, RequestOutput
 
 GOT_ON = 2  # outputs: the step that computes the known tokens, and one that decodes
+MAX_DOUBT = 2  # deaths
 
 
 class EngineFailed(Exception):
@@ -76,7 +84,9 @@ class Ledger:
         self._next_seed = first_seed
         self._entries: dict[str, Entry] = {}
         self._parked: dict[str, Entry] = {}  # those of them that are not submitted
-        self._on_trial: Entry | None = None
+        self._unproven: dict[str, Entry] = {}  # those that are, and have not got on
+        self._on_trial: Entry | None = None  # the only one of these
+        self._doubt = 0  # deaths over one request that had another reason, as far as they count
 
     @property
     def num_parked(self) -> int:
@@ -97,15 +107,19 @@ class Ledger:
     def due(self) -> list[Entry]:
         """What to submit now to ranks that serve, which afterwards counts as submitted.
 
-        Everything; but as long as there are suspects, one of these after the other.
+        Everything, oldest first, up to the first suspect; this one by itself once all others have got on.
         """
         if self._on_trial:
             return []
-        due = list(self._parked.values())
-        if suspect := next((entry for entry in due if 0 < self._max_strikes <= entry.strikes), None):
-            self._on_trial, due = suspect, [suspect]
+        # One whose trial the ranks did not survive goes first: it is unlikely that they die again by chance.
+        waiting = sorted(self._parked.values(), key=lambda entry: not self._failed_trial(entry))
+        due = list(takewhile(lambda entry: not self._is_suspect(entry), waiting))
+        if waiting and not due and not self._unproven:
+            due = waiting[:1]
+            self._on_trial = due[0]
         for entry in due:
             del self._parked[entry.request.id]
+            self._unproven[entry.request.id] = entry
             entry.outputs = 0
             entry.lives += 1
             if entry.lives > 1:
@@ -118,25 +132,28 @@ class Ledger:
         entry.output_ids += output.token_ids
         entry.outputs += 1
         if entry.got_on:  # also if ranks die in a later step that is not its own
+            if self._failed_trial(entry):
+                self._doubt = min(self._doubt + 1, MAX_DOUBT)
             entry.strikes = 0
         if output.finish_reason is not None:
             self._forget(entry)
-        elif not (entry is self._on_trial and entry.got_on):
+            return bool(self._parked)
+        if not entry.got_on or entry.request.id not in self._unproven:
             return False
-        return self._end_trial(entry)
+        del self._unproven[entry.request.id]
+        self._end_trial(entry)
+        return bool(self._parked)
 
     def abort(self, ids: Iterable[str]) -> bool:
         """Forget requests, of which some may be unknown; whether more may be `due` thereby."""
-        entries = [self._entries[id] for id in ids if id in self._entries]
-        more_due = False
-        for entry in entries:
+        for entry in [self._entries[id] for id in ids if id in self._entries]:
             self._forget(entry)
-            more_due |= self._end_trial(entry)
-        return more_due
+        return bool(self._parked)
 
     def park(self) -> None:
         """The ranks are gone: all requests wait for the next ones."""
         self._on_trial = None
+        self._unproven = {}
         self._parked = dict(self._entries)
 
     def ranks_died(self, computed: Collection[str]) -> list[Entry]:
@@ -154,7 +171,8 @@ class Ledger:
 
     def fail(self, failure: EngineFailed) -> None:
         """End all requests."""
-        entries, self._entries, self._parked = self._entries, {}, {}
+        entries, self._entries = self._entries, {}
+        self.park()
         for entry in entries.values():
             entry.sink(failure)
 
@@ -167,14 +185,21 @@ class Ledger:
             else:
                 entry.strikes += 1
                 stuck.append(entry)
-        return stuck if len(stuck) == 1 and stuck[0].strikes >= self._max_strikes + 2 else []
+        enough = self._max_strikes + 2 + self._doubt
+        return stuck if len(stuck) == 1 and stuck[0].strikes >= enough else []
+
+    def _is_suspect(self, entry: Entry) -> bool:
+        return 0 < self._max_strikes <= entry.strikes
+
+    def _failed_trial(self, entry: Entry) -> bool:
+        return 0 < self._max_strikes < entry.strikes
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.request.id]
         self._parked.pop(entry.request.id, None)
+        self._unproven.pop(entry.request.id, None)
+        self._end_trial(entry)
 
-    def _end_trial(self, entry: Entry) -> bool:
-        if entry is not self._on_trial:
-            return False
-        self._on_trial = None
-        return True
+    def _end_trial(self, entry: Entry) -> None:
+        if entry is self._on_trial:
+            self._on_trial = None
