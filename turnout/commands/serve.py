@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from concurrent.futures import Future
 
 from msgspec import structs
 
@@ -33,16 +34,17 @@ def serve(config: ServerConfig) -> int:
         from turnout.server.supervise.ray_ranks import RayRanks
 
         with RayRanks(config) as placed:
-            return _serve_http(placed.config, placed.secret)
+            return _serve_http(placed.config, placed.secret, placed.failure)
     return _serve_http(config, read_secret(config.secret_file) if dialled_in(config) else b"")
 
 
-def _serve_http(config: ServerConfig, secret: bytes) -> int:
+def _serve_http(config: ServerConfig, secret: bytes, failure: Future[None] | None = None) -> int:
+    """failure: see `Supervisor`."""
     map_large_blocks()
     allow_many_connections()
     listener = bind(config.host, config.port)
     try:
-        return asyncio.run(Supervisor(config, listener, secret).run())
+        return asyncio.run(Supervisor(config, listener, secret, failure).run())
     except EngineFailed as failure:
         if failure.user_error:
             raise UserError(str(failure)) from None

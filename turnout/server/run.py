@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import uvicorn
@@ -101,8 +102,14 @@ def bind(host: str, port: int) -> socket.socket:
 class Supervisor:
     """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, secret: bytes = b""):
-        """secret: of ranks that are to dial in, if any are."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        secret: bytes = b"",
+        failure: Future[None] | None = None,
+    ):
+        """secret: of ranks that are to dial in, if any are. failure: ends the server with its exception."""
         self.config = config
         self.listener = listener
         self.engine = EngineSupervisor(config, secret)
@@ -110,6 +117,7 @@ class Supervisor:
         self.feed = Feed(self.service)
         self._tracer = self._observe_requests()
         self._told_to_stop = asyncio.Event()
+        self._failure = failure or Future()
 
     @property
     def base_url(self) -> str:
@@ -127,9 +135,10 @@ class Supervisor:
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         engine = asyncio.create_task(self.engine.run())
         life = asyncio.create_task(self._live())
+        failure = asyncio.wrap_future(self._failure)
         try:
-            await asyncio.wait({engine, life, serving}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (engine, life, serving):
+            await asyncio.wait({engine, life, serving, failure}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (engine, life, serving, failure):
                 if task.done():
                     task.result()
             return 0

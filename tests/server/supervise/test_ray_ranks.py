@@ -66,6 +66,23 @@ def nodes() -> Iterator[Nodes]:
             nodes.cluster.shutdown()
 
 
+@pytest.mark.more
+def test_the_head_ends_at_once_with_what_an_actor_says(
+    nodes: Nodes, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its ranks look for a relative folder in another place than the head."""
+    monkeypatch.chdir(tiny_folder.parent)
+    server = ServerProcess(tiny_config(Path(tiny_folder.name), **ON_RAY), show=False)
+    try:
+        assert server.process.wait(60) == 2  # --startup-timeout is 120 s
+        said = server.last_lines()
+        assert "the ranks 0 to 0 on Ray ended" in said or "the ranks 1 to 1 on Ray ended" in said
+        assert tiny_folder.name in said
+    finally:
+        server.process.kill()
+        server.stop()
+
+
 @pytest.fixture(scope="module")
 def served(nodes: Nodes, tiny_folder: Path) -> Iterator[str]:
     server = ServerProcess(tiny_config(tiny_folder, **ON_RAY), show=False)

@@ -13,7 +13,9 @@ import os
 import secrets
 import socket
 import time
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from packaging.version import Version
@@ -21,6 +23,7 @@ from packaging.version import Version
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.topology import divisors
+from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.rank_agent import serve_heads
 from turnout.server.supervise.rank_protocol import PORTS, Hello
 
@@ -34,7 +37,7 @@ log = logging.getLogger("turnout.server")
 class RayRanks:
     """A context in which Ray runs all ranks of a server.
 
-    config, secret: for the server, which says to where the ranks dial in.
+    config, secret, failure: for the server, which says to where the ranks dial in.
     """
 
     def __init__(self, config: ServerConfig):
@@ -50,6 +53,7 @@ class RayRanks:
         self.secret = secrets.token_bytes(32)
         self._group: Any = None
         self._actors: list[Any] = []
+        self.failure: Future[None] = Future()  # gets the first exception that ended an actor's ranks
 
     def __enter__(self) -> RayRanks:
         per_host = self.config.tp_size // self.config.nnodes
@@ -96,7 +100,19 @@ class RayRanks:
         )
         self._actors.append(actor.remote())
         config, ranks = self.config, range(host * count, (host + 1) * count)
-        self._actors[-1].run.remote(config.dist_init_addr, self.secret, ranks, config.startup_timeout)
+        run = self._actors[-1].run.remote(config.dist_init_addr, self.secret, ranks, config.startup_timeout)
+        run.future().add_done_callback(partial(self._note_end, ranks))
+
+    def _note_end(self, ranks: range, run: Future[int]) -> None:
+        """Of an actor's ranks, which nothing replaces if they ended with an exception."""
+        error = run.exception()
+        if error is None or self.failure.done():
+            return
+        cause = getattr(error, "cause", None) or error
+        text = f"the ranks {ranks.start} to {ranks.stop - 1} on Ray ended: {cause}"
+        self.failure.set_exception(
+            UserError(text) if isinstance(cause, UserError) else EngineFailed(text, spoken=True)
+        )
 
 
 class _Host:
