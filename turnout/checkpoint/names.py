@@ -15,7 +15,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """None where there are no weights: a bare configuration can be planned for.
+    """Empty where there are no weights: a bare configuration can be planned for, too.
 
     Raises CheckpointError for an index or a header that cannot be read.
     """
