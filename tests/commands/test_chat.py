@@ -161,8 +161,11 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_server_of_its_own(tiny_folde
         screen.until(r"/help lists commands")
         (server,) = psutil.Process(screen.process.pid).children()
         screen.until("> ")
+        screen.type("/set ignore_eos true\n")
+        screen.until("> ")
         screen.type("hello\n")
-        screen.until("hello\r\n.")
+        # Into the answer: readline's escapes come first, and Ctrl-C is readline's until it is done.
+        screen.until(r"hello\r\n(?:\x1b\[[?\d]*[a-zA-Z]|\r)*[^\x1b\r]")
         screen.type("\x03")
         screen.until(r"\[stopped\]")
         screen.type("/set max_tokens 2\nstill there?\n")

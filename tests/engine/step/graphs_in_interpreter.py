@@ -76,7 +76,7 @@ def answers(
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
     core._forward._kernels = True
     for states in core._attention.states:
-        states.kernel = delta_rule.step
+        states.kernel, states.takes_chunks = delta_rule.step, False
         states.states.fill_(float("nan"))
     if graphs:
         drawn = 4 if overlap == "on" else 0
