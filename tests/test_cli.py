@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -34,7 +35,7 @@ def invoke(*words: object):
 
 
 def shell(*words: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "turnout.cli", *map(str, words)]
+    command = [sys.executable, "-m", "turnout", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
 
 
@@ -262,8 +263,18 @@ def test_a_port_in_use():
     assert f"cannot listen on 127.0.0.1:{port}" in only_line(done.stderr)
 
 
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path, monkeypatch):
+    """By one that goes on without what it cannot import, which loses a KeyboardInterrupt."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = shell("serve", "demo", "--port", 0)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_reader_that_left():
-    shown = f"{sys.executable} -m turnout.cli plan demo --json | true; exit ${{PIPESTATUS[0]}}"
+    shown = f"{sys.executable} -m turnout plan demo --json | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode in (0, 1)  # 0: all of it fitted into the pipe
@@ -294,6 +305,14 @@ def test_standard_input_is_a_prompt(tiny_folder, expected):
     words = ["generate", tiny_folder, "--no-chat", "--max-tokens", 6, "--device", "cpu", "--no-load-progress"]
     done = shell(*words, stdin="One two")
     assert (done.returncode, done.stdout) == (0, expected["One two"] + "\n"), done.stderr
+
+
+@pytest.mark.parametrize(("words", "stdin"), [((), "caf\udce9"), (("caf\udce9",), "")])
+def test_a_prompt_that_is_not_utf8(words, stdin, run):
+    """Python hands on such a byte as a lone surrogate."""
+    code, out, err = run("generate", "demo", *words, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert "not UTF-8 text (at character 3)" in only_line(err)
 
 
 def test_lines_in_lines_out(run, tiny_folder, expected, tmp_path):

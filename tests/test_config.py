@@ -72,11 +72,12 @@ def test_variables_that_are_refused(name, text, words, monkeypatch):
         ("page_size: [1", "not valid YAML"),
         ("- page_size", "mapping"),
         ("", "mapping"),
-        ("page_sise: 1", "unknown key 'page_sise'.*page_size"),
+        ("page_sise: 1", "page_sise: unknown; did you mean page_size?"),
+        ("sidecar: 1", "sidecar: unknown; known: .*page_size"),
+        ("tp: 2\ntensor-parallel-size: 2", "tensor-parallel-size gives --tp-size a second time"),
         ("page_size: many", "--page-size 'many'.*type int"),
         ("page_size: true", "--page-size True.*type int"),
         ("device: 3", "--device 3.*type str"),
-        ("port: 80", "unknown key 'port'"),
     ],
 )
 def test_files_that_are_refused(text, words, tmp_path):
@@ -117,6 +118,47 @@ def test_the_servers_keys_stand_in_its_file(tmp_path):
 def test_values_that_are_refused(fields, words):
     with pytest.raises(UserError, match=words):
         Config(**fields)
+
+
+def test_aliases_stand_for_their_flags_everywhere(tmp_path, monkeypatch):
+    file = write(tmp_path, "max-model-len: 64\ntensor_parallel_size: 2\n")
+    monkeypatch.setenv("TURNOUT_MAX_NUM_SEQS", "8")
+    config = load(Config, {"data_parallel_size": 2}, config_file=file)
+    assert (config.context_length, config.tp_size) == (64, 2)
+    assert (config.max_running_requests, config.dp_size) == (8, 2)
+
+
+def test_a_file_of_the_server_does_for_other_commands(tmp_path):
+    file = write(tmp_path, "port: 80\npage-size: 4\n")
+    assert load(ServerConfig, {}, config_file=file).port == 80
+    assert load(Config, {}, config_file=file).page_size == 4
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("TURNOUT_MAX_RUNNING_REQUEST", "did you mean TURNOUT_MAX_RUNNING_REQUESTS?"),
+        ("TURNOUT_CHUNKED_PREFIL_SIZE", "did you mean TURNOUT_CHUNKED_PREFILL_SIZE?"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(variable, words, monkeypatch):
+    monkeypatch.setenv(variable, "8")
+    with pytest.raises(UserError, match=words.replace("?", r"\?")):
+        load(Config, {})
+
+
+def test_variables_that_are_not_ours_are_passed_over(monkeypatch):
+    """Those that Kubernetes sets for a Service named turnout, and those of other programs."""
+    monkeypatch.setenv("TURNOUT_PORT", "tcp://10.0.0.7:30000")
+    monkeypatch.setenv("TURNOUT_PORT_30000_TCP_PORT", "30000")
+    monkeypatch.setenv("TURNOUT_SERVICE_HOST", "10.0.0.7")
+    monkeypatch.setenv("TURNOUT_IMAGE", "registry/turnout:1")
+    assert load(ServerConfig, {}) == ServerConfig()
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(UserError, match="'page_sise': unknown; did you mean page_size"):
+        load(Config, {"page_sise": 4})
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

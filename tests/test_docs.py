@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli_flags import commands
+from turnout.commands.other_engines import INSTEAD
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    str(page.relative_to(ROOT)): page
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
 OTHERS = {"--nproc-per-node", "--master-addr", "--no-deps", "--model_args"}  # of other programs
+OTHERS |= INSTEAD.keys()
 OTHERS |= {"--nodes", "--gpus-per-node", "--from-literal", "--address"}  # of sbatch, kubectl, ray
 
 

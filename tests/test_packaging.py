@@ -96,10 +96,10 @@ def test_what_the_wheel_installs_plans_and_answers_from_another_folder(wheel: Pa
         ).stdout
 
     assert run("-c", "import turnout; print(turnout.__file__)").startswith(str(installed))
-    planned = json.loads(run("-m", "turnout.cli", "plan", "demo", "--device", "cpu", "--json"))
+    planned = json.loads(run("-m", "turnout", "plan", "demo", "--device", "cpu", "--json"))
     assert not planned["refused"]
     question = ("generate", "demo", "What is 12*34?", "--max-tokens", "64", "--device", "cpu")
-    assert "408" in run("-m", "turnout.cli", *question)
+    assert "408" in run("-m", "turnout", *question)
     task = "from turnout.evals.tasks import load_task; print(len(load_task('wordmath', 2, 0)))"
     assert run("-c", task) == "2\n"
 

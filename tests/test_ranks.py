@@ -71,7 +71,7 @@ def test_a_failure_ends_all_ranks_at_once_and_the_next_run_works(function, timeo
         start = time.monotonic()
         with pytest.raises(error, match=match) as caught:
             pool.run(function, timeout=timeout)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40  # of the 60 s that the others would go on
         if error is UserError:
             assert "on rank 1" in caught.value.__notes__[0]
         assert [float(sums) for sums, _ in pool.run(total, {}, 0)] == [1.0, 1.0]

@@ -20,6 +20,7 @@ PUBLISHED_AS = {
     "fp8-block": "FP8 blocks (compressed-tensors)",
     "fp8-dynamic": "FP8 by row (compressed-tensors)",
     "modelopt": "NVFP4 (ModelOpt)",
+    "modelopt-mixed": "NVFP4 with FP8 attention (ModelOpt)",
     "compressed-tensors": "NVFP4 (compressed-tensors)",
     "mxfp4": "MXFP4 experts",
     "compressed-mxfp4": "MXFP4 (compressed-tensors)",

@@ -27,16 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.backends import FLASH_ATTN_4, Chosen
-from turnout.attention.flash_attn_4 import NAME, FlashAttn4Prompts
+from turnout.attention.backends.flash_attn_4.declaration import BACKEND, PACKAGE
+from turnout.attention.backends.flash_attn_4.prompts import FlashAttn4Prompts
+from turnout.attention.backends.triton.paged import StepAttention, TritonAttention
+from turnout.attention.capability import Chosen
 from turnout.attention.kinds import AttentionSpec, cache_groups
-from turnout.attention.torch import PagedAttention, additive, attend_chunk, visible
-from turnout.attention.triton import StepAttention
+from turnout.attention.torch import additive, attend_chunk, visible
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.engine.scheduler.request import GroupPages
 from turnout.parallel.hardware import L2_BYTES, cpu_name
 
-PEERS = ("triton", NAME, "sdpa")
+PEERS = ("triton", BACKEND.name, "sdpa")
 MOST_LAYERS = 64
 
 
@@ -129,7 +130,7 @@ class Bench:
         on_gpu = device.type == "cuda"
         self.layers = max(2, min(MOST_LAYERS, -(-L2_BYTES // nbytes))) if on_gpu else 2
         (group,) = cache_groups([spec] * self.layers)
-        self.paged = PagedAttention(
+        self.paged = TritonAttention(
             group, num_pages=case.requests * pages, page_size=case.page_size, max_running=case.requests,
             max_context=case.end, device=device, dtype=dtype,
             chosen=Chosen(backend="triton", prompts="triton"),
@@ -161,8 +162,8 @@ class Bench:
             parts = (self.chunks, []) if decodes else ([], self.chunks)
             step = StepAttention(self.paged, *parts)
             return lambda layer: step.attend(layer, self.q[layer], self.sinks_H, self.out)
-        if FLASH_ATTN_4.lacking() or self.device.type != "cuda":
-            return FLASH_ATTN_4.lacking() or "runs on GPUs"
+        if PACKAGE.lacking() or self.device.type != "cuda":
+            return PACKAGE.lacking() or "runs on GPUs"
         library = FlashAttn4Prompts(self.paged, self.chunks, self.table_BP)
 
         def attend(layer: int) -> Tensor:

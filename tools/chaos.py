@@ -10,15 +10,12 @@ behind.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
 import random
-import shlex
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,19 +30,13 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tools.faults.sitecustomize import SIGNALS
+from tools.ranks import MODES, finish, ranks_parser
 from turnout.bench.events import post
-from turnout.bench.results import check_output, result, save
+from turnout.bench.results import check_output
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
-from turnout.parallel.hardware import cpu_name
 from turnout.server.launch import ServerProcess
 
-MODES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp_size": 2},
-    "dp2": {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True},
-    "dp4": {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True},
-}
 KINDS: dict[str, int] = {
     "kill": signal.SIGKILL,
     "crash": signal.SIGSEGV,
@@ -54,13 +45,32 @@ KINDS: dict[str, int] = {
     "restart": 0,  # of all ranks, by POST /restart
 }
 KEY = "chaos"
+FLAGS = {
+    "api_key": KEY,
+    "speculative_algorithm": "ngram",
+    "tool_call_parser": "qwen3",
+    "reasoning_parser": "qwen3",
+}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 FAULTS = Path(__file__).parent / "faults"
 LOGPROB_ERROR = 1e-3  # sums in another order; the same tokens all the same
 GIVEN_UP = 300.0  # seconds
 LETTERS = [*"aeiourstln"]
 
-# What clients ask for, in turn; each adds a prompt and a seed of its own.
+COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
+SHAPE = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["pears", "plums"]},
+        "counts": {"type": "array", "items": COUNT, "minItems": 9, "maxItems": 9},
+    },
+    "required": ["kind", "counts"],
+}
+TOOL = {"type": "function", "function": {"name": "count", "parameters": SHAPE}}
+CALLING = {"tools": [TOOL], "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": False}}
+THINKING = {"continue_final_message": True, "add_generation_prompt": False}  # a thought that is begun for it
+
+# What clients ask for, in turn; each adds a prompt and a seed of its own. Streams where nothing else is said.
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.9, "top_p": 0.95, "top_k": 40},
@@ -69,23 +79,26 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
     {"temperature": 0.9, "min_tokens": 8, "stop": LETTERS, "include_stop_str_in_output": True},
     {"temperature": 1.0, "logit_bias": {"65": 3, "66": -50}, "logprobs": 0, "n": 2},
-    {"temperature": 0, "n": 2, "echo": True},  # whole
+    {"temperature": 0.8, "max_tokens": 150, "ignore_eos": False, "guided_json": SHAPE},
+    {"temperature": 0.8, "max_tokens": 150, "ignore_eos": False} | CALLING,
+    {"temperature": 0, "n": 2, "echo": True, "stream": False},
+    {"temperature": 0.7, "n": 2} | THINKING,
 )
 
 
 def body(client: int, tokens: int) -> dict[str, Any]:
     """What a client asks for, each time the same."""
-    again = "Ann has 3 pears and Bob has 4 plums. " * (client % 5)  # what drafts live on
-    asked: dict[str, Any] = {
-        "prompt": f"{again}Client {client} says:",
-        "max_tokens": tokens,
-        "seed": client,
-        "ignore_eos": True,
-    }
-    turn = client % len(ASKED)
-    if turn < len(ASKED) - 1:
+    again = "Ann has 3 pears and Bob has 4 plums. " * (client % 3)  # what drafts live on
+    prompt = f"{again}Client {client} says:"
+    given = ASKED[client % len(ASKED)]
+    asked: dict[str, Any] = {"max_tokens": tokens, "seed": client, "ignore_eos": True}
+    messages = [{"role": "user", "content": prompt}]
+    if "continue_final_message" in given:
+        messages.append({"role": "assistant", "content": "<think>Let me"})
+    asked |= {"messages": messages} if given.keys() & (CALLING | THINKING) else {"prompt": prompt}
+    if given.get("stream", True):
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    return asked | ASKED[turn]
+    return asked | given
 
 
 @dataclass
@@ -93,6 +106,7 @@ class Answer:
     """Of one request: by choice, and the usage that it was told."""
 
     texts: dict[int, str] = field(default_factory=dict)
+    thoughts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, list[str]] = field(default_factory=dict)
     offsets: dict[int, list[int]] = field(default_factory=dict)
@@ -105,12 +119,14 @@ class Answer:
             raise UserError(content["error"]["message"])
         for choice in content["choices"]:
             index = choice["index"]
-            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.texts[index] = self.texts.get(index, "") + _text(choice)
+            thought = _said(choice).get("reasoning_content") or ""
+            self.thoughts[index] = self.thoughts.get(index, "") + thought
             if choice["finish_reason"]:
                 if index in self.reasons:
                     raise UserError(f"choice {index} ended twice")
                 self.reasons[index] = choice["finish_reason"]
-            if scores := choice["logprobs"]:
+            if scores := choice.get("logprobs"):
                 self.tokens.setdefault(index, []).extend(scores["tokens"])
                 self.offsets.setdefault(index, []).extend(scores["text_offset"])
                 given = [logprob for logprob in scores["token_logprobs"] if logprob is not None]
@@ -121,7 +137,7 @@ class Answer:
 
     def differs(self, other: Answer) -> str:
         """Where, if it does."""
-        for name in ("reasons", "usage", "texts", "tokens", "offsets"):
+        for name in ("reasons", "usage", "texts", "thoughts", "tokens", "offsets"):
             if (one := getattr(self, name)) != (another := getattr(other, name)):
                 return f"{name}: {one} and {another}"
         for index, own in self.logprobs.items():
@@ -131,15 +147,30 @@ class Answer:
         return ""
 
 
+def _said(choice: dict[str, Any]) -> dict[str, Any]:
+    """Of a chat."""
+    return choice.get("delta") or choice.get("message") or {}
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What a choice of an answer or event says, calls of tools written out."""
+    if "text" in choice:
+        return choice["text"]
+    said = _said(choice)
+    calls = [call["function"] for call in said.get("tool_calls") or ()]
+    return (said.get("content") or "") + "".join(c.get("name", "") + c["arguments"] for c in calls)
+
+
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> Answer:
     """Raises UserError and OSError for an answer that failed."""
     answer, last = Answer(), 0.0
+    path = "chat/completions" if "messages" in asked else "completions"
     if not asked.get("stream"):
-        reply = await http.post("completions", json=asked)
+        reply = await http.post(path, json=asked)
         answer.add(reply.json())
         return answer
     content = msgspec.json.encode(asked)
-    async for data in post(str(http.base_url), "completions", content, headers=HEADERS):
+    async for data in post(str(http.base_url), path, content, headers=HEADERS):
         now = time.monotonic()
         answer.pause = max(answer.pause, now - last if last else 0.0)
         last = now
@@ -190,7 +221,7 @@ class CpuWaits:
 class Chaos:
     """Clients and failures of one server."""
 
-    def __init__(self, server: ServerProcess, folder: Path, tokens: int, clients: int, seed: int = 0):
+    def __init__(self, server: ServerProcess, folder: Path, tokens: int, clients: int):
         assert server.base_url is not None
         self.root = server.base_url.removesuffix("/v1")
         self.http = httpx.AsyncClient(base_url=server.base_url + "/", headers=HEADERS, timeout=GIVEN_UP)
@@ -201,7 +232,7 @@ class Chaos:
         self.answered = 0
         self.pauses: list[float] = []
         self._over = False
-        self._draw = random.Random(seed)
+        self._draw = random.Random(0)
 
     async def run(self, kinds: Sequence[str], failures: int, every: float) -> dict[str, Any]:
         """What became of all requests while ranks failed so many times, and what is left behind."""
@@ -345,11 +376,7 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--mode", choices=MODES, default="dp2", help="ranks, and how they share the work")
+    parser = ranks_parser(__doc__, mode="dp2")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--failures", type=int, default=12)
     parser.add_argument("--every", type=float, default=3.0, help="seconds of service between two failures")
@@ -357,10 +384,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150, help="that each request asks for")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.output is not None:
-        check_output(options.output)
-    flags = {"model": options.model, "port": 0, "api_key": KEY, "speculative_algorithm": "ngram"}
-    config = load(ServerConfig, flags | MODES[options.mode])
+    check_output(options.output)
+    flags = {"model": options.model, "port": 0} | FLAGS | MODES[options.mode]
+    config = load(ServerConfig, flags)
     row = run(
         config,
         clients=options.clients,
@@ -370,11 +396,8 @@ def main() -> None:
         every=options.every,
     )
     row["mode"] = options.mode
-    print(msgspec.json.format(msgspec.json.encode(row)).decode())
-    if options.output is not None:
-        command = shlex.join(["python", "-m", "tools.chaos", *sys.argv[1:]])
-        save(result("chaos", [row], device=cpu_name(), command=command), options.output)
-    sys.exit(int(bool(row["wrong"] or row["left_behind"] or row["exit_code"])))
+    failed = bool(row["wrong"] or row["left_behind"] or row["exit_code"])
+    finish("chaos", [row], options.output, failed=failed)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Requests of 64 prompt tokens decode together. A step is timed whole, from the sc
 the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap, and `busy` is
 the part of the profiled time in which at least one ran. `floor_share` is the time that reading the step's
 bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding, experts as
-far as uniform routing reaches them, and the cache. Prompts of --prefill tokens are timed from their arrival
-to the first token of the last.
+far as uniform routing reaches them, the cache, and states of requests, which are written too. Prompts of
+--prefill tokens are timed from their arrival to the first token of the last.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tools.timeline import busy
 from turnout import LLM, SamplingParams
 from turnout.bench.results import gpu_driver, result, save
 from turnout.engine.core import EngineCore
@@ -124,7 +125,8 @@ class Bench:
         reached = 1 - (1 - model["moe"]["top_k"] / model["moe"]["num_experts"]) ** requests
         token_bytes = sum(group["token_bytes"] for group in info["kv"]["groups"])
         cache = requests * (PROMPT + STEPS / 2) * token_bytes
-        return memory["dense"] - embedding + reached * memory["experts"] + cache
+        states = 2 * requests * sum(group["request_bytes"] for group in info["kv"]["states"])
+        return memory["dense"] - embedding + reached * memory["experts"] + cache + states
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The second of two times, and the kernels of a third, of all its steps together."""
@@ -191,19 +193,9 @@ def _kernels(seen: profile, times: int) -> dict[str, Any]:
     return {
         "launches": round(sum(count for count, _ in totals.values())),
         "kernel_us": sum(us for _, us in totals.values()),
-        "busy": _busy(spans),
+        "busy": busy(spans),
         "kernels": [{"name": name, "launches": count, "us": us} for name, (count, us) in largest],
     }
-
-
-def _busy(spans: list[tuple[float, float]]) -> float:
-    """The part of the time from the first start to the last end that lies in at least one span."""
-    covered, end = 0.0, min((start for start, _ in spans), default=0.0)
-    begin = end
-    for start, stop in sorted(spans):
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return covered / (end - begin) if end > begin else 0.0
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Write the parts of the documentation that are facts of the code or of results: docs/backends.md,
 docs/formats.md, docs/interface.md, docs/metrics.md, docs/gpu-tests.md, docs/grafana.json, and between their
-markers the tables of support and of architectures in README.md, the error bounds in docs/operations.md and
-the results in docs/performance.md and docs/notes.
+markers the tables of support, architectures and GPUs in README.md, the error bounds in docs/operations.md
+and the results in docs/performance.md and docs/notes.
 
     python -m tools.generate_docs            write what is out of date
     python -m tools.generate_docs --check    exit with 1 if anything is (a test runs this)
@@ -16,13 +16,14 @@ from pathlib import Path
 
 from tools import gpu_tests, interface
 from tools.architectures import architectures
+from tools.fitting import fitting
 from tools.grafana import grafana
 from tools.headline import headline
 from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
-from turnout.attention.backends import BACKENDS as ATTENTION
-from turnout.attention.backends import AttentionBackend
+from turnout.attention import choose
+from turnout.attention.capability import AttentionBackend
 from turnout.formats.spec import FORMATS
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
@@ -43,12 +44,12 @@ WRITERS = {
     "ModelOpt (`FP8_PER_CHANNEL_PER_TOKEN`)",
     "fp8": "128 x 128 blocks: DeepSeek-V3's layout (`quant_method: fp8`), DeepSeek-V4's, compressed-tensors "
     "(`float-quantized`, FP8_BLOCK), ModelOpt (`FP8_PB_WO`); one scale per weight: ModelOpt (`FP8`), "
-    "compressed-tensors (`float-quantized`), AutoFP8",
+    "compressed-tensors (`float-quantized`), AutoFP8, Quark",
     "nvfp4": "ModelOpt (`NVFP4`, `W4A16_NVFP4`, `W4A8_NVFP4_FP8`), compressed-tensors "
     "(`nvfp4-pack-quantized`)",
     "mxfp4": "GPT-OSS's layout (`quant_method: mxfp4`), DeepSeek-V4's experts (`expert_dtype: fp4`), "
     "compressed-tensors (`mxfp4-pack-quantized`), "
-    "ModelOpt (`MXFP4`, `W4A8_MXFP4_FP8`)",
+    "ModelOpt (`MXFP4`, `W4A8_MXFP4_FP8`), Quark (`fp4` with `e8m0` scales of 32)",
     "int4": "compressed-tensors (`pack-quantized`, W4A16, symmetric), as Kimi-K2-Thinking has it",
 }
 # What exporting tools and engines make of NVFP4 input scales that differ between experts.
@@ -119,6 +120,7 @@ def wanted(root: Path) -> dict[Path, str]:
         root / "README.md": {
             "support": support(),
             "architectures": architectures(ROOT / "tests" / "models" / "published"),
+            "fitting": fitting(ROOT / "tests" / "models" / "published"),
             "headline": headline(root / "benchmarks" / "results"),
         },
         root / "docs" / "operations.md": {"bounds": bounds()},
@@ -174,7 +176,7 @@ def dispatchers() -> list[DispatcherCapability]:
 def _packages() -> list[Package]:
     """Those of all backends, each once."""
     needed = [p for declared in (*runners(), *dispatchers()) for p in declared.requires]
-    needed += [declared.package for declared in ATTENTION if declared.package]
+    needed += [declared.package for declared in choose.backends() if declared.package]
     return list(dict.fromkeys(needed))
 
 
@@ -200,7 +202,7 @@ def backends(runs: Runs = RUNS) -> str:
             "Layers of one kind and shape get the first that takes them. One that computes prompts only "
             "leaves decoding to another; `auto` takes it from the length of prompts on from which it was "
             "measured faster.",
-            _columns([_attention(declared) for declared in ATTENTION]),
+            _columns([_attention(declared) for declared in choose.backends()]),
             "## Packages that they need",
             "Imported when chosen, and looked for by the plan of a machine with GPUs. FlashInfer compiles "
             "most of its kernels on first use, for which it needs CUDA's compiler.",
@@ -289,7 +291,7 @@ def _attention(a: AttentionBackend) -> dict[str, str]:
         "computes": f"prompts, for `{a.prompts_for}`" if a.prompts_for else "prompts and decoding",
         "devices": ", ".join(sorted(a.devices)) + capability,
         "computes in": _list(a.dtypes),
-        "attention": _list(kind.replace("_", " ") for kind in a.kinds),
+        "attention": _list(kind.replace("_", " ") for kind in a.implementations),
         "of that on request only": _list(kind.replace("_", " ") for kind in a.on_request) or "-",
         "sinks": _yes(a.sinks),
         "heads": (f"up to {a.most_head_dim}" if a.most_head_dim else "any size") + multiples,
@@ -331,15 +333,18 @@ def formats() -> str:
                 ],
             ),
             "Dense layers are decoded to the compute dtype while they load, from every one of these formats, "
-            "but for FP8 on CUDA GPUs of compute capability 9.0 or later: there projections of attention, "
-            "dense MLPs and shared experts stay FP8 in memory, and are decoded where they are multiplied. "
+            "but for FP8 on CUDA GPUs of compute capability 9.0 or later: there projections of attention and "
+            "of Gated DeltaNet, dense MLPs and shared experts stay FP8 in memory, and are decoded where they "
+            "are multiplied. "
             "Decoded at load are also experts in FP8 with a scale per row, in INT4 with zero points, with "
             "columns that GPTQ reordered (`weight_g_idx`), or with float16 or float32 scales, as no runner "
             "multiplies in those: they then take the memory of unquantised ones, which `turnout plan` counts "
             "and the log says. Other INT4 stays packed: a scale for 64 or 128 columns or for a row is "
             "repeated for every 32. Activations are quantised only in formats that the table above has a "
-            "scheme for, whatever else their writers meant: the result is the more exact. A checkpoint whose "
-            "layers differ in format is refused.",
+            "scheme for, whatever else their writers meant: the result is the more exact. Attention, dense "
+            "MLPs, shared experts and the head may each be in a format of their own, as ModelOpt's "
+            "`MIXED_PRECISION`, several `config_groups` of compressed-tensors and Quark's "
+            "`layer_quant_config` say. A checkpoint whose MoE layers differ in format is refused.",
             "An NVFP4 checkpoint with calibrated input scales was made for W4A4: activations in NVFP4 too. "
             "Where a device has no FP4 tensor cores, only the weights stay quantised (W4A16); "
             "`--moe-activation-dtype nvfp4` emulates W4A4 there, to measure its accuracy.",

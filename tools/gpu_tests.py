@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = ROOT / "benchma
     return 0
 
 
-def read_junit(files: Sequence[Path], commit: str = "") -> Result:
+def read_junit(files: Sequence[Path], commit: str) -> Result:
     """One result of all tests in `files` but those that passed without a GPU; of a test in several, the last.
     Raise UserError where they come from several machines or commits, or none ran on a GPU."""
     names = ", ".join(map(str, files))
@@ -168,37 +168,31 @@ def page(root: Path) -> str:
         ),
     ]
     for device, tests in latest.items():
-        parts.append(f"## {device}")
-        if combinations := _combinations(tests):
-            parts += [
-                "Combinations that tests name among their parameters (-: not named; a test of a dispatcher "
-                "may go through many formats).",
-                table(
-                    (*COMBINATION, "tests"),
-                    [
-                        (*(f"`{name}`" if name else "-" for name in names), _counts(members))
-                        for names, members in combinations
-                    ],
-                ),
-            ]
-        parts += [
-            "All tests, by file:",
-            table(
-                ("file", "what it tests", "tests", "last run"),
-                [
-                    (
-                        f"`{file}`",
-                        _purpose(root / file),
-                        _counts(tests[t] for t in members),
-                        runs[device, members[-1]],
-                    )
-                    for file, members in sorted(_by_file(tests).items())
-                ],
-            ),
-        ]
-        if failed := [test for test, about in tests.items() if about["outcome"] == "failed"]:
-            parts += ["Failed:", "\n".join(f"* `{test}` ({runs[device, test]})" for test in failed)]
+        parts += _device(root, device, tests, runs)
     return "\n\n".join(parts) + "\n"
+
+
+def _device(root: Path, device: str, tests: Tests, runs: dict[tuple[str, str], str]) -> list[str]:
+    """The paragraphs about one kind of GPU. runs: by device and test, day and commit."""
+    parts = [f"## {device}"]
+    if combinations := _combinations(tests):
+        rows = [
+            (*(f"`{name}`" if name else "-" for name in names), _counts(members))
+            for names, members in combinations
+        ]
+        parts += [
+            "Combinations that tests name among their parameters (-: not named; a test of a dispatcher "
+            "may go through many formats).",
+            table((*COMBINATION, "tests"), rows),
+        ]
+    files = [
+        (f"`{file}`", _purpose(root / file), _counts(tests[t] for t in members), runs[device, members[-1]])
+        for file, members in sorted(_by_file(tests).items())
+    ]
+    parts += ["All tests, by file:", table(("file", "what it tests", "tests", "last run"), files)]
+    if failed := [test for test, about in tests.items() if about["outcome"] == "failed"]:
+        parts += ["Failed:", "\n".join(f"* `{test}` ({runs[device, test]})" for test in failed)]
+    return parts
 
 
 def _combinations(tests: Tests) -> list[tuple[tuple[str, ...], list[dict[str, str]]]]:

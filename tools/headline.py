@@ -19,6 +19,27 @@ def newest(folder: Path, pattern: str) -> dict[str, Any]:
     return json.loads(files[-1].read_text()) if files else {}
 
 
+def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
+    """The newest result of each kind of processor that it ran on."""
+    found = {}
+    for maker in ("amd", "intel"):
+        for file in sorted(folder.glob(f"{benchmark}-{maker}-*.json")):
+            found[machine_of(json.loads(file.read_text()))] = file
+    return list(found.values())
+
+
+def machine_of(content: dict[str, Any]) -> str:
+    """The device, of a CPU its cores and bfloat16 units, also where all units that it has were refused."""
+    device, units = str(content["device"]), content.get("bf16_units", "none")
+    if not device.startswith(("AMD", "Intel")):
+        return device
+    name, _, cores = device.partition(" x")
+    about = [f"{cores} cores"] * bool(cores)
+    if units != "none" or {"avx512_bf16", "amx_bf16"} & set(content.get("vector_flags", [])):
+        about.append(f"bf16 units: {units}")
+    return f"{name} ({', '.join(about)})" if about else name
+
+
 def means(content: dict[str, Any]) -> dict[Load, dict[str, dict[str, Any]]]:
     """Of a run with two engines: by load and engine, tokens/s and time to first token over the rounds.
 
@@ -91,7 +112,8 @@ def headline(folder: Path) -> str:
             what = f"dispatch and combine, hidden {hidden}, {tokens} token{'s' * (tokens > 1)} a rank"
             cells = [f"{us:.1f} us", f"{peer_us:.1f} us (NCCL)", f"{peer_us / us:.2f}"]
             lines.append(["4 x H200", what, *cells])
-    if cpu := newest(folder, "serve-amd-epyc-x2*.json"):
+    for file in newest_of_cpus(folder, "serve"):
+        cpu = json.loads(file.read_text())
         rows = [row for row in cpu["rows"] if row.get("output_len", 64) > 1]
         for row in rows:
             peers = [r for r in rows if r.get("batch") == row.get("concurrency", "none")]
@@ -100,7 +122,7 @@ def headline(folder: Path) -> str:
                 clients, own = row["concurrency"], row["output_throughput"]
                 what = f"serving the bundled model, {clients} client{'s' * (clients > 1)}"
                 cells = [f"{own:,.0f} tokens/s", f"{fastest:,.0f} (transformers' `generate`)"]
-                lines.append(["2 cores of an EPYC", what, *cells, f"{own / fastest:.2f}"])
+                lines.append([machine_of(cpu), what, *cells, f"{own / fastest:.2f}"])
     return table(["on", "what", "Turnout", "peer", "times as fast"], lines)
 
 

@@ -1,4 +1,4 @@
-"""docs/interface.md: the server's routes and fields next to those of vLLM and SGLang.
+"""docs/interface.md: the server's routes, fields and flags next to those of vLLM and SGLang.
 
 Ours are read from the code. The others' are in peers.json: the fields of `ChatCompletionRequest` at the
 commits named there, and of their routes those that also exist here.
@@ -6,11 +6,15 @@ commits named there, and of their routes those that also exist here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tools.tables import table
+from turnout.commands import other_engines
+from turnout.config import ServerConfig
+from turnout.flags import flag_name
 from turnout.server.api.anthropic.body import MessagesBody
 from turnout.server.api.body import IGNORED, UNSUPPORTED, Body
 from turnout.server.api.openai_responses.body import ResponsesBody
@@ -53,7 +57,7 @@ def page(notice: str) -> str:
     fields = [(f"`{name}`", *_has("fields", name), _here(ChatBody, name)) for name in names]
     own = [(f"`{where}`", _listed(_names(body))) for where, body in BODIES.items()]
     parts = [
-        "# Routes and fields, next to vLLM's and SGLang's",
+        "# Routes, fields and flags, next to vLLM's and SGLang's",
         notice,
         "What each route takes and answers in full: `GET /openapi.json`. How it behaves: "
         "[operations.md](operations.md#routes). The others' fields are those of `ChatCompletionRequest` at "
@@ -69,6 +73,12 @@ def page(notice: str) -> str:
         f"Ignored in every body, as they cannot change an answer: {_listed(IGNORED)}.",
         "## Fields of other routes",
         table(("route", "fields"), own),
+        "## Flags of `turnout serve`",
+        "Most are spelt as SGLang's. These have other spellings, which variables (`TURNOUT_TP`), the file of "
+        "`--config` and arguments of `LLM` take, too, but for those with `no`:",
+        table(("flag", "also"), _aliases()),
+        "What else is typed from habit is refused with an error that says what to do:",
+        table(("theirs", "here"), [(_listed(flags), remedy) for flags, remedy in other_engines.ROWS]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -79,6 +89,14 @@ def _has(kind: str, name: str) -> list[str]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _aliases() -> list[tuple[str, str]]:
+    fields = [f for f in dataclasses.fields(ServerConfig) if f.metadata["alias"]]
+    return [
+        (f"`{flag_name(f.name)}`", _listed(alias.split("/")[0] for alias in f.metadata["alias"]))
+        for f in fields
+    ]
 
 
 def _names(body: type[Body]) -> list[str]:

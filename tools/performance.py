@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engine_tables import prompts, serving_on_gpu, steps, two_batches
-from tools.headline import layer_ratios, newest, next_to_vllm
+from tools.headline import layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
 from tools.tables import table
 
 HOPPER = ("hopper", "triton")  # the runner, and its name in older results
@@ -88,7 +88,7 @@ def provenance(content: dict[str, Any], file: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     driver = f", driver {content['driver']}" if content["driver"] else ""
     return (
-        f"{_machine(content)}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
+        f"{machine_of(content)}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
         f"`benchmarks/results/{file.name}`."
     )
 
@@ -150,44 +150,18 @@ def next_to_hopper(content: dict[str, Any]) -> str:
 Cells = dict[str, str]  # by column
 
 
-def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
-    """The newest result of each kind of processor that it ran on."""
-    found = {}
-    for maker in ("amd", "intel"):
-        for file in sorted(folder.glob(f"{benchmark}-{maker}-*.json")):
-            found[_machine(json.loads(file.read_text()))] = file
-    return list(found.values())
-
-
-def _machine(content: dict[str, Any]) -> str:
-    """The device, of a CPU with its bfloat16 units, also where all that it has were refused."""
-    units = content.get("bf16_units", "none")
-    has = content["device"] == content.get("processor") and (
-        units != "none"
-        or any(flag in content.get("vector_flags", []) for flag in ("avx512_bf16", "amx_bf16"))
-    )
-    return f"{content['device']} (bf16 units: {units})" if has else str(content["device"])
-
-
 def on_cpus(
     files: Sequence[Path], head: list[str], rows: Callable[[dict[str, Any]], dict[tuple[str, ...], Cells]]
 ) -> str:
-    """Several machines' results side by side: a line for each point that any of them measured."""
-    contents = [json.loads(file.read_text()) for file in files]
-    found = [rows(content) for content in contents]
-    about = [provenance(content, file) for content, file in zip(contents, files, strict=True)]
-    columns = [list(next(iter(cells.values()))) for cells in found]
-    titles = [
-        f"{column}; {_machine(content)}" if len(files) > 1 else column
-        for content, names in zip(contents, columns, strict=True)
-        for column in names
-    ]
-    points = dict.fromkeys(point for cells in found for point in cells)
-    lines = []
-    for point in points:
-        known = zip(found, columns, strict=True)
-        lines.append([*point, *(c.get(point, {}).get(name, "") for c, names in known for name in names)])
-    return "\n\n".join([*about, table([*head, *titles], lines)])
+    """A table of each machine's results, below what it is and what was run."""
+    parts = []
+    for file in files:
+        content = json.loads(file.read_text())
+        cells = rows(content)
+        columns = list(next(iter(cells.values())))
+        lines = [[*point, *(row[name] for name in columns)] for point, row in cells.items()]
+        parts.append(f"{provenance(content, file)}\n\n{table([*head, *columns], lines)}")
+    return "\n\n".join(parts)
 
 
 def layer_on_cpu(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:

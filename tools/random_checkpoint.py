@@ -1,12 +1,15 @@
-"""A Qwen3-MoE or GPT-OSS checkpoint with random weights, for measuring, not for use.
+"""A checkpoint with random weights in the shape of a published model, for measuring, not for use.
 
     python -m tools.random_checkpoint /tmp/qwen3-30b                  # 17.5 GB, shaped like Qwen3-30B-A3B
     python -m tools.random_checkpoint /tmp/qwen3-30b --format fp8     # 31.2 GB; bf16: 61.1 GB
     python -m tools.random_checkpoint OUT --num-layers 4
     python -m tools.random_checkpoint OUT --config tests/models/published/gpt-oss-120b.json  # 65.2 GB, MXFP4
+    python -m tools.random_checkpoint OUT --config tests/models/published/qwen3.5-35b-a3b.json
 
-Names, types, shapes and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them;
-experts and attention in FP8 blocks as Qwen3-30B-A3B-FP8 has them; or bf16; GPT-OSS in MXFP4. Only values are
+Names and shapes are those of transformers' model for the configuration, with the experts one by one. Types
+and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them; experts and other
+products in FP8 blocks as DeepSeek-V3 and Qwen3-30B-A3B-FP8 have them; in MXFP4 as `turnout quantize` writes
+them; or bf16. GPT-OSS is in MXFP4. A configuration for text and images gives the text model. Only values are
 made up. They come from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB
 takes minutes, this as long as writing, which several threads do, a file each. Only bf16 tensors larger than
 the pool (embeddings and head) are drawn value by value, since a repeated pool would give many token ids the
@@ -20,10 +23,12 @@ says is text.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Nvfp4
+from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Mxfp4, Nvfp4
 from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.formats import fp8, mxfp4, nvfp4
@@ -84,13 +89,15 @@ FP8_STD = 64.0  # of e4m3 values, whose largest is 448
 E8M0 = 127 + round(math.log2(SPREAD / CODE_RMS))  # of the blocks of MXFP4
 INPUT_AMAX = 8.0
 GPT_OSS = "GptOssForCausalLM"
-FORMATS = ("nvfp4", "fp8", "bf16")
+ENCODERS: Mapping[str, Callable[[], Encoder]] = {"nvfp4": lambda: Nvfp4({}), "fp8": Fp8, "mxfp4": Mxfp4}
+FORMATS = (*ENCODERS, "bf16")
 
 
 class Pool:
     """Random tensors, cheaply: views of blocks of random numbers."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, num_experts: int):
+        """num_experts: that tables of DeepSeek-V4 may name."""
         draw = torch.Generator().manual_seed(seed)
         self._bytes = torch.randint(256, (POOL_BYTES,), dtype=torch.uint8, generator=draw)
         self._scales = torch.randint(*SCALES, (POOL_BYTES // 4,), dtype=torch.uint8, generator=draw)
@@ -99,7 +106,7 @@ class Pool:
         self._fp8 = values.clamp_(-448, 448).to(fp8.DTYPE).view(torch.uint8)
         mean_square = self._scales.view(torch.float8_e4m3fn).float().square().mean()
         self._global_scale = SPREAD / (CODE_RMS * mean_square.sqrt())
-        self._seed = seed
+        self._seed, self._num_experts = seed, num_experts
 
     def tensor(self, entry: Entry) -> Tensor:
         """What `entry` holds; norms are 1."""
@@ -115,16 +122,21 @@ class Pool:
             return torch.full(entry.shape, E8M0, dtype=entry.dtype)
         if entry.dtype == torch.uint8:
             return self._view(self._bytes, entry)
-        if entry.dtype == torch.bfloat16:
-            return self._weights_of(entry)
+        if entry.dtype == torch.int64:
+            drawn = torch.rand(entry.shape, generator=self._draw(entry))
+            return (drawn * self._num_experts).long()
+        if entry.dtype in (torch.bfloat16, torch.float32):
+            return self._weights_of(entry).to(entry.dtype)
         is_scale = entry.name.endswith("weight_scale")
         return self._view(self._scales if is_scale else self._fp8, entry).view(entry.dtype)
 
     def _weights_of(self, entry: Entry) -> Tensor:
         if math.prod(entry.shape) <= len(self._weights):
             return self._view(self._weights, entry)
-        draw = torch.Generator().manual_seed(crc32(entry.name.encode(), self._seed))
-        return torch.empty(entry.shape, dtype=entry.dtype).normal_(0, SPREAD, generator=draw)
+        return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=self._draw(entry))
+
+    def _draw(self, entry: Entry) -> torch.Generator:
+        return torch.Generator().manual_seed(crc32(entry.name.encode(), self._seed))
 
     def _view(self, block: Tensor, entry: Entry) -> Tensor:
         size = math.prod(entry.shape)
@@ -135,34 +147,60 @@ class Pool:
         return block.repeat(repeats)[start : start + size].view(entry.shape)
 
 
-def entries(config: Mapping[str, Any], encoder: Encoder | None) -> Iterator[list[Entry]]:
-    """All tensors of a Qwen3-MoE model, in groups that belong into one file; encoder None: all in bf16."""
-    linear = encoder.entries if isinstance(encoder, Fp8) else _linear
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    yield [_entry("model.embed_tokens", vocab, hidden)]
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        yield [
-            _entry(f"{prefix}.input_layernorm", hidden),
-            *linear(f"{prefix}.self_attn.q_proj", (queries, hidden)),
-            *linear(f"{prefix}.self_attn.k_proj", (keys, hidden)),
-            *linear(f"{prefix}.self_attn.v_proj", (keys, hidden)),
-            *linear(f"{prefix}.self_attn.o_proj", (hidden, queries)),
-            _entry(f"{prefix}.self_attn.q_norm", config["head_dim"]),
-            _entry(f"{prefix}.self_attn.k_norm", config["head_dim"]),
-            _entry(f"{prefix}.post_attention_layernorm", hidden),
-            _entry(f"{prefix}.mlp.gate", config["num_experts"], hidden),
-        ]
-        experts = _experts(config, i)
-        if encoder is not None:
-            yield from encoder.groups(experts)
-            continue
-        for e in range(experts.experts.num_experts):
-            yield [_entry(f"{experts.expert(e)}.{p}", *experts.shape(p)) for p in PROJECTIONS]
-    yield [_entry("model.norm", hidden)]
-    yield [_entry("lm_head", vocab, hidden)]
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the model that reads text, without a quantisation."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = dict(config.get("text_config", config))
+    if "text_config" in config:
+        kind = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(text["model_type"]))]
+        text["architectures"] = [kind.__name__]
+    return {name: value for name, value in text.items() if name != "quantization_config"}
+
+
+def parameters(config: Mapping[str, Any]) -> Iterator[Entry]:
+    """What transformers' model of this configuration holds, experts stacked, without making any of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in copy.deepcopy(dict(config)).items() if name != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        yield Entry(name, tensor.dtype, tuple(tensor.shape))
+
+
+def entries(
+    config: Mapping[str, Any], encoder: Encoder | None
+) -> tuple[list[list[Entry]], list[ExpertLayer]]:
+    """(all tensors, in groups that belong into one file; the experts of each layer). encoder None: bf16."""
+    groups: list[list[Entry]] = []
+    layers: list[ExpertLayer] = []
+    for entry in parameters(config):
+        prefix, _, name = entry.name.rpartition(".")
+        if prefix.endswith("mlp.experts") and name == "gate_up_proj":
+            num_experts, rows, hidden = entry.shape
+            shape = ExpertShape(num_experts=num_experts, hidden=hidden, intermediate=rows // 2)
+            layers.append(layer := ExpertLayer(prefix=prefix, experts=shape))
+            groups += encoder.groups(layer) if encoder else _plain(layer)
+        elif not prefix.endswith("mlp.experts"):
+            if isinstance(encoder, Fp8) and len(entry.shape) == 2 and _is_linear(entry.name):
+                rows, columns = entry.shape
+                groups.append(encoder.entries(prefix, (rows, columns)))
+            else:
+                groups.append([entry])
+    return groups, layers
+
+
+def _plain(layer: ExpertLayer) -> list[list[Entry]]:
+    return [
+        [_entry(layer.module(e, p), *layer.shape(p)) for p in PROJECTIONS]
+        for e in range(layer.experts.num_experts)
+    ]
+
+
+def _is_linear(name: str) -> bool:
+    """Whether releases in FP8 blocks have this matrix so: neither embeddings nor what routes and gates."""
+    return not re.search(r"embed_tokens|lm_head|\.gate\.|_gate\.|in_proj_[ab]\.", name)
 
 
 def gpt_oss_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
@@ -200,11 +238,15 @@ def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: 
 
     GPT-OSS has its experts in MXFP4, whatever `format` says.
     """
+    config = text_config(config)
     is_gpt_oss = config["architectures"] == [GPT_OSS]
-    encoder = None if is_gpt_oss else {"nvfp4": Nvfp4({}), "fp8": Fp8(), "bf16": None}[format]
-    groups = list(gpt_oss_entries(config) if is_gpt_oss else entries(config, encoder))
+    encoder = None if is_gpt_oss or format == "bf16" else ENCODERS[format]()
+    if is_gpt_oss:
+        groups, layers = list(gpt_oss_entries(config)), list[ExpertLayer]()
+    else:
+        groups, layers = entries(config, encoder)
     size = sum(entry.nbytes for group in groups for entry in group)
-    pool = Pool(seed)
+    pool = Pool(seed, config.get("n_routed_experts", 0))
     with new_folder(out, needed_bytes=size) as folder:
         writer = ShardWriter(folder, groups, SHARD_BYTES)
 
@@ -218,22 +260,18 @@ def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: 
         write_tokenizer(folder, config["vocab_size"])
         quantization = {"quantization_config": {"quant_method": "mxfp4"}} if is_gpt_oss else {}
         if encoder is not None:
-            quantization = _declare(config, encoder, groups, folder)
+            quantization = _declare(layers, encoder, groups, folder)
         write_json(folder / "config.json", {**config, **quantization})
     return size
 
 
 def _declare(
-    config: Mapping[str, Any], encoder: Encoder, groups: Sequence[Sequence[Entry]], folder: Path
+    layers: Sequence[ExpertLayer], encoder: Encoder, groups: Sequence[Sequence[Entry]], folder: Path
 ) -> dict[str, Any]:
     """What config.json says of the quantisation; writes the further files that say it too."""
     kept = [e.name.removesuffix(".weight") for group in groups for e in group if _stays(e)]
-    layers = [_experts(config, i) for i in range(config["num_hidden_layers"])]
     names = [
-        f"{layer.expert(e)}.{p}"
-        for layer in layers
-        for e in range(layer.experts.num_experts)
-        for p in PROJECTIONS
+        layer.module(e, p) for layer in layers for e in range(layer.experts.num_experts) for p in PROJECTIONS
     ]
     quantization, files = encoder.declare(kept, names)
     for name, value in files.items():
@@ -263,19 +301,6 @@ def _biased(module: str, rows: int, columns: int) -> list[Entry]:
     return [_entry(module, rows, columns), Entry(f"{module}.bias", torch.bfloat16, (rows,))]
 
 
-def _linear(module: str, shape: tuple[int, int]) -> list[Entry]:
-    return [_entry(module, *shape)]
-
-
-def _experts(config: Mapping[str, Any], layer: int) -> ExpertLayer:
-    shape = ExpertShape(
-        num_experts=config["num_experts"],
-        hidden=config["hidden_size"],
-        intermediate=config["moe_intermediate_size"],
-    )
-    return ExpertLayer(prefix=f"model.layers.{layer}.mlp.experts", experts=shape)
-
-
 def _stays(entry: Entry) -> bool:
     """Whether this is a linear layer that is not quantised."""
     return entry.dtype == torch.bfloat16 and len(entry.shape) == 2 and "embed" not in entry.name
@@ -286,8 +311,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--config", type=Path, help="config.json of a Qwen3-MoE or GPT-OSS model")
-    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of a Qwen3-MoE model's experts")
+    parser.add_argument("--config", type=Path, help="config.json of any model that transformers knows")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of experts; GPT-OSS: MXFP4")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -297,6 +322,7 @@ def main() -> None:
     start = time.perf_counter()
     fields = {name: json.loads(value) for name, value in options.set}
     config = QWEN3_30B if options.config is None else json.loads(options.config.read_text())
+    config = text_config(config)
     num_layers = options.num_layers or config["num_hidden_layers"]
     config = {**config, "num_hidden_layers": num_layers, **fields}
     if "layer_types" in config:

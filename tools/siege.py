@@ -15,7 +15,6 @@ import asyncio
 import ipaddress
 import json
 import os
-import shlex
 import socket
 import sys
 import time
@@ -208,16 +207,14 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    if options.output is not None:
-        check_output(options.output)
+    check_output(options.output)
     server: AbstractContextManager[str] = nullcontext(options.base_url)
     if not options.base_url:
         server = launch(load(ServerConfig, {"model": options.model, "port": 0}))
     with server as base_url:
         rows = siege(base_url, options)
     if options.output is not None:
-        command = shlex.join(["python", "-m", "tools.siege", *sys.argv[1:]])
-        save(result("siege", rows, device=cpu_name(), command=command), options.output)
+        save(result("siege", rows, device=cpu_name()), options.output)
 
 
 if __name__ == "__main__":

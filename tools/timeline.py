@@ -1,6 +1,14 @@
-"""Draw what overlapped: timelines in results of tools.overlap and tools.two_batches, as SVG and as a trace.
+"""Draw what overlapped, as SVG and as a trace: timelines in results of tools.overlap and tools.two_batches,
+and steps in a server's profiles.
 
     python -m tools.timeline RESULT.json ... --output timeline.svg --trace timeline.json
+    python -m tools.timeline before.json after.json --steps 10 --output steps.svg
+
+A profile, the Chrome trace that `/stop_profile` answers with, becomes two panels: the first --steps steps in
+a row that did nothing but decode, and the first with prompts, as rank --rank saw them. Lanes are the steps on
+the host and the GPU's streams with the kernels that these steps launched; on a CPU the operators of its
+threads. The title says in which part of the time at least one of them ran. tools.step_timeline records such
+profiles.
 
 A row of a result that holds a `timeline`, kernels of one replay as torch's profiler saw them on rank 0,
 becomes a panel: a lane for each stream, a box for each kernel, colours by what it belongs to. A stream on
@@ -18,14 +26,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from turnout.engine.profiling import PIDS, STEP
+from turnout.vocabulary import Phase
+
 ROLES = {  # what a kernel belongs to, by its name; the first that matches
     "dispatch": r"dispatch_rows|AllGather|SendRecv|pack_rows",
     "combine": r"combine_rows|ReduceScatter|AllReduce|sum_rows|sum_parts",
-    "experts": r"expert_gemm|_pairs|sorted|quantize|tile_slabs|spread_rows|weigh_rows",
+    "experts": r"expert_gemm|_pairs|sorted|quantize|tile_(?:slabs|batched_experts)|spread_rows|weigh_rows",
     "router": r"choose_experts",
     "attention": r"atten|paged|fmha|flash|join_spans|rope",
-    "dense": r"nvjet|gemm|cutlass|splitK|multiply_|decode_tile|add_parts",
+    "dense": r"nvjet|gemm|cutlass|splitK|multiply_|decode_tile|add_parts|aten::(linear|matmul|mm|addmm)",
 }
+LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of a trace
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = "host"
 SHARED, OTHER = "shared expert", "other"
 COLORS = {
     "dispatch": "#1b6ca8", "combine": "#2a9d8f", "experts": "#d1495b", "router": "#6a4c93",
@@ -38,7 +52,7 @@ class Kernel(NamedTuple):
     """Times in us from the beginning of what is shown."""
 
     name: str
-    stream: int
+    stream: int | str  # or what the lane is called
     start: float
     end: float
     role: str
@@ -127,6 +141,100 @@ def panels_of(content: Mapping[str, Any]) -> dict[str, list[Kernel]]:
     return found
 
 
+def panels_of_profile(
+    content: Mapping[str, Any], name: str, steps: int, rank: int
+) -> dict[str, list[Kernel]]:
+    """Of a Chrome trace: `steps` steps in a row that only decode, and one with prompts, where there are any.
+
+    Raises ValueError if the trace holds no step of `rank` with its phase.
+    """
+    events = [e for e in content["traceEvents"] if e.get("ph") == "X" and e["pid"] // PIDS == rank]
+    spans = [e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"]
+    found = sorted((e for e in spans if e["args"].get("phase")), key=lambda e: e["ts"])
+    if not found:
+        raise ValueError(f"{name}: no step of rank {rank} says its phase; record one with /start_profile")
+    phases = [step["args"]["phase"] for step in found]
+    runs = [i for i in range(len(found)) if phases[i : i + steps] == [Phase.DECODE] * steps]
+    panels = {}
+    if runs:
+        panels[f"{steps} steps of decoding"] = found[runs[0] :][:steps]
+    if Phase.PREFILL in phases:
+        panels["a step with prompts"] = [found[phases.index(Phase.PREFILL)]]
+    drawn = {about: _of_steps(events, chosen) for about, chosen in panels.items()}
+    return {f"{name}: {about}, busy {busy(_spans(shown)):.1%}": shown for about, shown in drawn.items()}
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end that lies in at least one span."""
+    spans = sorted(spans)
+    if not spans:
+        return 0.0
+    begin = end = spans[0][0]
+    covered = 0.0
+    for start, stop in spans:
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered / (end - begin) if end > begin else 0.0
+
+
+def _of_steps(events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[Kernel]:
+    """The kernels that `steps` launched, or else their operators, and the steps themselves."""
+    inside = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
+
+    def within(event: Mapping[str, Any]) -> bool:
+        return any(begin <= event["ts"] <= end for begin, end in inside)
+
+    launches = {e["args"].get("correlation") for e in events if e.get("cat") in LAUNCHES and within(e)}
+    work = [e for e in events if e.get("cat") in ON_GPU and e["args"].get("correlation") in launches]
+    lanes = {id(e): e["args"].get("stream", e["tid"]) for e in work}
+    if not work:
+        work = _outermost([e for e in events if e.get("cat") == "cpu_op" and within(e)])
+        lanes = {id(e): f"thread {e['tid']}" for e in work}
+    first = min(e["ts"] for e in (*work, *steps))
+    timeline = [
+        {
+            "kernel": e["name"][:60],
+            "stream": lanes[id(e)],
+            "start_us": e["ts"] - first,
+            "end_us": e["ts"] + e["dur"] - first,
+        }
+        for e in work
+    ]
+    host = [Kernel(f"{e['args']['phase']} step", HOST, e["ts"], e["ts"] + e["dur"], OTHER) for e in steps]
+    return [k._replace(start=k.start - first, end=k.end - first) for k in host] + kernels(timeline)
+
+
+def joined(shown: Sequence[Kernel]) -> list[Kernel]:
+    """With neighbours as one box where a drawing could not tell them apart: of one role, in one lane."""
+    pixel = max(k.end for k in shown) / (WIDTH - LEFT - 20)
+    boxes: list[Kernel] = []
+    last: dict[int | str, int] = {}  # lane -> its last box
+    for k in shown:
+        at = last.get(k.stream)
+        if at is None or boxes[at].role != k.role or k.stream == HOST or k.start - boxes[at].end > pixel / 2:
+            last[k.stream] = len(boxes)
+            boxes.append(k)
+        elif k.end > boxes[at].end:
+            first = boxes[at].name.partition(" to ")[0]
+            boxes[at] = boxes[at]._replace(name=f"{first} to {k.name}", end=k.end)
+    return boxes
+
+
+def _outermost(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without those that another one of their thread called."""
+    found: list[Mapping[str, Any]] = []
+    ends: dict[Any, float] = {}
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        if event["ts"] >= ends.get(event["tid"], 0.0):
+            ends[event["tid"]] = event["ts"] + event["dur"]
+            found.append(event)
+    return found
+
+
+def _spans(shown: Iterable[Kernel]) -> list[tuple[float, float]]:
+    return [(k.start, k.end) for k in shown if k.stream != HOST]
+
+
 def _role(name: str) -> str:
     return next((role for role, pattern in ROLES.items() if re.search(pattern, name)), OTHER)
 
@@ -139,7 +247,8 @@ def _panel(title: str, shown: Sequence[Kernel], y: int) -> tuple[list[str], int]
     bottom = y + HEAD + LANE * len(streams)
     parts = [_text(10, y + 14, title)]
     for lane, stream in enumerate(streams):
-        parts.append(_text(10, y + HEAD + LANE * lane + 15, f"stream {stream}"))
+        name = f"stream {stream}" if isinstance(stream, int) else stream
+        parts.append(_text(10, y + HEAD + LANE * lane + 15, name))
     for tick in range(6):
         us = last * tick / 5
         parts.append(f'<path d="M{LEFT + us * scale:.1f} {y + HEAD}V{bottom}" stroke="#ddd"/>')
@@ -161,17 +270,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON: results or profiles")
+    parser.add_argument("--steps", type=int, default=10, help="of decoding, in a panel")
+    parser.add_argument("--rank", type=int, default=0, help="whose steps of a profile")
     parser.add_argument("--output", type=Path, help="SVG")
     parser.add_argument("--trace", type=Path, help="JSON")
     options = parser.parse_args()
     panels: dict[str, list[Kernel]] = {}
-    for file in options.results:
-        panels |= panels_of(json.loads(file.read_text()))
+    try:
+        for file in options.results:
+            content = json.loads(file.read_text())
+            if "traceEvents" in content:
+                panels |= panels_of_profile(content, file.stem, options.steps, options.rank)
+            else:
+                panels |= panels_of(content)
+    except ValueError as error:
+        parser.error(str(error))
     if not panels:
         parser.error("none of these results holds a timeline")
     if options.output is not None:
-        options.output.write_text(svg(panels))
+        options.output.write_text(svg({title: joined(shown) for title, shown in panels.items()}))
     if options.trace is not None:
         options.trace.write_text(json.dumps(trace(panels)))
 

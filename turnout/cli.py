@@ -263,6 +263,7 @@ def bench_serve(
         typer.Argument(help="model to serve; or give --base-url"),
     ] = None,
     base_url: Annotated[str, typer.Option(help="measure this server instead")] = "",
+    api_key: Annotated[str, typer.Option(help="key of --base-url", envvar="TURNOUT_API_KEY")] = "",
     dataset_name: Annotated[str, typer.Option(help="random: token ids drawn uniformly")] = "random",
     random_input_len: Annotated[int, typer.Option(help="prompt tokens")] = 64,
     random_output_len: Annotated[int, typer.Option(help="output tokens")] = 64,
@@ -279,6 +280,7 @@ def bench_serve(
     run(
         model=model,
         base_url=base_url,
+        api_key=api_key,
         dataset_name=dataset_name,
         output=Path(output) if output else None,
         input_len=random_input_len,

@@ -14,13 +14,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from turnout.errors import UserError
-from turnout.flags import check_field, flag, parse_field
+from turnout.errors import UserError, listed
+from turnout.flags import check_field, flag, flag_name, parse_field
 
 C = TypeVar("C", bound="Config")
 
@@ -30,6 +31,7 @@ PANELS = ("Model", "Attention", "Experts", "Parallelism", "Memory and scheduling
     functools.partial(flag, panel=panel) for panel in PANELS
 )
 
+PREFIX = "TURNOUT_"  # of the variables that say what flags would
 DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
 
 
@@ -63,6 +65,7 @@ class Config:
     deterministic: bool = model_flag(
         False,
         "a request's tokens and log-probabilities are the same bits in every run and in every batch; slower",
+        "--enable-deterministic-inference",
     )
     trust_remote_code: bool = model_flag(False, "let the tokenizer run code shipped with the model")
     num_threads: int = model_flag(
@@ -116,7 +119,11 @@ class Config:
         1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1
     )
     ep_size: int = parallel_flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
-    enable_dp_attention: bool = parallel_flag(False, "attention data-parallel, experts across all ranks")
+    enable_dp_attention: bool | None = parallel_flag(
+        None,
+        "attention data-parallel, experts across all ranks; by default for models with compressed attention, "
+        "over --tp-size groups and slices where --dp-size and --ep-size do not say otherwise",
+    )
     moe_dense_tp_size: int = parallel_flag(
         0, "ranks that divide the MLPs of dense layers: 1 or, 0, as many as attention", minimum=0
     )
@@ -140,8 +147,17 @@ class Config:
     max_total_tokens: int = memory_flag(
         0, "KV cache size in tokens; 0: from --mem-fraction-static", minimum=0
     )
+    kv_cache_dtype: str = memory_flag(
+        "auto", "type of what is kept of tokens; auto: the compute type, and no other is implemented"
+    )
     chunked_prefill_size: int = memory_flag(
         0, "prompt tokens of one request per step; 0: 512 on a CPU, --max-prefill-tokens on a GPU", minimum=0
+    )
+    index_cache_dtype: str = memory_flag(
+        "auto",
+        "type of the index keys of sparse latent attention; auto: the compute type; fp8: e4m3 with a scale "
+        "for each key, half the bytes of bfloat16",
+        choices=("auto", "fp8"),
     )
     max_prefill_tokens: int = memory_flag(
         0, "prompt tokens of all requests per step; 0: 2048 on a CPU, on a GPU up to 8192", minimum=0
@@ -151,6 +167,18 @@ class Config:
         "milliseconds that a step may take while requests decode: prompts get what that leaves of it; "
         "0: as --max-prefill-tokens says",
         minimum=0,
+    )
+    prefill_delayer: str = memory_flag(
+        "off",
+        "on: hold prompts back for a few steps until other data-parallel ranks have some too, since those of "
+        "one rank make the step of all one with prompts",
+        choices=("on", "off"),
+    )
+    prefill_delayer_max_delay_steps: int = memory_flag(
+        8, "the most steps that a prompt is held back for", "--prefill-delayer-max-delay-passes", minimum=1
+    )
+    prefill_delayer_max_delay_ms: float = memory_flag(
+        100.0, "milliseconds after which a prompt is held back for no further step", minimum=0
     )
     speculative_algorithm: str = memory_flag(
         "none",
@@ -180,7 +208,10 @@ class Config:
     )
     disable_overlap_schedule: bool = memory_flag(False, "as --overlap-schedule off")
     disable_prefix_cache: bool = memory_flag(
-        False, "never reuse KV pages between requests", "--disable-radix-cache"
+        False,
+        "never reuse KV pages between requests",
+        "--disable-radix-cache",
+        "--no-enable-prefix-caching/--enable-prefix-caching",
     )
     state_snapshot_interval: int = memory_flag(
         0,
@@ -191,6 +222,7 @@ class Config:
     scheduling_policy: str = memory_flag(
         "fcfs",
         "which waiting request is next; fcfs: the first that came, priority: that with the lowest `priority`",
+        "--schedule-policy",
         choices=("fcfs", "priority"),
     )
     page_size: int = memory_flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
@@ -290,16 +322,18 @@ class ServerConfig(Config):
 
 
 def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = None) -> C:
-    """Merge flags (None: not given), TURNOUT_* variables and a YAML file into a checked `cls`."""
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {}
-    if config_file:
-        values |= _read_yaml(Path(config_file), known)
-    for name, f in known.items():
-        raw = os.environ.get(f"TURNOUT_{name.upper()}")
-        if raw is not None:
-            values[name] = parse_field(f, raw, f"TURNOUT_{name.upper()}")
-    values |= {name: value for name, value in flags.items() if value is not None}
+    """Merge flags (None: not given), TURNOUT_* variables and a YAML file into a checked `cls`.
+
+    Each may be spelt as the field or as an alias of its flag. Variables and keys that only `serve` reads are
+    passed over by other commands, so that one file does for all. Raises UserError.
+    """
+    values = _read_yaml(Path(config_file)) if config_file else {}
+    values |= _read_variables()
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {name: value for name, value in values.items() if name in known}
+    for name, value in flags.items():
+        if value is not None:
+            values[_field(name, cls, repr(name)).name] = value
     return cls(**values)
 
 
@@ -333,7 +367,8 @@ def launched() -> Launched | None:
     return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
 
 
-def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """By field; aliases of flags are keys, too."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -344,11 +379,52 @@ def _read_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"--config {path}: must be a mapping of flag names to values")
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    for name in values:
-        if name not in known:
-            raise UserError(f"--config {path}: unknown key {name!r}; known: {', '.join(sorted(known))}")
+    values: dict[str, Any] = {}
+    for key, value in loaded.items():
+        name = _field(str(key).replace("-", "_"), ServerConfig, f"--config {path}: {key}").name
+        if name in values:
+            raise UserError(f"--config {path}: {key} gives {flag_name(name)} a second time; keep one of them")
+        values[name] = value
     return values
+
+
+def _read_variables() -> dict[str, Any]:
+    """By field. Raises UserError for a value of another type, and for a name that is nearly a field's."""
+    spellings = _spellings(ServerConfig)
+    values: dict[str, Any] = {}
+    for variable, text in sorted(os.environ.items()):
+        if not variable.startswith(PREFIX) or text.startswith("tcp://"):
+            continue  # TURNOUT_PORT=tcp://... is what Kubernetes says of a Service that is named turnout
+        spelt = variable.removeprefix(PREFIX).lower()
+        if spelt not in spellings:
+            if near := get_close_matches(spelt, spellings, 1, cutoff=0.85):
+                raise UserError(f"{variable}: unknown; did you mean {PREFIX}{near[0].upper()}?")
+            continue  # of another program
+        name = spellings[spelt].name
+        if name in values:
+            raise UserError(f"{variable} gives {flag_name(name)} a second time; keep one of the variables")
+        values[name] = parse_field(spellings[spelt], text, variable)
+    return values
+
+
+def _field(spelt: str, cls: type[Config], where: str) -> dataclasses.Field:
+    """The field of `cls` with this name or alias. Raises UserError, naming `where` it stood."""
+    spellings = _spellings(cls)
+    if spelt in spellings:
+        return spellings[spelt]
+    near = get_close_matches(spelt, spellings, 1)
+    raise UserError(
+        f"{where}: unknown; " + (f"did you mean {near[0]}?" if near else f"known: {listed(spellings)}")
+    )
+
+
+def _spellings(cls: type[Config]) -> dict[str, dataclasses.Field]:
+    """Fields by their names and by the aliases of their flags, but those that mean the opposite."""
+    spelt: dict[str, dataclasses.Field] = {}
+    for f in dataclasses.fields(cls):
+        aliases = (alias[2:].replace("-", "_") for alias in f.metadata["alias"] if "/" not in alias)
+        spelt |= dict.fromkeys((f.name, *aliases), f)
+    return spelt
 
 
 def _check_key(key: str) -> None:

@@ -9,6 +9,12 @@ from turnout.errors import UserError
 T = TypeVar("T")
 
 
+def load(target: str) -> Any:
+    """What "package.module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 class Registry(Generic[T]):
     """Entries by name, each given as `"package.module:attribute"` and imported on first use."""
 
@@ -43,9 +49,7 @@ class Registry(Generic[T]):
         if name not in self._targets:
             raise UserError(f"unknown {self.kind} {name!r}; known: {', '.join(self._targets)}")
         if name not in self._loaded:
-            module, _, attribute = self._targets[name].partition(":")
-            entry: Any = getattr(import_module(module), attribute)
-            self._loaded[name] = entry
+            self._loaded[name] = load(self._targets[name])
         return self._loaded[name]
 
 
@@ -64,6 +68,17 @@ BACKENDS: Registry[Any] = Registry(
         "nvlink": "turnout.moe.backends.nvlink.declaration:BACKEND",
         "flashinfer": "turnout.moe.backends.flashinfer.declaration:BACKEND",
         "deepep": "turnout.moe.backends.deepep.declaration:BACKEND",
+    },
+)
+
+# The same of attention, in the order in which layers are offered to them.
+ATTENTION_BACKENDS: Registry[Any] = Registry(
+    "attention backend",
+    {
+        "triton": "turnout.attention.backends.triton.declaration:BACKEND",
+        "cpu": "turnout.attention.backends.cpu.declaration:BACKEND",
+        "torch": "turnout.attention.backends.torch.declaration:BACKEND",
+        "flash-attn-4": "turnout.attention.backends.flash_attn_4.declaration:BACKEND",
     },
 )
 

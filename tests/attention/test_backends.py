@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from turnout.attention.backends import FLASH_ATTN_4, Chosen, Place, choose, refusals
+from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
+from turnout.attention.capability import Chosen, Place
+from turnout.attention.choose import choose, refusals
 from turnout.attention.kinds import AttentionSpec, SparseLatentSpec, cache_groups
 from turnout.vocabulary import AttentionKind
 
@@ -92,7 +94,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_it_would_bring(
     )
     (refusal,) = refusals(cache_groups([WIDE]), replace(here, asked="flash-attn-4"))
     assert refusal.limit == "flash-attn-4 needs flash-attn-4>=4.0.0b36, not installed here"
-    assert refusal.remedy == f"use --attention-backend auto, or {FLASH_ATTN_4.install}"
+    assert refusal.remedy == f"use --attention-backend auto, or {PACKAGE.install}"
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_slot_used_again_begins_with_zeros(length: int) -> None:
 
 
 def test_recurrent_layers_have_no_keys_and_values() -> None:
-    with pytest.raises(ValueError, match="layer 0 is recurrent"):
+    with pytest.raises(ValueError, match="layer 0 keeps no keys and values"):
         slots().laid_out([], [])(0, *(torch.zeros(0, 4, 16),) * 3)
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from turnout.attention.backends import FLASH_ATTN_4, Chosen
+from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
+from turnout.attention.backends.triton.paged import TritonAttention
+from turnout.attention.capability import Chosen
 from turnout.attention.kinds import AttentionSpec, cache_groups
-from turnout.attention.torch import PagedAttention
-from turnout.attention.triton import StepAttention
 from turnout.engine.scheduler.request import GroupPages
 
 TILE = 64  # tokens; of the library's, 64 to 128
@@ -89,7 +89,7 @@ def error(device: str, dtype: torch.dtype, *, heads, size: int, page: int, windo
     spec = spec.sliding(window) if window else spec
     (group,) = cache_groups([spec, spec])
     spans, pages = [(0, 130), (300, 333), (257, 401), (0, 1)], -(-401 // page)
-    paged = PagedAttention(
+    paged = TritonAttention(
         group, num_pages=4 * pages + 1, page_size=page, max_running=4, max_context=401,
         device=torch.device(device), dtype=dtype, chosen=Chosen(backend="triton", prompts="flash-attn-4"),
     )  # fmt: skip
@@ -108,7 +108,7 @@ def error(device: str, dtype: torch.dtype, *, heads, size: int, page: int, windo
     q = torch.randn(sum(c.length for c in chunks), heads[0], size, generator=draw).to(device, dtype)
     logits = torch.randn(heads[0], generator=draw).to(device) if sinks else None
     clean = torch.nan_to_num(paged.layer_cache(1)).clone()
-    found = StepAttention(paged, [], chunks).attend(1, q, logits)
+    found = paged.laid_out([], chunks).attend(1, q, logits)
     worst, at = 0.0, 0
     for chunk, slots_L in zip(chunks, every_slot, strict=True):
         mine = slice(at, at + chunk.length)
@@ -138,19 +138,15 @@ def test_what_the_library_is_given(case, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_library(case, dtype: torch.dtype) -> None:
-    if FLASH_ATTN_4.lacking():
-        pytest.skip(f"{FLASH_ATTN_4.lacking()}: {FLASH_ATTN_4.install}")
+    if PACKAGE.lacking():
+        pytest.skip(f"{PACKAGE.lacking()}: {PACKAGE.install}")
     assert error("cuda", dtype, **case) < 2e-2
 
 
 def test_short_prompts_stay_with_our_kernels() -> None:
-    from turnout.attention.flash_attn_4 import takes_prompts
-
-    paged = SimpleNamespace(chosen=Chosen(backend="triton", prompts="flash-attn-4", prompt_tokens=512))
-    long, short = Span(Sequence(0), 0, 1000), Span(Sequence(1), 16000, 16100)
-    assert takes_prompts(paged, [long])
-    assert takes_prompts(paged, [long, short])
-    assert not takes_prompts(paged, [long, short, short])
-    assert not takes_prompts(paged, [])
-    paged.chosen = Chosen(backend="triton", prompts="triton")
-    assert not takes_prompts(paged, [long])
+    chosen = Chosen(backend="triton", prompts="flash-attn-4", prompt_tokens=512)
+    assert chosen.takes_prompts([1000])
+    assert chosen.takes_prompts([1000, 100])
+    assert not chosen.takes_prompts([1000, 100, 100])
+    assert not chosen.takes_prompts([])
+    assert not Chosen(backend="triton", prompts="triton").takes_prompts([1000])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turnout.attention import indexing
-from turnout.attention.indexing import Index, index_scores, largest, places
+from turnout.attention.indexing import Fp8Keys, Index, index_scores, largest, places, rounded
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 20, 40])
@@ -35,3 +35,17 @@ def test_scores_by_their_definition(each: bool, monkeypatch: pytest.MonkeyPatch)
             terms = [max(0.0, float(q @ key)) for q in index.q_NHD[n]]
             wanted = sum(float(w) * term for w, term in zip(index.weights_NH[n], terms, strict=True))
             assert float(found[n, place]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_keys_in_fp8_come_back_as_they_were_rounded() -> None:
+    """Of sizes from 1e-20 to 1e20, among them zeros and those that fill the format's range."""
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(41, 16, generator=draw) * torch.logspace(-20, 20, 41)[:, None]
+    keys[3], keys[7] = 0, torch.linspace(-448, 448, 16)
+    kept = Fp8Keys(torch.full((50, 16), 255, dtype=torch.uint8), torch.full((50,), torch.nan))
+    slots = torch.randperm(50, generator=draw)[:41]
+    kept.store(slots, rounded(keys))
+    assert torch.equal(kept[slots], rounded(keys))
+    largest_of = keys.abs().amax(1, keepdim=True)
+    assert bool(((kept[slots] - keys).abs() <= keys.abs() / 16 + largest_of * 2**-17).all())
+    assert kept[slots[None]].shape == (1, 41, 16)

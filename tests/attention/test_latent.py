@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from turnout.attention.backends import Place, choose, workspace_bytes
-from turnout.attention.cpu import paged_attention
+from turnout.attention.capability import Chosen, Place
+from turnout.attention.choose import choose
 from turnout.attention.kinds import AttentionSpec, cache_groups
 from turnout.attention.latent import LatentAttention, attend_expanded, expands
+from turnout.attention.paged import paged_attention
 from turnout.attention.up_projection import UpProjection
+from turnout.attention.workspace import workspace_bytes
 from turnout.engine.scheduler.request import GroupPages
 
 SPEC = AttentionSpec.latent(num_heads=4, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32, scaling=1.3)
@@ -74,15 +76,16 @@ def drawn(length: int, seed: int = 0) -> Drawn:
     )
 
 
-def paged(num_pages: int = 64, page_size: int = 4) -> LatentAttention:
+def paged(backend: str = "torch") -> LatentAttention:
     attention = paged_attention(
         *cache_groups([SPEC, SPEC]),
-        num_pages=num_pages,
-        page_size=page_size,
+        num_pages=64,
+        page_size=4,
         max_running=4,
         max_context=256,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        chosen=Chosen(backend=backend, prompts=backend),
     )
     assert isinstance(attention, LatentAttention)
     attention.cache.fill_(torch.nan)  # what is not written is never read

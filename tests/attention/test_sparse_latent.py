@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.attention.test_latent import BOUND, Allocated, Chunk, Drawn, Sequence, drawn, sequence
-from turnout.attention.backends import workspace_bytes
-from turnout.attention.cpu import paged_attention
-from turnout.attention.indexing import Index
+from turnout.attention.capability import Chosen
+from turnout.attention.indexing import Index, rounded
 from turnout.attention.kinds import SparseLatentSpec, cache_groups
+from turnout.attention.paged import paged_attention
 from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.attention.up_projection import UpProjection
+from turnout.attention.workspace import workspace_bytes
 
 TOPK = 12
 FULL = SparseLatentSpec(
@@ -32,8 +34,8 @@ FULL = SparseLatentSpec(
 SHARED = SparseLatentSpec(**{**vars(FULL), "shares_choice": True})
 
 
-def paged(page_size: int = 4) -> SparseLatentAttention:
-    (group,) = cache_groups([FULL, SHARED, FULL])
+def paged(page_size: int = 4, backend: str = "torch", *, fp8: bool = False) -> SparseLatentAttention:
+    (group,) = cache_groups([replace(spec, index_fp8=fp8) for spec in (FULL, SHARED, FULL)])
     assert group.sharing == (1,)
     attention = paged_attention(
         group,
@@ -43,10 +45,11 @@ def paged(page_size: int = 4) -> SparseLatentAttention:
         max_context=256,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        chosen=Chosen(backend=backend, prompts=backend),
     )
     assert isinstance(attention, SparseLatentAttention)
     assert attention.cache_bytes == 65 * page_size * group.token_bytes(4)
-    for cache in (attention.cache, attention.index_keys):
+    for cache in (attention.cache, attention.index_scales if fp8 else attention.index_keys):
         cache.fill_(torch.nan)  # what is not written is never read
     return attention
 
@@ -104,6 +107,23 @@ def test_chunks_of_any_length_equal_the_definition(cuts: tuple[int, ...]) -> Non
     found = run(paged(), [sequence(0, 0, 15), sequence(1, 30, 15)], [one, two], cuts)
     for i, (out, drawn_from) in enumerate(zip(found, (one, two), strict=True)):
         assert float((out - expected(drawn_from, drawn_index(60, i))).abs().max()) < BOUND
+
+
+def test_index_keys_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen by rounded keys, which is not what others would choose."""
+    plain, drew = [drawn_index(60, i) for i in (0, 1)], drawn_index
+    fp8 = [Index(index.q_NHD, rounded(index.key_ND), index.weights_NH) for index in plain]
+    monkeypatch.setattr(
+        "tests.attention.test_sparse_latent.drawn_index",
+        lambda length, seed: fp8[seed].rows(slice(0, length)),
+    )
+    one, two = drawn(60), drawn(60, seed=1)
+    two.up = one.up
+    cuts = (0, TOPK + 1, 30, 31, 33, 60)
+    found = run(paged(fp8=True), [sequence(0, 0, 15), sequence(1, 30, 15)], [one, two], cuts)
+    for i, (out, drawn_from) in enumerate(zip(found, (one, two), strict=True)):
+        assert float((out - expected(drawn_from, fp8[i])).abs().max()) < BOUND
+        assert float((out - expected(drawn_from, drew(60, i))).abs().max()) > 10 * BOUND
 
 
 def test_sequences_of_unequal_length_decode_with_drafts() -> None:

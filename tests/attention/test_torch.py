@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.engine.toy import SHAPE
+from turnout.attention.backends.triton.paged import StepAttention
 from turnout.attention.kinds import cache_groups
-from turnout.attention.torch import PagedAttention
-from turnout.attention.triton import StepAttention
+from turnout.attention.torch import TorchAttention
 from turnout.engine.step.near_ties import NoAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -23,7 +23,7 @@ SPEC = SHAPE.attention[0]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_attend_to_nothing(device: str):
-    paged = PagedAttention(
+    paged = TorchAttention(
         *cache_groups(SHAPE.attention),
         num_pages=4,
         page_size=4,

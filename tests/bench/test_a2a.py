@@ -69,6 +69,7 @@ def test_under_torchrun_and_a_refused_point_is_a_row(tmp_path):
     assert ran.stdout.count("Dispatch and combine, 2 x") == 1
 
 
+@pytest.mark.more
 def test_what_was_measured_is_kept_when_interrupted(tmp_path):
     path = tmp_path / "a2a.json"
     command = [sys.executable, "-m", "turnout.cli", "bench", "a2a", *TINY, "--dispatcher", "collective"]

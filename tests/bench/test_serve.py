@@ -31,7 +31,7 @@ PROVENANCE = {
 
 def test_a_real_server_is_measured(base_url, tmp_path):
     out = tmp_path / "new" / "serve.json"
-    command = [sys.executable, "-m", "turnout.cli", "bench", "serve", "--base-url", base_url]
+    command = [sys.executable, "-m", "turnout", "bench", "serve", "--base-url", base_url]
     command += ["--num-prompts", "12", "--random-input-len", "9", "--random-output-len", "7"]
     command += ["--max-concurrency", "5", "--output", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def test_a_row_follows_from_its_traces(monkeypatch):
         Trace(ttft=0.3, latency=0.3, gaps=[], tokens=1),
     ]
 
-    async def load(bench: ServeBench, base_url: str) -> list[Trace]:
+    async def load(*_: object) -> list[Trace]:
         return traces
 
     monkeypatch.setattr(serve, "_load", load)
@@ -87,10 +87,13 @@ class Scripted(BaseHTTPRequestHandler):
     """Streams three tokens: the first after 0.2 s, the others 0.1 s apart, then 0.1 s of nothing."""
 
     def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.server.keys.add(self.headers["Authorization"])
         self._start()
         self.wfile.write(b'{"data": [{"id": "scripted"}]}')
 
     def do_POST(self) -> None:
+        self.server.keys.add(self.headers["Authorization"])
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self._start()
         for wait, event in (
@@ -115,7 +118,7 @@ class Scripted(BaseHTTPRequestHandler):
 @pytest.fixture
 def scripted():
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
-        server.bodies, server.first = [], "a"
+        server.bodies, server.keys, server.first = [], set(), "a"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -137,6 +140,13 @@ def test_times_are_those_of_the_stream(first, scripted):
         assert len(body["prompt"]) == 4
         assert body["max_tokens"] == 64
         assert "ignore_eos" not in body
+
+
+def test_a_key_goes_along_with_every_request(scripted):
+    words = ["bench", "serve", "--base-url", f"http://127.0.0.1:{scripted.server_port}/v1"]
+    words += ["--num-prompts", "1", "--random-input-len", "4"]
+    assert CliRunner().invoke(app, [*words, "--api-key", "secret"]).exit_code == 0
+    assert scripted.keys == {"Bearer secret"}
 
 
 def test_requests_are_spread_at_the_rate_asked_for(scripted):

@@ -15,7 +15,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from tests.checkpoint.packing import nvfp4_scheme
 from turnout.checkpoint import CheckpointError, locate, parse_quantization, read_config
-from turnout.checkpoint.locate import require_folder
+from turnout.checkpoint.locate import require_folder, require_model
 from turnout.checkpoint.patterns import ModulePatterns
 from turnout.errors import UserError
 
@@ -170,6 +170,15 @@ def test_modelopt_input_activations_null_means_weight_only(activations):
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+
+
+def mixed(layers):
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
+def quark(weight=MXFP4, **fields):
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, **fields}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,10 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"quant_method": "modelopt"}, ("quant_algo None", "NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, ("quant_algo 'W4A16_AWQ'", "NVFP4", "FP8")),
         ({"quant_method": "modelopt", "quant_algo": "MXFP4", "group_size": 16}, ("group_size 16", "32")),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ("MIXED_PRECISION", "NVFP4")),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            ("MIXED_PRECISION", "quantized_layers"),
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size 32", "16")),
         (compressed(format="marlin-24"), ("format 'marlin-24'", "nvfp4-pack-quantized", "pack-quantized")),
         (compressed(format="pack-quantized"), ("group_0.weights.type 'float'", "int")),
@@ -189,7 +201,21 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (compressed_int4(strategy="tensor"), ("group_0.weights.strategy 'tensor'", "group")),
         (compressed_int4(activations={"num_bits": 8}), ("group_0.input_activations", "None")),
         (compressed(format="mxfp4-pack-quantized"), ("group_0.weights.group_size 16", "32")),
+        (
+            mixed({"lm_head": {"quant_algo": "INT4_AWQ"}}),
+            ("quantized_layers['lm_head'].quant_algo 'INT4_AWQ'", "NVFP4"),
+        ),
+        (mixed({EXPERTS: "FP8"}), ("quantized_layers", "each quantised module's quant_algo")),
+        (quark({"dtype": "int4"}), ("global_quant_config.weight", "fp4 per_group 32 e8m0")),
+        (quark([MXFP4, MXFP4]), ("global_quant_config.weight", "fp4 per_group 32 e8m0")),
+        (quark(export={"weight_format": "fake_quantized"}), ("weight_format 'fake_quantized'",)),
+        (quark(layer_type_quant_config={"Linear": {}}), ("layer_type_quant_config",)),
         (compressed(config_groups={}), ("config_groups", "one group")),
+        (compressed(format="mixed-precision"), ("format 'mixed-precision'", "pack-quantized")),
+        (
+            compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+            ("sparsity_config 'sparse-24-bitmask'",),
+        ),
         (compressed(transform_config={"config_groups": {"R1": {}}}), ("transform_config",)),
         ({**FP8, "weight_block_size": [64, 64]}, ("weight_block_size [64, 64]", "[128, 128]")),
         (compressed_fp8(strategy="token"), ("weights.strategy 'token'", "tensor, channel, block")),
@@ -299,14 +325,67 @@ def test_only_targets_are_quantised():
     record["config_groups"]["group_0"]["targets"] = [r"re:.*mlp\.experts.*"]
     parsed = quantization(**record)
     assert parsed.experts_format(EXPERTS) == ("nvfp4", True)
-    assert not parsed.quantizes("model.layers.3.self_attn.q_proj")
+    assert not parsed.of("model.layers.3.self_attn.q_proj")
+
+
+def test_a_group_that_names_modules_goes_before_one_of_a_class():
+    record = compressed(ignore=["re:.*mlp[.]gate$"])
+    groups = record["config_groups"]
+    groups["group_1"] = compressed_fp8()["config_groups"]["group_0"] | {
+        "format": "float-quantized",
+        "targets": ["re:.*self_attn.*"],
+    }
+    parsed = quantization(**record)
+    assert parsed.experts_format(EXPERTS) == ("nvfp4", True)
+    assert parsed.is_fp8("model.layers.3.self_attn.q_proj")
+    assert not parsed.is_fp8("lm_head")
+    assert parsed.of("lm_head").format == "nvfp4"
+    assert parsed.of("model.layers.3.mlp.gate") is None
+
+
+@pytest.mark.parametrize("names", [r"(gate_proj|up_proj|down_proj)", r"w[123]"])
+def test_targets_name_experts_as_the_family_does(names):
+    record = compressed()
+    record["config_groups"]["group_0"]["targets"] = [rf"re:^model\.layers\.\d+\.mlp\.experts\.\d+\.{names}$"]
+    assert quantization(**record).experts_format(EXPERTS) == ("nvfp4", True)
+
+
+def test_layers_of_mixed_precision_by_name():
+    layers = {EXPERTS: {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "lm_head": {"quant_algo": "FP8"}}
+    parsed = quantization(**mixed(layers), ignore=["*layers.3.mlp.experts"])
+    assert parsed.is_fp8("lm_head")
+    assert parsed.experts_format(EXPERTS) == ("bf16", False)
+    assert quantization(**mixed(layers)).experts_format(EXPERTS) == ("nvfp4", False)
+    assert quantization(**mixed(layers)).of("model.layers.3.mlp.gate") is None
+
+
+def test_a_projection_that_is_quantised_otherwise():
+    layers = {f"{EXPERTS}.0.{name}": {"quant_algo": "NVFP4"} for name in ("gate_proj", "up_proj")}
+    layers[f"{EXPERTS}.0.down_proj"] = {"quant_algo": "FP8"}
+    with pytest.raises(UserError, match=r"experts: some projections.*share a format"):
+        quantization(**mixed(layers)).experts_format(EXPERTS)
+
+
+def test_patterns_of_quark():
+    eight = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+    layers = {"*self_attn*": {"weight": eight}, "*.3.self_attn.k_proj": {"weight": MXFP4}}
+    parsed = quantization(**quark(layer_quant_config=layers, exclude=["lm_head", r"re:.*mlp\.gate$"]))
+    assert parsed.is_fp8("model.layers.3.self_attn.k_proj")  # the first pattern counts
+    assert parsed.experts_format(EXPERTS) == ("mxfp4", False)
+    assert [parsed.of(name) for name in ("lm_head", "model.layers.3.mlp.gate")] == [None, None]
+
+
+def test_ignored_layers_of_autofp8():
+    parsed = quantization(quant_method="fp8", ignored_layers=[r"re:.*layers\.3\..*"])
+    assert parsed.experts_format(EXPERTS) == ("bf16", False)
+    assert parsed.experts_format("model.layers.4.mlp.experts") == ("fp8", False)
 
 
 def test_mxfp4_is_for_experts_alone():
     parsed = quantization(quant_method="mxfp4")
-    assert not parsed.quantizes("model.layers.0.self_attn.q_proj")
-    assert not parsed.quantizes("model.layers.0.mlp.shared_experts.up_proj")
-    assert parsed.quantizes("model.layers.0.mlp.experts.gate_up_proj")
+    assert not parsed.of("model.layers.0.self_attn.q_proj")
+    assert not parsed.of("model.layers.0.mlp.shared_experts.up_proj")
+    assert parsed.of("model.layers.0.mlp.experts.gate_up_proj")
 
 
 def test_experts_of_one_layer_share_a_format():
@@ -373,6 +452,17 @@ def test_a_configuration_of_another_name_says_everything_itself(tmp_path):
     with pytest.raises(UserError, match=r"qwen3\.json is a configuration without weights.*give the folder"):
         require_folder(file)
     require_folder(tmp_path)
+
+
+def test_a_folder_without_a_configuration_names_the_one_below_that_has_it(tmp_path):
+    with pytest.raises(UserError, match=r"holds no config\.json; give the folder that does"):
+        require_model(tmp_path)
+    model = tmp_path / "snapshots" / "0123abcd"  # as in the cache of Hugging Face's hub
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"holds no config\\.json; give {model}, which does"):
+        require_model(tmp_path)
+    require_model(model)
 
 
 def test_a_file_is_no_model(tmp_path):

@@ -155,6 +155,12 @@ def test_truncated_data_names_the_tensor_and_both_sizes(single):
     refused(single, "model.safetensors", "tensor ", "is truncated", "expected", "found a file of")
 
 
+def test_a_pointer_of_git_lfs_is_named_as_such(single):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\nsize 11534336\n"
+    (single / "model.safetensors").write_text(pointer)
+    refused(single, "model.safetensors", "is a pointer of Git LFS", "git lfs pull")
+
+
 def test_a_file_that_shrinks_after_it_was_opened(single, tensors):
     files = TensorFiles(single)
     path = single / "model.safetensors"

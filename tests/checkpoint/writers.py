@@ -38,6 +38,7 @@ EXPERT = re.compile(
 )
 DENSE = re.compile(
     r".*\.(self_attn\.([qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(wq_b|wk))"
+    r"|linear_attn\.(in_proj_(qkvz?|z|ba?|a)|out_proj)"
     r"|(mlp|feed_forward|shared_(expert|experts|mlp))\.(gate|up|down)_proj)\.weight"
 )
 
@@ -63,11 +64,11 @@ def write_checkpoint(
     seed: int = 0,
     **overrides: Any,
 ) -> Written:
-    """Write a random model of `base | overrides` to `folder` in `format`, one of FORMATS."""
+    """Write a random model of `base | overrides` to `folder` in `format`, one of FORMATS or MIXED."""
     model = write_model(folder, base, seed=seed, **overrides)
     plain = load(folder)
     written = Written(folder, model, dict(plain))
-    FORMATS[format](written, plain, dense)
+    (FORMATS | MIXED)[format](written, plain, dense)
     save(folder, plain, shards=shards)
     load_weights(model, written.weights)
     return written
@@ -481,4 +482,114 @@ FORMATS: dict[str, Writer] = {
     "modelopt-mxfp4": _modelopt_as("mxfp4", packing.modelopt_mxfp4),
     "modelopt-w4a8-mxfp4-fp8": _modelopt_as("W4A8_MXFP4_FP8", packing.modelopt_mxfp4, group_size=32),
     "modelopt-w4a8-nvfp4-fp8": _w4a8_nvfp4_fp8,
+}
+
+
+MIXER = re.compile(r".*\.(self_attn|linear_attn)\..*")
+
+
+def _modelopt_mixed(written: Written, tensors: Tensors, dense: bool) -> None:
+    """ModelOpt's MIXED_PRECISION: routed experts W4A4, other MLPs and the head W4A16, attention FP8. All
+    experts of a layer are one entry; config.json says less than hf_quant_config.json."""
+    original, layers = dict(tensors), {}
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        if MIXER.fullmatch(module):
+            layers[module] = {"quant_algo": "FP8"}
+            packed, plain = packing.fp8_tensor(weight)
+            return packed | {".input_scale": torch.tensor(0.25)}, plain
+        expert = EXPERT.fullmatch(f"{module}.weight")
+        name, algorithm = (expert["experts"], "NVFP4") if expert else (module, "W4A16_NVFP4")
+        layers[name] = {"quant_algo": algorithm, "group_size": 16}
+        packed, plain = packing.nvfp4(weight, shared_amax(original, module))
+        if expert:
+            packed[".input_scale"] = torch.tensor(input_scale(module))
+        return packed, plain
+
+    _pack_linears(written, tensors, dense, pack)
+    packed, written.weights["lm_head.weight"] = pack("lm_head", tensors.pop("lm_head.weight"))
+    tensors.update({f"lm_head{suffix}": tensor for suffix, tensor in packed.items()})
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "ignore": ["mtp*"],
+        }
+    with edit_config(written.folder, "hf_quant_config.json") as config:
+        config["quantization"] = {
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["mtp*"],
+            "quantized_layers": layers,
+        }
+
+
+def _compressed_mixed(written: Written, tensors: Tensors, dense: bool) -> None:
+    """llm-compressor with two groups: attention in FP8, a scale per row, and other linear layers in NVFP4."""
+    original, eight = (
+        dict(tensors),
+        preset_name_to_scheme("FP8_DYNAMIC", [r"re:.*(self|linear)_attn\..*_proj"]),
+    )
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        if MIXER.fullmatch(module):
+            return packing.compressed(weight, eight)
+        packed, plain = packing.compressed_nvfp4(weight, shared_amax(original, module))
+        return packed | {".input_global_scale": torch.tensor([1 / input_scale(module)])}, plain
+
+    ignored = _pack_linears(written, tensors, dense, pack)
+    four = packing.nvfp4_scheme(quantized_activations=True)
+    record = QuantizationConfig(
+        config_groups={
+            "group_0": four.model_copy(update={"format": "nvfp4-pack-quantized"}),
+            "group_1": eight.model_copy(update={"format": "float-quantized"}),
+        },
+        format="mixed-precision",
+        quantization_status="compressed",
+        ignore=ignored,
+    )
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = json.loads(record.model_dump_json())
+
+
+def _quark(written: Written, tensors: Tensors, dense: bool) -> None:
+    """AMD's Quark: MXFP4, but for attention, which is FP8 with a scale per row."""
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        return packing.fp8_channel(weight) if MIXER.fullmatch(module) else packing.modelopt_mxfp4(weight)
+
+    ignored = _pack_linears(written, tensors, dense, pack)
+    four = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+    eight = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "quant_method": "quark",
+            "export": {
+                "kv_cache_group": ["*k_proj", "*v_proj"],
+                "pack_method": "reorder",
+                "weight_format": "real_quantized",
+            },
+            "global_quant_config": {
+                "weight": four,
+                "input_tensors": four | {"is_dynamic": True},
+                "bias": None,
+            },
+            "layer_quant_config": {
+                "*_attn.*": {"weight": eight, "input_tensors": eight | {"is_dynamic": True}},
+                "*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+            },
+            "layer_type_quant_config": {},
+            "exclude": [
+                r"re:.*mlp\.gate$",
+                *(module for module in ignored if not module.endswith("mlp.gate")),
+            ],
+        }
+
+
+# Modules of one checkpoint in several formats.
+MIXED: dict[str, Writer] = {
+    "modelopt-mixed": _modelopt_mixed,
+    "compressed-mixed": _compressed_mixed,
+    "quark": _quark,
 }

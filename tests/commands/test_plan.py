@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -50,6 +52,17 @@ def cells(text, title="What runs"):
     table = text.partition(f"{title} ")[2].partition("└")[0]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
     return {row[0]: row if title == "Ranks" else row[1:] for row in rows}
+
+
+def test_a_plan_for_damaged_weights_says_so(tiny_folder, tmp_path, capsys):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = Config(model=str(folder), device="cpu")
+    assert run(config)[0] == 0
+    assert capsys.readouterr().err == ""
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert run(config)[0] == 0
+    assert f"warning: a server would not load this: {file}" in capsys.readouterr().err
 
 
 def command(*arguments):

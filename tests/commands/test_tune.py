@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from tests.moe.broken import offer
 from turnout.commands.tune import tune
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
+from turnout.engine.llm import LLM
+from turnout.engine.sampling_params import SamplingParams
 from turnout.errors import UserError
+from turnout.moe.planning.runner_by_batch_size import ALL
+from turnout.parallel.hardware import detect
 
 FLAGS = {"device": "cpu", "load_progress": False, "max_prefill_tokens": 16, "chunked_prefill_size": 16}
 
@@ -45,6 +50,28 @@ def test_the_runner_measured_faster_is_taken_from_then_on(
     assert after.reasons[0].startswith("runner numba: measured ")
     other = resolve(Config(model=str(tiny_folder), dtype="bfloat16", **FLAGS)).plan
     assert other.prefill.runner == "Dawdles"  # measured for float32 alone
+
+
+def test_runners_of_a_cpu_share_batch_sizes_as_a_table_says(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One that was found, not measured here: for this processor with these units, and no other."""
+    config = Config(model=str(tiny_folder), max_running_requests=16, **FLAGS)
+    run(config)
+    (file,) = cache.rglob("*.json")
+    table = json.loads(file.read_bytes())
+    assert {"numba", "torch"} <= table["microseconds"].keys()
+    table["microseconds"] = {"numba": {"1": 10.0, "16": 100.0}, "torch": {"1": 90.0, "16": 20.0}}
+    file.write_text(json.dumps(table))
+    plan = resolve(config).plan
+    assert plan.runner_by_batch_size == ((4, "numba"), (ALL, "torch"))
+    assert any(line.startswith("batches of 1 to 4 by numba, 5 tokens and more by") for line in plan.reasons)
+    with LLM.from_config(config) as llm:
+        many = llm.generate([[5, 6, 7]] * 12, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+        few = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+    assert {tuple(answer.token_ids) for answer in many} == {tuple(few[0].token_ids)}
+    hardware = replace(detect("cpu"), processor="another")
+    assert resolve(config, hardware).plan.runner_by_batch_size == ()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +124,7 @@ class Cluster:
         self.settled = 0
         self._groups: dict[str, range] = {}  # request -> ranks that share it
         self._failure: BaseException | None = None
+        self._reports = Counter[int]()  # of each rank, as many as have come
         self._context = zmq.Context()
         self._commands = self._bind(zmq.ROUTER, folder, "commands")
         self._commands.router_mandatory = True  # fail rather than drop
@@ -176,7 +178,7 @@ class Cluster:
         with contextlib.suppress(zmq.ZMQError):
             for rank in range(self.config.tp_size):
                 self._commands.send_multipart([_name(rank), encoder.encode(Shutdown())])
-        self._thread.join(20)
+        self._thread.join(60)
 
     def wait(self, ids: Iterable[str], seconds: float = 30) -> None:
         """Until all of these have ended. Fails if a rank did, or if it takes too long."""
@@ -195,6 +197,8 @@ class Cluster:
         while self._events.poll(0):
             event = event_decoder.decode(self._events.recv())
             if isinstance(event, Outputs):
+                self._reports[event.stats.rank] += 1
+                assert event.number == self._reports[event.stats.rank], "a message was lost"
                 self.stats[event.stats.rank] = event.stats
                 for output in event.outputs:
                     merge(self.outputs, output)

@@ -402,7 +402,6 @@ def test_min_tokens_and_stop_token_ids() -> None:
         (request("x", [1] * 120, max_tokens=9), "the context holds 128"),
         (request("x", [1], max_tokens=1, logit_bias={50: 1.0}), "logit_bias: token id 50"),
         (request("x", [1], max_tokens=1, stop_token_ids=(99,)), "stop_token_ids: token id 99"),
-        (request("x", [1], max_tokens=1, top_p=0.0), "top_p=0.0"),
         (request("busy", [1], max_tokens=1), "already in use"),
         (resumed(request("x", [1], max_tokens=4), [3, 50]), "output_ids: token id 50"),
         (resumed(request("x", [1], max_tokens=2), [3, 4]), "nothing is left to generate"),

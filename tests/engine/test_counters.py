@@ -54,7 +54,7 @@ def test_the_first_output_says_how_long_it_waited_and_the_last_how_often_it_was_
         assert waited[0] is not None
         assert min(waited[0]) >= 0
         assert not any(waited[1:])
-    preempted = {output.id: output.preemptions for output in outputs if output.finish_reason}
+    preempted = {output.id: len(output.preempted) for output in outputs if output.finish_reason}
     assert sum(preempted.values()) == core.stats().preemptions > 0
 
 

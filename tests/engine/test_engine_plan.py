@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.config import Config
 from turnout.engine.engine_plan import resolve
-from turnout.engine.memory_plan import CPU_KV_BYTES
+from turnout.engine.memory_fit import CPU_KV_BYTES
 from turnout.engine.step.near_ties import BLOCK
 from turnout.errors import PlanRefused, UserError
 from turnout.moe.backends.hopper.kernels.packed import Packed
@@ -58,6 +58,21 @@ def test_a_plan_with_tuned_kernels_is_plain_values(model):
     tuned = replace(answer, plan=replace(answer.plan, tiles=((16, tiles),)))
     [[tokens, (first, second)]] = json.loads(json.dumps(tuned.describe()))["plan"]["tiles"]
     assert (tokens, first["kernel"], first["block_n"], second["block_n"]) == (16, "packed", 128, 64)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "float32"])
+def test_a_kv_cache_of_another_type_is_refused(model, name):
+    refusal = refusals(model(QWEN3_30B, kv_cache_dtype=name), H200)[f"--kv-cache-dtype {name}"]
+    assert "in the compute type, bfloat16" in refusal.limit
+    assert "use --kv-cache-dtype auto" in refusal.remedy
+    assert resolve(model(QWEN3_30B, kv_cache_dtype="bfloat16"), H200)
+
+
+def test_index_keys_in_fp8_are_for_models_that_keep_some(model):
+    with pytest.raises(UserError, match="--index-cache-dtype fp8: Qwen3MoeForCausalLM keeps no index keys"):
+        resolve(model(QWEN3_30B, index_cache_dtype="fp8"), H200)
+    with pytest.raises(UserError, match="--index-cache-dtype 'fp4': must be one of auto, fp8"):
+        model(QWEN3_30B, index_cache_dtype="fp4")
 
 
 def test_ranks_share_experts_and_attention(model):

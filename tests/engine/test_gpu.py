@@ -13,8 +13,8 @@ from tests.tiny import write_model
 from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.engine.llm import Completion
+from turnout.engine.sampling.greedy import greedy
 from turnout.engine.sampling.near_ties import find_near_ties
-from turnout.engine.sampling.sampler import Sampler
 from turnout.models import blocks, weights
 from turnout.models.dense import Fp8Weight
 
@@ -82,8 +82,7 @@ def test_close_calls_equal_the_cpu() -> None:
 def test_not_a_number_is_told_on_cuda() -> None:
     logits = torch.randn(3, 50, device="cuda")
     logits[1, 4] = float("nan")
-    sampler = Sampler(50, 4, torch.device("cuda"))
-    assert sampler._greedy(logits)[1].tolist() == [1, 0, 1]
+    assert greedy(logits, near_ties=True)[1].tolist() == [1, 0, 1]
 
 
 def test_decoding_in_graphs_is_what_running_eagerly_gives(folder: Path) -> None:

@@ -122,6 +122,14 @@ def test_a_bad_prompt_is_named_and_nothing_runs(folder: Path) -> None:
             llm.generate([[384]], GREEDY)
         with pytest.raises(UserError, match="2 sampling parameters for 1 prompts"):
             llm.generate([[1]], [GREEDY, GREEDY])
+        with pytest.raises(UserError, match="prompt 2 of 2 is None: must be a text or a list of token ids"):
+            llm.generate(["one", None])  # type: ignore[list-item]
+        with pytest.raises(UserError, match=r"sampling=\{'max_tokens': 5\}: must be SamplingParams"):
+            llm.generate("one", {"max_tokens": 5})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="messages='hello': must be a list of messages"):
+            llm.chat("hello")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"messages\[0\]='hello': must be a dictionary with a role"):
+            llm.chat(["hello"])  # type: ignore[list-item]
         assert llm.generate([], GREEDY) == []
         assert len(llm.generate([1, 2, 3], GREEDY)) == 1
     with pytest.raises(UserError, match="closed"):

@@ -202,7 +202,7 @@ class Command:
         out, errors = self.process.communicate(text, timeout=120)
         return self.process.returncode, out, errors
 
-    def leaves_nothing(self, ranks: list[int], seconds: float = 30) -> bool:
+    def leaves_nothing(self, ranks: list[int], seconds: float = 60) -> bool:
         deadline = time.monotonic() + seconds
         while any(map(alive, ranks)) or any(self.folder.iterdir()):
             if time.monotonic() > deadline:
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_ends_the_command_with_its_own_words(folder: Path, tmp
     command = Command(folder, tmp_path / "files", "--max-tokens", "8")
     ranks = command.wait_for_ranks()
     os.kill(ranks[1], signal.SIGKILL)  # the first waits for input, and must not be waited for
-    command.process.wait(20)
+    command.process.wait(60)
     code, out, errors = command.end()
     assert (code, out) == (1, "")
     assert errors.endswith("error: rank 1 was killed by SIGKILL\n")
@@ -254,5 +254,5 @@ def test_however_the_command_ends_its_ranks_do(folder: Path, tmp_path: Path, num
         os.killpg(command.process.pid, number)  # as a terminal does
     else:
         command.process.send_signal(number)
-    assert command.process.wait(20) != 0
+    assert command.process.wait(60) != 0
     assert command.leaves_nothing(ranks)

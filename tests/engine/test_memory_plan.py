@@ -45,7 +45,7 @@ def groups_of(topology: Topology) -> Groups:
 
 
 def tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Those reachable from `value`, but for the runners of MoE layers, and counters."""
+    """Those reachable from `value`, but for the runners of MoE layers, also as one call, and counters."""
     if id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -57,7 +57,7 @@ def tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         seen.add(id(value))
         for name, item in vars(value).items():
             items = item.values() if isinstance(item, dict) else [item]
-            if not (isinstance(value, MoELayer) and name in ("_runner", "expert_counts")):
+            if not (isinstance(value, MoELayer) and name in ("_runner", "_in_one_call", "expert_counts")):
                 for one in items:
                     yield from tensors(one, seen)
 

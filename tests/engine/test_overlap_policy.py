@@ -1,118 +1,65 @@
-"""Steps launched before the tokens of the ones before are read: same answers, little wasted, nothing kept."""
+"""Steps launched before the tokens of the ones before are read: same answers, little wasted, nothing kept.
+
+overlap_soak.py compares as many random requests as asked for.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
+from collections import Counter
+from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.engine.test_core import assert_idle, prompts
-from tests.engine.toy import ToyModel, collect, engine_plan, make_core, merge, request, run
+from tests.engine.overlap_soak import TOYS, compare, compare_ranks, write_family
+from tests.engine.test_core import prompts
+from tests.engine.toy import ToyModel, collect, engine_plan, make_core, request, run
+from tests.ranks import Pools
+from tests.tiny import write_tokenizer
 from turnout.config import Config
-from turnout.engine.core import EngineCore
-from turnout.engine.messages import RequestOutput
 from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.transfers import HostCopy
 
-MANY_REQUESTS = int(os.environ.get("OVERLAP_REQUESTS", 1000))
+MANY_REQUESTS = int(os.environ.get("OVERLAP_REQUESTS", 600))
 
 
-def sampling(draw: random.Random) -> dict[str, object]:
-    """Some of the fields that change what is drawn, or what is said about it."""
-    fields = {
-        "temperature": [0.0, 0.0, 0.7, 1.5],
-        "seed": [None, 11],
-        "top_k": [0, 3],
-        "top_p": [1.0, 0.8],
-        "min_p": [0.0, 0.05],
-        "logprobs": [None, None, 0, 3],
-        "prompt_logprobs": [None, None, 1],
-        "presence_penalty": [0.0, 0.8],
-        "frequency_penalty": [0.0, 0.5],
-        "repetition_penalty": [1.0, 1.3],
-        "logit_bias": [{}, {4: 3.0}],
-        "min_tokens": [0, 3],
-        "max_tokens": [0, 1, 2, 9, 20],
-        "stop_token_ids": [(), (7, 8, 9)],
-        "ignore_eos": [False, True],
-    }
-    chosen = {name: draw.choice(values) for name, values in fields.items() if draw.random() < 0.5}
-    if chosen.get("min_tokens"):
-        chosen["max_tokens"] = 12
-    if chosen.get("logprobs") is not None and draw.random() < 0.3:
-        chosen["logprob_token_ids"] = (1, 5)
-    return chosen
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a tokenizer."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
 
 
-def answers(seed: int, count: int, overlap: str) -> tuple[dict[str, RequestOutput], EngineCore]:
-    """Requests that come at random, over few pages, some of them aborted before a token is known."""
-    draw = random.Random(seed)
-    core = make_core(
-        ToyModel(seed=1),
-        num_pages=draw.choice([14, 24, 64]),
-        max_context=48,
-        chunked_prefill_size=draw.choice([1, 3, 16]),
-        max_prefill_tokens=draw.choice([4, 40]),
-        max_running_requests=draw.choice([1, 3, 8]),
-        disable_prefix_cache=draw.random() < 0.3,
-        scheduling_policy=draw.choice(["fcfs", "priority"]),
-        overlap_schedule=overlap,
-    )
-    # Without a seed of its own a request's draws depend on how many came before: alike in both.
-    asked = [request(str(i), p, **sampling(draw)) for i, p in enumerate(prompts(count, seed=seed, high=24))]
-    asked = [msgspec.structs.replace(message, priority=draw.randint(-2, 2)) for message in asked]
-    doomed = {message.id for message in asked if draw.random() < 0.05}
-    arrivals = random.Random(seed)
-    found: dict[str, RequestOutput] = {}
-    waiting = asked[::-1]
-    while waiting or core.has_work():
-        for _ in range(min(len(waiting), arrivals.choice([0, 1, 5]))):
-            core.add(waiting.pop())
-        if arrivals.random() < 0.3:
-            core.abort(list(doomed & set(core._requests)))
-        for output in core.step():
-            merge(found, output)
-    assert_idle(core)
-    return {id: output for id, output in found.items() if id not in doomed}, core
-
-
-def assert_equal_answers(seed: int, count: int) -> int:
-    apart, _ = answers(seed, count, "off")
-    overlapped, core = answers(seed, count, "on")
-    assert core.info()["overlap_schedule"] == "on"
-    assert overlapped.keys() == apart.keys()
-    for id, output in apart.items():
-        other = overlapped[id]
-        assert (other.token_ids, other.finish_reason, other.stop_token, other.error) == (
-            output.token_ids,
-            output.finish_reason,
-            output.stop_token,
-            output.error,
-        ), f"schedule {seed}, request {id}"
-        for ours, theirs in (
-            (other.logprobs, output.logprobs),
-            (other.prompt_logprobs, output.prompt_logprobs),
-        ):
-            assert (ours is None) == (theirs is None)
-            for a, b in zip(ours or [], theirs or [], strict=True):
-                assert (a is None) == (b is None)
-                if a is not None and b is not None:
-                    assert (a.token_id, a.rank) == (b.token_id, b.rank)
-                    assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-    return core.stats().preemptions
-
-
-def test_random_requests_get_the_same_answers() -> None:
-    assert sum(assert_equal_answers(seed, 40) for seed in range(4)) > 0
+def test_random_requests_get_the_same_answers(folder: Path) -> None:
+    compared = [compare(name, folder, seed, 20) for seed, name in enumerate(TOYS)]
+    assert [found.differing for found in compared] == [[]] * 3
+    assert min(found.seen["preemptions"] + found.seen["drafts that held"] for found in compared) > 0
 
 
 @pytest.mark.more
-def test_many_more_random_requests_get_the_same_answers() -> None:
-    """OVERLAP_REQUESTS=10000 takes five minutes and more: with --timeout 0."""
-    preempted = [assert_equal_answers(seed, 100) for seed in range(100, 100 + MANY_REQUESTS // 100)]
-    assert sum(preempted) > len(preempted)
+@pytest.mark.parametrize("name", TOYS)
+def test_many_more_random_requests_get_the_same_answers(name: str, folder: Path) -> None:
+    seen, done = Counter[str](), 0
+    for seed in itertools.count(100):
+        compared = compare(name, folder, seed, 60)
+        assert compared.differing == [], seed
+        seen, done = seen + compared.seen, done + compared.requests
+        if 3 * done >= MANY_REQUESTS:
+            break
+    assert sum(seen[what] for what in ("preemptions", "drafts that held", "with grammars")) > 0
+
+
+@pytest.mark.more
+def test_ranks_give_the_same_answers(ranks: Pools, tmp_path: Path) -> None:
+    write_family("qwen3_moe", tmp_path)
+    compared = compare_ranks(ranks(4), tmp_path, seed=1, count=60)
+    apart, overlapped = compared.apart, compared.overlapped
+    assert compared.differing == []
+    assert sum(stats.preemptions for stats in overlapped) > 0
+    assert sum(stats.held_steps for stats in apart) == 0 < sum(stats.held_steps for stats in overlapped)
+    assert overlapped[0].uneven_steps < apart[0].uneven_steps
 
 
 def test_tokens_are_read_while_the_next_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """Hosts and devices of the ranks, and what each rank has of them."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from tests.engine.remedies import followed
+from turnout.config import Config
 from turnout.engine.engine_plan import resolve
 from turnout.errors import PlanRefused
 from turnout.parallel.hardware import GB, Hardware, named
@@ -148,3 +151,37 @@ def test_ranks_that_share_requests_take_no_target(model):
     with pytest.raises(PlanRefused, match=r"--target-tpot 20 where 2 ranks share requests.*dp-size 2"):
         resolve(model(tp_size=2, target_tpot=20.0), named("h200"))
     assert resolve(model(tp_size=2, dp_size=2, enable_dp_attention=True, target_tpot=20.0), named("h200"))
+
+
+def test_prompts_wait_for_those_of_other_ranks_where_asked(model):
+    pair = {"tp_size": 2, "dp_size": 2, "ep_size": 2, **APART}
+
+    def why(**flags: object) -> str:
+        return resolve(model(QWEN3_30B | NVFP4, **flags), H200).why_no_prefill_delayer
+
+    assert why(**pair, prefill_delayer="on") == ""
+    assert why(**pair) == "--prefill-delayer is off"
+    assert why() == "there is one data-parallel rank"
+    (asked,) = refusals(model(SMALL, prefill_delayer="on"))
+    assert asked == "--prefill-delayer on with --dp-size 1"
+
+
+# --- layouts by default ---------------------------------------------------------------------------
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+
+
+def layout(folder, name, **flags):
+    """(attention groups, expert slices) of four ranks"""
+    shutil.copyfile(PUBLISHED / f"{name}.json", folder / "config.json")
+    topology = resolve(Config(model=str(folder), tp_size=4, **flags), H200).topology
+    return topology.dp_size, topology.ep_size
+
+
+def test_ranks_with_whole_caches_have_requests_of_their_own(tmp_path):
+    """Unless a flag says how requests or experts are divided."""
+    assert layout(tmp_path, "deepseek-v4-flash") == (4, 4)
+    assert layout(tmp_path, "deepseek-v4-flash", enable_dp_attention=False) == (1, 1)
+    assert layout(tmp_path, "deepseek-v4-flash", ep_size=4) == (1, 4)
+    assert layout(tmp_path, "deepseek-v4-flash", dp_size=2, enable_dp_attention=True) == (2, 1)
+    assert layout(tmp_path, "glm-4.5-air") == (1, 1)

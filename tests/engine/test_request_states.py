@@ -1,7 +1,7 @@
 """Models that keep more of a request than keys and values: same tokens as a plain loop in any schedule.
 
 Recurrent layers, whose plain loop is the toy's; sparse latent attention (DeepSeek-V3.2, GLM-5) and compressed
-attention (DeepSeek-V4), whose plain loop is transformers'.
+attention (DeepSeek-V4), whose plain loop is transformers'. Over ranks: test_request_states_on_ranks.py.
 
 `python -m tests.engine.test_request_states 5000` sends each model as many requests, and prints what happened;
 names behind the number choose models.
@@ -26,13 +26,14 @@ from tests.engine.test_cache_groups import asked
 from tests.engine.test_core import _drive_at_random, assert_idle, requests_of
 from tests.engine.toy import SHAPE, ToyModel, make_core, request, run
 from tests.models.families import FAMILIES, build
-from tests.models.running import load
+from tests.models.running import PlainAttention, load
 from tests.models.test_deepseek_v4 import build_published
 from turnout.attention.compressed import CompressedAttention
 from turnout.attention.kinds import AttentionSpec, DeltaNetSpec, keeps_states
 from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.engine.core import EngineCore
 from turnout.engine.scheduler.snapshots import SnapshotPool
+from turnout.models.interface import Model
 
 FULL = AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=8)
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=0.25, conv_width=4)
@@ -41,7 +42,9 @@ MODELS = {
     "two kinds of state, and a window": (DELTA, replace(DELTA, num_kv_heads=4), FULL.sliding(6), FULL),
 }
 LONG = "deepseek_v4, entries of 4 and 128"
-PUBLISHED_MODELS = ("deepseek_v4", LONG, "deepseek_v32", "glm_moe_dsa")
+IN_FP8 = "deepseek_v32, index keys in FP8"
+PUBLISHED_MODELS = ("deepseek_v4", LONG, "deepseek_v32", IN_FP8, "glm_moe_dsa")
+FEW = {LONG: 5, IN_FP8: 3}  # schedules under the mark more
 VOCABULARY = 16  # so small that a random draft layer foretells some tokens
 PROMPTS, ROUND = 14, 36  # of a schedule; schedules with the same prompts
 NGRAM: list[dict[str, object]] = [
@@ -96,11 +99,15 @@ def recurrent(name: str) -> Subject:
 def published(name: str, folder: Path) -> Subject:
     """A family of tests/models/families.py, or DeepSeek-V4 with entries of 4 and 128 tokens."""
     small = {"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1}
-    long = name == LONG
-    built = build_published(folder, **small) if long else build(folder, FAMILIES[name], **small)
+    long, in_fp8 = name == LONG, name == IN_FP8
+    family = FAMILIES[name.partition(",")[0]]
+    built = build_published(folder, **small) if long else build(folder, family, **small)
+    model = load(folder, index_fp8=in_fp8)
     found = Subject(
-        model=load(folder),
-        greedy=lambda prompts, count: greedy(built.model, prompts, count),
+        model=model,
+        greedy=lambda prompts, count: (
+            greedy_with_rounded_keys(model, prompts, count) if in_fp8 else greedy(built.model, prompts, count)
+        ),
         flags=[{}, *NGRAM],
         page_sizes=(4, 8),
         intervals=(0,),
@@ -127,6 +134,7 @@ def published(name: str, folder: Path) -> Subject:
 def greedy(model: PreTrainedModel, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Transformers' whole computation for each token, of all prompts at once: what follows a token, padding
     too, changes nothing."""
+    eos = model.config.get_text_config().eos_token_id
     ends = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(ends) + count, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -136,7 +144,21 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], count: int) -> list
         logits = model(tokens[:, : max(ends) + i], use_cache=False).logits
         tokens[rows, ends_R + i] = logits[rows, ends_R + i - 1].argmax(-1)
     answers = [row[end : end + count].tolist() for row, end in zip(tokens, ends, strict=True)]
-    return [answer[: [*answer, VOCABULARY - 1].index(VOCABULARY - 1) + 1] for answer in answers]
+    return [answer[: [*answer, eos].index(eos) + 1] for answer in answers]
+
+
+@torch.inference_mode()
+def greedy_with_rounded_keys(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """As `greedy`, over attention written out (transformers has no index keys in FP8)."""
+    answers = []
+    for prompt in prompts:
+        attention, answer, fresh = PlainAttention(model), [], prompt
+        while len(answer) < count and answer[-1:] != [VOCABULARY - 1]:
+            (logits_LV,) = attention.logits(("a", fresh))
+            fresh = [int(logits_LV[-1].argmax())]
+            answer += fresh
+        answers.append(answer)
+    return answers
 
 
 def subject(name: str, folder: Path) -> Subject:
@@ -147,9 +169,9 @@ def subject(name: str, folder: Path) -> Subject:
     ("name", "schedules"),
     [
         ("hybrid", 6),
-        *((name, 3) for name in PUBLISHED_MODELS if name != LONG),
+        *((name, 3) for name in PUBLISHED_MODELS if name not in (LONG, IN_FP8)),
         *(pytest.param(name, 30, marks=pytest.mark.more) for name in MODELS),
-        *(pytest.param(name, 5 if name == LONG else 9, marks=pytest.mark.more) for name in PUBLISHED_MODELS),
+        *(pytest.param(name, FEW.get(name, 9), marks=pytest.mark.more) for name in PUBLISHED_MODELS),
     ],
 )
 def test_schedules_never_change_an_answer(name: str, schedules: int, tmp_path: Path) -> None:
@@ -219,7 +241,7 @@ def spoil(core: EngineCore) -> None:
                 kept.fill_(torch.nan)
         if isinstance(group, SparseLatentAttention):
             group.cache.fill_(torch.nan)
-            group.index_keys.fill_(torch.nan)
+            (group.index_scales if group.spec.index_fp8 else group.index_keys).fill_(torch.nan)
 
 
 def test_near_ties_are_decided_over_states_too() -> None:

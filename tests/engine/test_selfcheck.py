@@ -50,7 +50,7 @@ def test_a_worker_says_what_it_checked(extent: str, batches: str, tiny_folder: P
     info = started(tmp_path, tiny_folder, extent)
     assert info["extent"] == extent
     assert info["passed"]
-    assert info["seconds"] < 5
+    assert 0 < info["seconds"] < 60
     assert [one["layer"] for one in info["layers"]] == [0, 1]
     assert [result["batch"] for result in info["layers"][0]["results"]][-4] == batches
 

@@ -107,9 +107,9 @@ def test_a_real_server_answers(base_url, tmp_path):
 
 def test_a_server_of_its_own(tiny_folder: Path):
     flags = ["--device", "cpu", "--num-threads", 1, "--speculative-algorithm", "ngram"]
-    done = shell(tiny_folder, "--num-questions", 3, "--max-tokens", 8, *flags)
-    assert done.returncode == 0, done.stderr
-    printed = " ".join(done.stdout.split())
+    done = evaluate(tiny_folder, "--num-questions", 3, "--max-tokens", 8, *flags)
+    assert done.exit_code == 0, done.output
+    printed = " ".join(done.output.split())
     assert "accuracy 0.0 % (0 of 3;" in printed
     accepted, drafted = map(int, re.search(r"drafts accepted: (\d+) of (\d+) \(\d", printed).groups())
     assert 0 <= accepted <= drafted > 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.server.processes import eventually, free_port
 from tests.serving import tiny_config
 
 pytestmark = pytest.mark.more
@@ -25,9 +25,7 @@ def deployed(tiny_folder: Path) -> Iterator[str]:
 
     ray.init(address="local", num_cpus=4, include_dashboard=False)
     try:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         serve.start(http_options={"port": port})
         config = tiny_config(tiny_folder)
         serve.run(application(config, num_replicas=2, ray_actor_options={"num_cpus": 1}))
@@ -60,5 +58,10 @@ def test_errors_and_other_routes_pass(deployed: str):
     reply = httpx.post(f"{deployed}/v1/completions", json=BODY | {"max_tokens": -1}, timeout=60)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
     assert httpx.get(f"{deployed}/v1/models", timeout=60).json()["data"][0]["id"] == "tiny"
-    pids = {httpx.get(f"{deployed}/server_info", timeout=60).json()["pid"] for _ in range(20)}
-    assert len(pids) == 2  # both replicas
+    pids: set[int] = set()
+
+    def both_replicas() -> bool:
+        pids.add(httpx.get(f"{deployed}/server_info", timeout=60).json()["pid"])
+        return len(pids) == 2
+
+    assert eventually(both_replicas)

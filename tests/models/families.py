@@ -385,7 +385,7 @@ FAMILIES = {
                 "num_position_embeddings": 16,
             },
         },
-        formats=("bf16", "fp8", "modelopt", "compressed-tensors"),
+        formats=("bf16", "fp8", "modelopt", "compressed-tensors", "modelopt-mixed"),
         release=dict,  # experts stacked, not transposed
         text=False,
     ),

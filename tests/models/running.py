@@ -52,13 +52,22 @@ def load(
     groups: Groups = SINGLE_RANK,
     device: str = "cpu",
     shared: SharedWeights | None = None,
+    *,
+    index_fp8: bool = False,
     **options: str,
 ) -> Model:
     checkpoint = open_checkpoint(folder)
     name = str(dtype).removeprefix("torch.")
     moe_plan = plan_for(checkpoint.config, name, device, groups.topology, **options)
     return load_model(
-        checkpoint, moe_plan, groups=groups, device=device, dtype=dtype, progress=progress, shared=shared
+        checkpoint,
+        moe_plan,
+        groups=groups,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+        shared=shared,
+        index_fp8=index_fp8,
     )
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from turnout.models.blocks import GatedMLP, GatedSharedExpert, Norm, WholeNorm
+from turnout.models.attention import WholeNorm
+from turnout.models.blocks import GatedMLP, GatedSharedExpert, Norm
 from turnout.parallel.groups import SINGLE_RANK
 
 EPS = 1e-6

@@ -17,12 +17,15 @@ from tests.models.running import load
 from tests.models.test_families_formats import dequantised
 from tests.models.test_formats import BOUND, IDS, relative, run
 from tests.models.test_logits import reference
+from turnout.attention.kinds import DeltaNetSpec
 from turnout.checkpoint import open_checkpoint
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
-from turnout.models import dense, describe, weights
+from turnout.models import _read_spec, dense, describe, weights
+from turnout.models.delta_net import read_delta_net
 from turnout.models.dense import Dense, Fp8Weight
 from turnout.models.shares import Share, whole
+from turnout.parallel.groups import Group
 from turnout.vocabulary import Format
 
 
@@ -90,7 +93,8 @@ def check_bytes(folder: Path, found: list[Fp8Weight]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "format"), [("qwen2", "fp8"), ("qwen3", "fp8-dynamic"), ("qwen3", "fp8-block")]
+    ("base", "format"),
+    [("qwen2", "fp8"), ("qwen3", "fp8-dynamic"), ("qwen3", "fp8-block"), ("qwen2", "modelopt-mixed")],
 )
 def test_logits_equal_transformers(
     base: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,11 +106,11 @@ def test_logits_equal_transformers(
     assert relative(run(tmp_path), reference(written.model, IDS)) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "qwen3_5_moe_text"])
 def test_families_whose_rows_are_ordered_anew(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latent attention with interleaved rope; queries next to gates."""
+    """Latent attention with interleaved rope; queries next to gates; DeltaNet's rows by key head and kind."""
     built = build(tmp_path / "quantised", replace(FAMILIES[name], release=one_by_one))
     tensors = dict(built.tensors)
     written = Written(built.folder, built.model, dict(tensors))
@@ -115,3 +119,42 @@ def test_families_whose_rows_are_ordered_anew(
     theirs = dequantised(built, written.weights, tmp_path / "plain")
     check_bytes(built.folder, kept(built.folder, monkeypatch))
     assert relative(run(built.folder, activation_format="bf16"), reference(theirs, IDS)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("qwen3_next", "nothing"),
+        ("qwen3_next", "in_proj_ba"),
+        ("qwen3_5_moe_text", "nothing"),
+        ("qwen3_5_moe_text", "in_proj_z"),
+        ("qwen3_5_moe_text", "in_proj_a"),
+    ],
+)
+def test_shares_of_delta_net(name: str, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that begin within a block of FP8, and projections that the release left plain: the rows that
+    decoded weights give."""
+    built = build(tmp_path, replace(FAMILIES[name], release=one_by_one))
+    tensors = dict(built.tensors)
+    FORMATS["fp8"](Written(built.folder, built.model, dict(tensors)), tensors, True)
+    for module in [n.removesuffix(".weight") for n in tensors if n.endswith(f"{plain}.weight")]:
+        tensors[f"{module}.weight"] = built.tensors[f"{module}.weight"]
+        del tensors[f"{module}.weight_scale_inv"]
+    save(built.folder, tensors)
+    checkpoint = open_checkpoint(built.folder)
+    spec = _read_spec(checkpoint.config, drafts=False, index_fp8=False)
+    layer, prefix = spec.shape.attention[0], f"{spec.layer_prefix(0)}.{spec.names.recurrent}"
+    assert isinstance(layer, DeltaNetSpec)
+    for rank in range(2):
+        found = []
+        for keeps in (False, True):
+            monkeypatch.setattr(weights, "keeps_fp8", lambda *_, keeps=keeps: keeps)
+            read = weights.Weights(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+            net = read_delta_net(0, prefix, spec, layer, read, Group((0, 1), rank))
+            found.append([*net._mixed, net._out])
+        (mixed, out), (*parts, kept_out) = found
+        assert isinstance(kept_out, Fp8Weight)
+        assert any(isinstance(part, Fp8Weight) for part in parts)
+        rows = [decoded(part) if isinstance(part, Fp8Weight) else part for part in parts]
+        assert torch.equal(torch.cat(rows), mixed)
+        assert torch.equal(decoded(kept_out), out)

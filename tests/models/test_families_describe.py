@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,57 @@ def test_plans_of_sparse_attention_count_index_keys() -> None:
         f"(512 + 64), 2048 of each context by keys of 128 that {len(full)} layers keep, in 78 layers: torch"
     )
     assert told in text
+    code, text = plan("glm-5.2", "b200", index_cache_dtype="fp8", **wide)
+    assert code == 0, text
+    assert f"{78 * 576 * 2 + len(full) * (128 + 4):,}" in text
+    assert f"by keys of 128 in FP8 that {len(full)} layers keep" in text
     shapes = describe(published("glm-5.2")).shape.attention
     assert [i for i, layer in enumerate(shapes) if not layer.shares_choice] == full
+
+
+V3_LAYER = {"kept": 1536 * 24576 + 16384 * 7168 + 576 * 7168, "decoded": 512 * 128 * 256}
+KIMI_LAYER = {"kept": 1536 * 12288 + 8192 * 7168 + 576 * 7168, "decoded": 512 * 64 * 256}
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "ranks", "layer", "head", "dense"),
+    [
+        ("deepseek-v3", "h200", 8, V3_LAYER, 129280, 3),
+        ("deepseek-v3", "h100", 16, V3_LAYER, 129280, 3),
+        ("kimi-k2", "b200", 8, KIMI_LAYER, 163840, 1),
+    ],
+)
+def test_plans_know_what_dense_weights_are(
+    name: str, hardware: str, ranks: int, layer: dict[str, int], head: int, dense: int
+) -> None:
+    """Under data-parallel attention all of them are whole on each rank, the head too."""
+    sizes = {"tp_size": ranks, "dp_size": ranks, "ep_size": ranks, "nnodes": ranks // 8}
+    flags = sizes | {"enable_dp_attention": True, "enable_dp_lm_head": True, "mem_fraction_static": 0.9}
+    config = Config(model=str(PUBLISHED / f"{name}.json"), **flags)
+    planned = resolve(config, named(hardware))
+    parts, scale = planned.describe()["dense_parts"], 4 / 128  # of each FP8 value: a scale for 128 of a row
+    projections = 61 * (layer["kept"] * (1 + scale) + layer["decoded"] * 2)
+    assert parts["queries"] + parts["keys_values"] == projections
+    assert parts["vocabulary"] == 2 * 2 * 7168 * head
+    assert parts["mlps"] == dense * 3 * 7168 * 18432 * (1 + scale)
+    assert parts["shared_experts"] == (61 - dense) * 3 * 7168 * 2048 * (1 + scale)
+    assert sum(parts.values()) == planned.memory.dense
+    # Where ranks share requests they divide the head, and with it the embedding.
+    pairs = replace(config, dp_size=ranks // 2, moe_dense_tp_size=1)
+    halves = resolve(pairs, named(hardware)).describe()["dense_parts"]
+    assert halves["vocabulary"] == 2 * 7168 * head
+    assert halves["mlps"] == parts["mlps"]
+
+
+def test_plans_say_what_dense_weights_are() -> None:
+    code, text = plan("glm-4.7-flash", "h200", tp_size=2)
+    assert code == 0, text
+    rows = re.findall(r"^│ ([^│]+?) *│ +([\d,]+) │", text, re.M)
+    found = {name: int(size.replace(",", "")) for name, size in rows}
+    parts = [name for name in found if name.startswith("  ")]
+    assert parts[0] == "  embedding, head (77,440 rows)"
+    assert found[parts[0]] == 2 * 2 * 2048 * 154880 // 2
+    assert sum(found[part] for part in parts) == found["dense weights"]
 
 
 def test_plans_of_latent_attention_count_what_every_rank_holds_whole() -> None:

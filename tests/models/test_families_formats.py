@@ -5,6 +5,7 @@ The reference is transformers' model with the dequantised weights of `tests/chec
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoint import packing
-from tests.checkpoint.writers import FORMATS, Tensors, Written, edit_config, save, stack_experts
+from tests.checkpoint.writers import FORMATS, MIXED, Tensors, Written, edit_config, save, stack_experts
 from tests.models.families import FAMILIES, Built, build, one_by_one, transposed, write
+from tests.models.running import load
 from tests.models.test_formats import BOUND, relative, run
 from tests.models.test_formats import IDS as PROMPT
 from tests.models.test_logits import reference
+from turnout.checkpoint import CheckpointError
 from turnout.checkpoint.quantize import quantize
 
 # What publishers name as not converted, where that is not every module by its name.
@@ -40,13 +43,38 @@ def test_as_published(name: str, format: str, tmp_path: Path) -> None:
     built = build(tmp_path / "quantised", family)
     tensors = dict(built.tensors)
     written = Written(built.folder, built.model, dict(tensors))
-    FORMATS[format](written, tensors, True)
+    (FORMATS | MIXED)[format](written, tensors, True)
     save(built.folder, tensors)
     if (name, format) in NOT_CONVERTED:
         with edit_config(built.folder) as config:
             config["quantization_config"]["modules_to_not_convert"] = NOT_CONVERTED[name, format]
     theirs = dequantised(built, written.weights, tmp_path / "plain")
     assert relative(run(built.folder, activation_format="bf16"), reference(theirs, PROMPT)) <= BOUND
+
+
+KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (f"{KV_A}.weight_scale_inv", None, "is missing.*stored as FP8 in blocks"),
+        # 144 rows are a block and an eighth: as of the 576 of DeepSeek-V3 the last block is not whole.
+        (f"{KV_A}.weight_scale_inv", torch.ones(1, 1), r"wrong shape.*expected \[2, 1\], found \[1, 1\]"),
+        (BIAS, torch.ones(16, dtype=torch.int64), "wrong dtype.*found int64"),
+        (BIAS, None, "is missing"),
+    ],
+    ids=["no scale", "a block too few", "wrong type", "no bias"],
+)
+def test_damaged_latent_layers(name: str, value: Tensor | None, told: str, tmp_path: Path) -> None:
+    built = build(tmp_path, FAMILIES["deepseek_v3"], kv_lora_rank=136)
+    tensors = dict(built.tensors)
+    FORMATS["fp8"](Written(tmp_path, built.model, dict(tensors)), tensors, True)
+    assert name in tensors
+    save(tmp_path, {n: t for n, t in tensors.items() if n != name} | ({} if value is None else {name: value}))
+    with pytest.raises(CheckpointError, match=f"(?s){re.escape(name)}.*{told}"):
+        load(tmp_path)
 
 
 def dequantised(built: Built, weights: Tensors, folder: Path) -> torch.nn.Module:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checkpoint.writers import FORMATS, Written, write_checkpoint
+from tests.checkpoint.writers import FORMATS, MIXED, Written, write_checkpoint
 from tests.models.configs import BASES
 from tests.models.running import PlainAttention, load
 from tests.models.test_logits import prompt, reference
@@ -65,6 +65,13 @@ def test_dense_layers_too(base: str, format: str, tmp_path: Path) -> None:
         tmp_path, format, BASES[base], dense=True, num_hidden_layers=3, mlp_only_layers=[1]
     )
     assert relative(run(tmp_path), reference(written.model, IDS)) <= BOUND
+
+
+@pytest.mark.parametrize("format", MIXED)
+def test_modules_of_several_formats(format: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    written = write_checkpoint(tmp_path, format, BASES["qwen2"], dense=True, **sizes)
+    assert relative(run(tmp_path, activation_format="bf16"), reference(written.model, IDS)) <= BOUND
 
 
 def test_quantisation_is_visible_in_the_logits(tmp_path: Path) -> None:

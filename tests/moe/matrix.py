@@ -107,7 +107,13 @@ def _experts(spec: MoESpec, seed: int) -> ExpertWeights:
     return make_experts(spec, seed=seed)
 
 
-def cases() -> Iterator[pytest.param]:
+@cache
+def cases() -> tuple[pytest.param, ...]:
+    """One parameter for each combination that runners and dispatchers of one process claim to support."""
+    return tuple(_cases())
+
+
+def _cases() -> Iterator[pytest.param]:
     devices = {"cpu": hardware.named("cpu"), "cuda": _cuda()}
     numerics = [("float32", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]
     numerics += [("bfloat16", a, ACTIVATIONS) for a in ("bf16", "nvfp4", "fp8")]

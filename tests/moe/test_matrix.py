@@ -9,7 +9,7 @@ from tests.moe.bounds import BOUNDS, assert_close, relative_error
 from tests.moe.build import MAX_TOKENS
 from tests.moe.matrix import Case, cases
 
-pytestmark = pytest.mark.parametrize("case", list(cases()))
+pytestmark = pytest.mark.parametrize("case", cases())
 
 
 def check(case: Case, y, ref) -> None:

@@ -28,6 +28,7 @@ def said(rank: int, number: int) -> StepRecord:
         executed=2**40 - number,
         digest=-number,
         leaving=number % 2,
+        next_prompts=(number + rank) % 3,
     )
 
 

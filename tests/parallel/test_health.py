@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.server.processes import eventually
 from turnout.parallel.health import Board, Pulse, Reading
 
 RANK = """
@@ -20,15 +20,6 @@ pulse.collectives = lambda: 5
 pulse.note(7, "decode")
 time.sleep(60)
 """
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_a_rank_is_read_from_another_process_until_it_stops(tmp_path: Path):

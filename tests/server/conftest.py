@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.server.processes import eventually
+
 
 @pytest.fixture(scope="session")
 def reference(tiny_folder: Path) -> PreTrainedModel:
@@ -35,5 +37,16 @@ def client(base_url: str) -> openai.OpenAI:
 
 @pytest.fixture
 def http(root: str) -> Iterator[httpx.Client]:
+    """Of the shared server, on which nothing of an earlier test runs any more."""
     with httpx.Client(base_url=root, timeout=60) as http:
+        assert eventually(lambda: is_idle(http))
         yield http
+
+
+def is_idle(http: httpx.Client) -> bool:
+    info = http.get("/server_info").json()
+    left = [
+        info["requests"]["active"],
+        *(rank["num_running"] + rank["num_waiting"] for rank in info["ranks"]),
+    ]
+    return not any(left)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
         server.stop()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """The first of `count` free ports. From those that no system gives to a connection (Linux does from 32768
+    on, others from 49152), so that what else runs here does not take them before a server does."""
+    draw = random.SystemRandom()
+    while True:
+        first = draw.randrange(10_000, 32_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
@@ -79,19 +86,34 @@ def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
 
 
 def is_ready(root: str) -> bool:
-    return httpx.get(f"{root}/ready").status_code == 200
+    return httpx.get(f"{root}/ready", timeout=60).status_code == 200
 
 
 def refusal(root: str, seconds: float) -> httpx.Response:
     """The first answer of /ready, asked again and again, that is not 200."""
     answers: list[httpx.Response] = []
+    with httpx.Client(timeout=60) as http:  # one: to make it takes long where others compute
 
-    def refused() -> bool:
-        answers.append(httpx.get(f"{root}/ready"))
-        return answers[-1].status_code != 200
+        def refused() -> bool:
+            answers.append(http.get(f"{root}/ready"))
+            return answers[-1].status_code != 200
 
-    assert eventually(refused, seconds)
+        assert eventually(refused, seconds)
     return answers[-1]
+
+
+def await_reports(root: str, ranks: int = 1) -> None:
+    """Until ranks that compute nothing have said all that they count: experts once a second, and perhaps only
+    the second time."""
+    seen, last = 0, 0.0
+
+    def all_have_come() -> bool:
+        nonlocal seen, last
+        now = httpx.get(f"{root}/server_info", timeout=60).json()["seconds_since_report"]
+        seen, last = seen + (now < last), now
+        return seen >= 2 * ranks
+
+    assert eventually(all_have_come)
 
 
 class Background(threading.Thread):
@@ -112,7 +134,7 @@ class Background(threading.Thread):
         self.running = threading.Event()
         self.ended = 0.0  # time.monotonic()
         self.start()
-        assert self.running.wait(30)
+        assert self.running.wait(60)
 
     def run(self) -> None:
         with (

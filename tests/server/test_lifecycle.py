@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.server.processes import (
     Background,
     eventually,
     folder_of,
+    free_port,
     has_ended,
     is_ready,
     ranks_of,
@@ -34,13 +36,15 @@ from turnout.server.run import bind
 
 def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
     """The engine is held still where the test needs requests to be running, however fast it is."""
-    with started(tiny_folder, shutdown_timeout=4.0, watchdog_timeout=60.0) as (server, root):
+    with started(tiny_folder, shutdown_timeout=8.0, watchdog_timeout=60.0) as (server, root):
         (engine,) = ranks_of(server)
         endless = Background(root, tokens=500, n=8)
-        short = Background(root, tokens=20)
+        short = Background(root, tokens=8)
         engine.suspend()
         server.process.terminate()
-        with httpx.Client(base_url=root) as http:  # one: to make it takes long where others compute
+        with httpx.Client(
+            base_url=root, timeout=60
+        ) as http:  # one: to make it takes long where others compute
             while http.get("/ready").status_code == 200:
                 time.sleep(0.01)
             ready = http.get("/ready")
@@ -51,10 +55,10 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
         engine.resume()
         lines = short.result()
         engine.suspend()
-        assert (len(lines), lines[-1]) == (21, "[DONE]")
+        assert (len(lines), lines[-1]) == (9, "[DONE]")
         assert endless.error()["code"] == "shutting_down"
         engine.resume()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
@@ -66,7 +70,7 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
         while httpx.get(f"{root}/ready").status_code == 200:
             time.sleep(0.01)
         server.process.terminate()
-        assert server.process.wait(5) == 128 + signal.SIGTERM
+        assert server.process.wait(50) == 128 + signal.SIGTERM  # of the 100 s that it may drain
         assert eventually(lambda: has_ended(engine))
         assert eventually(lambda: not folder.exists())
 
@@ -82,12 +86,11 @@ def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folde
             target=lambda: whole.append(httpx.post(f"{root}/v1/completions", json=body, timeout=60))
         )
         thread.start()
-        while httpx.get(f"{root}/server_info").json()["requests"]["active"] < 2:
-            time.sleep(0.01)
+        assert eventually(lambda: httpx.get(f"{root}/server_info").json()["requests"]["active"] == 2)
         engine.kill()
-        refused = refusal(root, 10)
+        refused = refusal(root, 50)
         assert streamed.error()["type"] == "server_error"
-        thread.join(20)
+        thread.join(60)
         assert whole[0].status_code == 500
         assert "SIGKILL" in whole[0].json()["error"]["message"]
         assert eventually(lambda: has_ended(engine))
@@ -111,35 +114,33 @@ def test_a_killed_server_leaves_nothing_behind(tiny_folder: Path):
         others = psutil.Process(server.process.pid).children(recursive=True)
         engine.suspend()
         server.process.kill()
-        server.process.wait(10)
+        server.process.wait(60)
         bind("127.0.0.1", httpx.URL(root).port or 0).close()
         assert eventually(lambda: all(has_ended(process) for process in (engine, *others)))
         assert eventually(lambda: not folder.exists())
 
 
 def test_before_the_model_is_loaded(tiny_folder: Path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = ServerProcess(tiny_config(tiny_folder, port=port), show=False)
-    root = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                assert httpx.get(f"{root}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                time.sleep(0.02)
-        ready = httpx.get(f"{root}/ready")
-        asked = httpx.post(f"{root}/v1/completions", json={"prompt": "early"})
-        info = httpx.get(f"{root}/server_info").json()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+
+            def listens() -> bool:
+                with suppress(httpx.ConnectError):
+                    return http.get("/health").status_code == 200
+                return False
+
+            assert eventually(listens)
+            ready = http.get("/ready")
+            asked = http.post("/v1/completions", json={"prompt": "early"})
+            info = http.get("/server_info").json()
         assert ready.status_code == asked.status_code == 503
         assert ready.json()["error"]["code"] == "loading"
         assert info["state"] == info["ranks"][0]["state"] == "loading"
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0  # told to stop while loading: nothing to drain
-        assert all(has_ended(child) for child in children)
+        assert eventually(lambda: all(has_ended(child) for child in children))
     finally:
         server.process.kill()
 
@@ -188,3 +189,4 @@ def test_a_truncated_checkpoint(tmp_path: Path):
     message = failure(tiny_config(tmp_path))
     assert "error: " in message
     assert "model.safetensors" in message
+    assert "Qwen3MoeForCausalLM" not in message  # found before a rank starts and plans

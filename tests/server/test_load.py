@@ -65,7 +65,7 @@ def rank(http: httpx.Client) -> dict[str, Any]:
     return info["ranks"][0] | info["requests"]
 
 
-def settled(http: httpx.Client, seconds: float = 5) -> dict[str, Any]:
+def settled(http: httpx.Client, seconds: float = 60) -> dict[str, Any]:
     """The counters, once nothing runs any more; as they are when `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while (found := rank(http)) and time.monotonic() < deadline:

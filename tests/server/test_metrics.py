@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import cast
 
 import httpx
 import numpy as np
@@ -14,8 +15,10 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.processes import eventually
-from turnout.server.expert_window import ExpertWindow, balancedness, by_slice, hot_share
-from turnout.server.metric_list import METRICS, PREFIX, Kind
+from turnout.engine.messages import EngineStats
+from turnout.server.expert_window import CountWindow, balancedness, by_slice, hot_share
+from turnout.server.metric_list import METRICS, PREFIX, Kind, Viewer
+from turnout.server.supervise.engine import EngineSupervisor
 
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -39,7 +42,7 @@ def generate(http: httpx.Client, **fields: object) -> None:
 def test_a_scrape_holds_what_the_list_says_and_nothing_else(http: httpx.Client):
     families(http)  # what a later scrape's window begins with
     generate(http)
-    assert eventually(lambda: bool(families(http)["turnout:expert_balancedness"].samples), 10)
+    assert eventually(lambda: bool(families(http)["turnout:expert_balancedness"].samples))
     found = families(http)
     for metric in METRICS:
         family = found.pop(
@@ -63,7 +66,7 @@ def test_names_say_kind_and_unit(metric):
 def test_every_expression_of_the_grafana_dashboard_finds_its_metric(http: httpx.Client):
     families(http)  # what a later scrape's window begins with
     generate(http)
-    assert eventually(lambda: bool(families(http)["turnout:expert_balancedness"].samples), 10)
+    assert eventually(lambda: bool(families(http)["turnout:expert_balancedness"].samples))
     scraped = {sample.name for family in families(http).values() for sample in family.samples}
     panels = [panel for panel in json.loads(GRAFANA.read_text())["panels"] if panel["type"] != "row"]
     for panel in panels:
@@ -127,7 +130,7 @@ class Clock:
 def test_the_window_counts_what_came_within_a_minute():
     draw, clock = random.Random(1), Clock()
     counts = {rank: np.zeros((3, 8), int) for rank in range(2)}
-    window = ExpertWindow(lambda: {rank: c.tolist() for rank, c in counts.items()}, 60, clock)
+    window = CountWindow(lambda: {rank: c.tolist() for rank, c in counts.items()}, 60, clock)
     history = []
     for clock.time in range(0, 400, 5):
         for of_rank in counts.values():
@@ -141,12 +144,34 @@ def test_the_window_counts_what_came_within_a_minute():
 
 def test_ranks_that_start_anew_begin_a_new_window():
     clock, counts = Clock(), {0: [[100, 200]]}
-    window = ExpertWindow(lambda: counts, 60, clock)
+    window = CountWindow(lambda: counts, 60, clock)
     window.recent()
     clock.time, counts[0] = 10.0, [[3, 4]]
     assert window.recent().tolist() == [[3, 4]]
     counts.clear()
     assert window.recent().size == 0
+
+
+def test_data_parallel_balance_is_that_of_ranks_which_lead():
+    """Rank 1 helps rank 0 and has no requests of its own."""
+    tokens = [0, 0, 0]
+
+    class Engine:
+        expert_tokens: dict[int, list[list[int]]] = {}
+
+        @property
+        def stats(self) -> dict[int, EngineStats]:
+            return {
+                rank: EngineStats(rank=rank, computed_tokens=count, pages_total=0 if rank == 1 else 8)
+                for rank, count in enumerate(tokens)
+            }
+
+    (metric,) = (metric for metric in METRICS if metric.name == "data_parallel_balancedness")
+    viewer = Viewer(cast(EngineSupervisor, Engine()))
+    assert metric.read is not None
+    assert list(metric.read(viewer.view())) == []
+    tokens[:] = [30, 1000, 10]
+    assert list(metric.read(viewer.view())) == [((), pytest.approx(20 / 30))]
 
 
 def test_balance_and_hot_share_by_definition():

@@ -6,7 +6,6 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.server.processes import Background, eventually, ranks_of, started
+from turnout.engine.messages import RequestOutput
+from turnout.engine.sampling_params import SamplingParams
 from turnout.errors import UserError
+from turnout.server import tracing
 from turnout.server.launch import ServerProcess
+from turnout.server.request_log import RequestRecord, SequenceRecord
 from turnout.server.tracing import Tracer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -53,18 +56,12 @@ class Receiver(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def collecting() -> Iterator[Collector]:
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
     with Collector() as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         yield collector
         collector.shutdown()
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as collector:
-        yield collector
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +81,7 @@ def span_of(collector: Collector, id: str) -> Span:
     def found() -> list[Span]:
         return [span for span in collector.spans if values(span)["gen_ai.request.id"] == id]
 
-    assert eventually(lambda: len(found()) == 1, 20), [values(span) for span in collector.spans]
+    assert eventually(lambda: len(found()) == 1), [values(span) for span in collector.spans]
     return found()[0]
 
 
@@ -143,21 +140,23 @@ def test_requests_that_end_otherwise_have_whole_spans(
     assert span.status.code != Status.STATUS_CODE_ERROR
 
 
+def test_a_span_says_when_a_request_lost_its_pages():
+    sequence = SequenceRecord(prompt_ids=[1])
+    sequence.note(RequestOutput(id="a", token_ids=[1], waited=(0.1, 0.1)), 10.5)
+    sequence.note(RequestOutput(id="a", token_ids=[2], finish_reason="length", preempted=[11.0, 12.0]), 13.0)
+    sequence.finish_reason = "length"
+    record = RequestRecord(
+        id="a", model="tiny", sampling=SamplingParams(), arrival=10.0, sequences=[sequence], ended=13.0
+    )
+    told = sorted(tracing.events(record), key=lambda event: event[2])
+    names = ["queued", "scheduled", "first token", "preempted", "preempted", "finished"]
+    assert [name for name, _, _ in told] == names
+    assert [at for name, _, at in told if name == "preempted"] == [11.0, 12.0]
+    assert tracing.attributes(record)["turnout.preemptions"] == 2
+
+
 def events_unordered(span: Span) -> list[str]:
     return [event.name for event in span.events]
-
-
-def test_a_collector_that_is_down_costs_only_its_spans(tiny_folder: Path):
-    with collecting() as gone:
-        address = gone.url
-    with started(tiny_folder, otlp_traces_endpoint=address) as (server, root):
-        for _ in range(3):
-            complete(root)
-        assert eventually(lambda: "traces are dropped" in server.last_lines(), 30)
-        complete(root)
-        server.process.terminate()
-        assert eventually(lambda: server.process.poll() is not None, 30)
-        assert server.process.returncode == 0
 
 
 @pytest.mark.parametrize("address", ["localhost:4318", "grpc://localhost:4317", "http://", "x"])
@@ -174,9 +173,25 @@ def test_requests_are_logged_as_json(traced: tuple[ServerProcess, str]):
         lines = [json.loads(line) for line in server.last_lines().splitlines() if line.startswith("{")]
         return [line for line in lines if line["request_id"] == "logged"]
 
-    assert eventually(lambda: len(logged()) == 1, 20)
+    assert eventually(lambda: len(logged()) == 1)
     (line,) = logged()
     assert (line["prompts"], line["n"], line["output_tokens"]) == (["abc"] * 2, 2, 10)
     assert line["outputs"] == [choice["text"] for choice in answer["choices"]]
     assert (line["path"], line["outcome"]) == ("/v1/completions", "length")
     assert 0 < line["seconds_to_first_token"] <= line["seconds"]
+
+
+def test_a_collector_that_is_down_costs_only_its_spans(
+    collector: Collector, traced: tuple[ServerProcess, str]
+):
+    """The last test here: it ends the collector and the server."""
+    server, root = traced
+    collector.shutdown()
+    collector.server_close()
+    for _ in range(3):
+        complete(root)
+    assert eventually(lambda: "traces are dropped" in server.last_lines())
+    complete(root)
+    server.process.terminate()
+    assert eventually(lambda: server.process.poll() is not None)
+    assert server.process.returncode == 0

@@ -54,8 +54,3 @@ def test_random_gpt_oss_is_measured_and_served(tmp_path: Path, monkeypatch: pyte
         assert answer["usage"]["completion_tokens"] == 8
     finally:
         assert server.stop() == 0, server.last_lines()
-
-
-def test_busy_counts_overlapping_kernels_once():
-    assert decode_steps._busy([]) == 0
-    assert decode_steps._busy([(6.0, 8.0), (0.0, 2.0), (1.0, 4.0), (3.0, 3.5), (8.0, 10.0)]) == 0.8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.models.families import FAMILIES, build
 from tests.tiny import QWEN3_MOE, write_model
-from tools.random_checkpoint import FORMATS, GPT_OSS, POOL_BYTES, QWEN3_30B, write
+from tools.random_checkpoint import FORMATS, POOL_BYTES, QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.checkpoint.quantize import quantize
 
@@ -84,12 +85,17 @@ def test_gpt_oss_has_the_tensors_of_a_checkpoint_in_mxfp4(tmp_path: Path):
     assert {dtype for name, (_, dtype) in ours.items() if name.endswith(("_blocks", "_scales"))} == {"U8"}
 
 
-@pytest.mark.parametrize("format", [*FORMATS, GPT_OSS])
-def test_it_runs_and_speaks(tmp_path: Path, format: str):
-    if format == GPT_OSS:
-        write(tmp_path / "random", build(tmp_path / "shape", FAMILIES["gpt_oss"]).config, seed=1)
-    else:
-        write(tmp_path / "random", CONFIG, format=format, seed=1)
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [(None, format) for format in FORMATS]
+    + [("gpt_oss", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("glm4_moe_lite", "fp8"), ("deepseek_v3", "mxfp4")],
+)
+def test_it_runs_and_speaks(tmp_path: Path, family: str | None, format: str):
+    config = build(tmp_path / "shape", FAMILIES[family]).config if family else CONFIG
+    written = {name: value for name, value in config.items() if name != "quantization_config"}
+    before = copy.deepcopy(written)
+    write(tmp_path / "random", written, format=format, seed=1)
+    assert written == before
     with LLM(str(tmp_path / "random"), device="cpu", num_threads=1, load_progress=False) as llm:
         (first,) = llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
     assert len(set(first.token_ids)) > 2

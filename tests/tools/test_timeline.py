@@ -1,4 +1,4 @@
-"""Timelines as they are drawn, from a committed result."""
+"""Timelines as they are drawn, from a committed result and from profiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tools.timeline import COLORS, panels_of, svg, trace
+import pytest
+
+from tools import step_timeline
+from tools.timeline import COLORS, HOST, busy, joined, panels_of, panels_of_profile, svg, trace
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/overlap-nvidia-h200-x2-2026-11-22.json"
 
@@ -31,3 +34,57 @@ def test_a_shared_expert_during_the_others():
     assert [(e["name"], e["ts"], round(e["ts"] + e["dur"], 6), e["tid"]) for e in events] == [
         (k.name, k.start, round(k.end, 6), k.stream) for k in shown
     ]
+
+
+@pytest.mark.parametrize("engine", step_timeline.ENGINES)
+def test_steps_of_an_engine(tiny_folder: Path, engine: str):
+    flags = {"device": "cpu", "max_total_tokens": 1024} | step_timeline.ENGINES[engine]
+    content = step_timeline.record(str(tiny_folder), flags, steps=3, prompt=20, requests=2)
+    decoding, prompt = panels_of_profile(content, engine, 3, rank=0).items()
+    for (title, shown), about, count in (
+        (decoding, "3 steps of decoding", 3),
+        (prompt, "a step with prompts", 1),
+    ):
+        assert title.startswith(f"{engine}: {about}, busy ")
+        steps = [k for k in shown if k.stream == HOST]
+        work = [k for k in shown if k.stream != HOST]
+        assert [k.name for k in steps] == ["decode step" if count > 1 else "prefill step"] * count
+        assert all(any(step.start <= k.start <= step.end for step in steps) for k in work)
+        assert sum("embedding" in k.name for k in work) == count  # a forward each
+        assert len({k.name for k in work}) > 5
+        boxes = joined(shown)
+        assert len(steps) < len(boxes) < len(shown)
+        assert {(k.stream, k.role) for k in boxes} == {(k.stream, k.role) for k in shown}
+    with pytest.raises(ValueError, match="no step of rank 1 says its phase"):
+        panels_of_profile(content, engine, 3, rank=1)
+
+
+def test_kernels_belong_to_the_step_that_launched_them():
+    """Two steps of a rank, each with a graph of two kernels, which run while the next step is on the host."""
+
+    def event(name: str, cat: str, ts: float, dur: float, tid: int, **args: object) -> dict[str, object]:
+        place = {"ph": "X", "ts": ts, "dur": dur, "pid": 1001, "tid": tid}
+        return place | {"name": name, "cat": cat, "args": args}
+
+    events = []
+    for number, begin in enumerate((1000.0, 1100.0, 1200.0)):
+        events.append(event("step", "user_annotation", begin, 90.0, 5, phase="decode"))
+        events.append(event("cudaGraphLaunch", "cuda_runtime", begin + 40, 5.0, 5, correlation=number))
+        for at, name, stream in ((60, "expert_gemm", 7), (100, "dispatch_rows", 8)):
+            ran = event(name, "kernel", begin + at, 30.0, stream, correlation=number, stream=stream)
+            events.append(ran)
+    ((title, shown),) = panels_of_profile({"traceEvents": events}, "profile", 2, rank=1).items()
+    assert title == "profile: 2 steps of decoding, busy 70.6%"
+    assert [(k.name, k.stream, k.start, k.end, k.role) for k in shown] == [
+        ("decode step", HOST, 0, 90, "other"),
+        ("decode step", HOST, 100, 190, "other"),
+        ("expert_gemm", 7, 60, 90, "experts"),
+        ("dispatch_rows", 8, 100, 130, "dispatch"),
+        ("expert_gemm", 7, 160, 190, "experts"),
+        ("dispatch_rows", 8, 200, 230, "dispatch"),
+    ]
+
+
+def test_busy_counts_overlapping_kernels_once():
+    assert busy([]) == 0
+    assert busy([(6.0, 8.0), (0.0, 2.0), (1.0, 4.0), (3.0, 3.5), (8.0, 10.0)]) == 0.8

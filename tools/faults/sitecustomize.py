@@ -1,8 +1,9 @@
 """Failures inside a step, for tools.chaos: ranks with this folder in PYTHONPATH fail when they are told to.
 
-A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward. A request whose
-prompt begins with the token ids in TURNOUT_POISON kills every rank that computes it. With TURNOUT_CLOCK_JUMPS
-the clock of all processes, as time.time() tells it, jumps by so many seconds back and forth twice a second.
+A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward; "lose" loses its
+next message to the server. A request whose prompt begins with the token ids in TURNOUT_POISON kills every
+rank that computes it. With TURNOUT_CLOCK_JUMPS the clock of all processes, as time.time() tells it, jumps
+by so many seconds back and forth twice a second.
 """
 
 import json
@@ -14,7 +15,7 @@ import time
 
 import psutil
 
-FAULTS = ("raise", "memory", "exit")
+FAULTS = ("raise", "memory", "exit", "lose")
 SIGNALS = {name: signal.SIGRTMIN + i for i, name in enumerate(FAULTS)}
 
 
@@ -31,6 +32,8 @@ def fail(fault: str) -> None:
 
 
 def install() -> None:
+    from turnout.engine import worker
+    from turnout.engine.messages import Outputs
     from turnout.engine.scheduler.scheduler import Scheduler
 
     poison = json.loads(os.environ.get("TURNOUT_POISON", "[]"))
@@ -39,13 +42,24 @@ def install() -> None:
 
     def failing(self, chunks):
         chunks = list(chunks)
-        if due:
+        if due and due != ["lose"]:
             fail(due.pop())
         if poison and any(chunk.request.tokens[: len(poison)] == poison for chunk in chunks):
             os.kill(os.getpid(), signal.SIGKILL)
         computed(self, chunks)
 
-    Scheduler.computed = failing
+    run = worker.run
+
+    def run_losing(core, step_sync, commands, send, profiler):
+        def lose_or_send(event):
+            if due == ["lose"] and isinstance(event, Outputs):
+                due.clear()
+            else:
+                send(event)
+
+        run(core, step_sync, commands, lose_or_send, profiler)
+
+    Scheduler.computed, worker.run = failing, run_losing
     for fault, number in SIGNALS.items():
         signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
 

@@ -8,6 +8,7 @@ Legend: N tokens of a step, Hq/Hkv query/KV heads, D head size, C what latent at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.entries import Compressible
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
+from turnout.attention.paged import PagedAttention
 from turnout.attention.states import RequestStates
-from turnout.attention.torch import PagedAttention
 from turnout.attention.up_projection import UpProjection
+
+if TYPE_CHECKING:  # numba, which not every machine has
+    from turnout.kernels.cpu.attention import Cache, Chunks
 
 
 class AttentionCaches:
@@ -68,6 +72,7 @@ class _ByLayer(Attention):
 
     def __init__(self, numbers: dict[int, int], attentions: Sequence[Attention]):
         self._numbers, self._attentions = numbers, attentions
+        self.places_N = attentions[0].places_N
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
@@ -81,6 +86,9 @@ class _ByLayer(Attention):
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
         return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H, out_NHD)
+
+    def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
+        return self._attentions[self._numbers[layer]].compiled(layer)
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self._attentions[self._numbers[layer]].recur(layer, mixed_NX, cell)

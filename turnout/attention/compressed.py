@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.attention.backends import COMPRESSED_ROWS
 from turnout.attention.entries import Compressible
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup, CompressedSpec
-from turnout.attention.torch import PagedAttention, additive, attend_chunk
+from turnout.attention.paged import to_device
+from turnout.attention.torch import TorchAttention, additive, attend_chunk
+from turnout.attention.workspace import COMPRESSED_ROWS
 
 
 def attend(
@@ -67,7 +68,7 @@ def attend(
     return torch.cat(parts) if parts else q_THD
 
 
-class CompressedAttention(PagedAttention):
+class CompressedAttention(TorchAttention):
     """Owns entries [layers, S, D + Di] in pages of a group of layers, and of each state slot the last tokens
     [layers, slots, recent + drafts, D] and contents and gates [layers, slots, remembered + drafts, X]. Slots
     are those of requests, one spare, then of snapshots."""
@@ -99,24 +100,27 @@ class CompressedAttention(PagedAttention):
             ring[:, target] = ring[:, source]
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        parts, at = [], 0
-        for chunk in (*decoding, *chunks):
-            self._place(chunk.request)
-            parts.append(self._part(chunk, at))
+        every, parts, at = [*decoding, *chunks], [], 0
+        slots = to_device([self._entry_slots(chunk) for chunk in every], self.device) if every else []
+        for chunk, slots_E in zip(every, slots, strict=True):
+            parts.append(self._part(chunk, at, slots_E))
             at += chunk.length
         return _LaidOut(self, tuple(parts))
 
-    def _part(self, chunk: Chunk, at: int) -> _Part:
-        spec, row, device = self.spec, chunk.request.row, self.device
+    def _entry_slots(self, chunk: Chunk) -> Tensor:
+        """On the host: of all entries of the context [E]."""
+        self._place(chunk.request)
+        spec, per = self.spec, self.spec.entries_per_page(self.page_size)
+        windows_E = torch.arange(chunk.end // spec.rate if spec.rate else 0)
+        last_E = (windows_E + 1) * spec.rate - 1
+        pages_E = self.host_table[chunk.request.row, last_E // self.page_size]
+        return pages_E * per + (windows_E % per if per else 0)
+
+    def _part(self, chunk: Chunk, at: int, slots_E: Tensor) -> _Part:
+        spec, device = self.spec, self.device
         recent, remembered = self._recent.shape[2], self._open.shape[2]
         first = chunk.start // spec.rate if spec.rate else 0
-        count = chunk.end // spec.rate if spec.rate else 0
         needed = max(0, first - spec.overlap) * spec.rate if spec.rate else chunk.start
-        per = spec.entries_per_page(self.page_size)
-        windows_E = torch.arange(count)
-        last_E = (windows_E + 1) * spec.rate - 1
-        pages_E = self._table_RP[row, last_E // self.page_size]
-        slots_E = pages_E * per + (windows_E % per if per else 0)
         return _Part(
             rows=slice(at, at + chunk.length),
             slot=chunk.request.state_slots[0],
@@ -127,7 +131,7 @@ class CompressedAttention(PagedAttention):
             store_recent_P=_ring(max(chunk.start, chunk.end - recent), chunk.end, recent, device),
             store_open_P=_ring(max(chunk.start, chunk.end - remembered), chunk.end, remembered, device),
             first=first,
-            slots_E=slots_E.to(device),
+            slots_E=slots_E,
         )
 
     def attend_part(
@@ -196,11 +200,6 @@ class _LaidOut(Attention):
 
     paged: CompressedAttention
     parts: tuple[_Part, ...]
-
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        raise ValueError(f"layer {layer} keeps entries made of several tokens, not keys and values")
 
     def compressed(
         self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnout.attention.backends import INDEX_SPAN
+from turnout.attention.workspace import INDEX_SPAN
+from turnout.formats import fp8
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,38 @@ class Index:
 
     def rows(self, rows: slice) -> Index:
         return Index(self.q_NHD[rows], self.key_ND[rows], self.weights_NH[rows])
+
+
+class Fp8Keys:
+    """Index keys of S slots in FP8. data: uint8 [S, D], the bits of e4m3; scale: float32 [S], powers of two,
+    so that keys which `rounded` gave come back as they were."""
+
+    def __init__(self, data_SD: Tensor, scale_S: Tensor):
+        self.data_SD, self.scale_S = data_SD, scale_S
+
+    def store(self, slots_N: Tensor, key_ND: Tensor) -> None:
+        data_ND, scale_N1 = _encoded(key_ND)
+        self.data_SD.index_copy_(0, slots_N, data_ND.view(torch.uint8))
+        self.scale_S.index_copy_(0, slots_N, scale_N1[:, 0])
+
+    def __getitem__(self, slots: Tensor) -> Tensor:
+        """float32 [..., D] of slots [...]."""
+        return self.data_SD[slots].view(fp8.DTYPE).float() * self.scale_S[slots][..., None]
+
+
+def rounded(key_ND: Tensor) -> Tensor:
+    """Keys as FP8 keeps them."""
+    data_ND, scale_N1 = _encoded(key_ND)
+    return (data_ND.float() * scale_N1).to(key_ND.dtype)
+
+
+def _encoded(key_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 [N, D], the least power of two by which a row fits it, float32 [N, 1])"""
+    ratio_N1 = key_ND.float().abs().amax(dim=-1, keepdim=True) / fp8.MAX
+    mantissa_N1, exponent_N1 = torch.frexp(ratio_N1)
+    power_N1 = torch.where(mantissa_N1 > 0.5, exponent_N1, exponent_N1 - 1).clamp(min=-126)
+    scale_N1 = torch.ldexp(torch.ones_like(ratio_N1), power_N1)
+    return fp8.saturate(key_ND.float() / scale_N1), scale_N1
 
 
 def index_scores(index: Index, keys: Tensor) -> Tensor:
@@ -56,9 +89,8 @@ def largest(scores_NL: Tensor, seen_NL: Tensor, count: int) -> Tensor:
 def places(chosen_NL: Tensor, count: int) -> Tensor:
     """int64 [N, K]: the places of what is chosen, ascending, at most `count` of them; then -1."""
     N, L = chosen_NL.shape
-    to_NL = torch.where(
-        chosen_NL, chosen_NL.cumsum(-1) - 1, count
-    )  # what is not chosen goes into a last column
+    # What is not chosen goes into a last column.
+    to_NL = torch.where(chosen_NL, chosen_NL.cumsum(-1) - 1, count)
     out_NK = torch.full((N, count + 1), -1, dtype=torch.int64, device=chosen_NL.device)
     out_NK.scatter_(1, to_NL, torch.arange(L, device=chosen_NL.device).expand(N, L))
     return out_NK[:, :count]

@@ -16,19 +16,26 @@ if TYPE_CHECKING:
     from turnout.attention.entries import Compressible
     from turnout.attention.indexing import Index
     from turnout.attention.up_projection import UpProjection
+    from turnout.kernels.cpu.attention import Cache, Chunks
 
 
 class Attention(Protocol):
-    """Attention over the sequences of this step. The engine's version reads and writes paged KV."""
+    """Attention over the sequences of this step. The engine's version reads and writes paged KV.
+
+    places_N: int64, the positions of the step's tokens on the device, where laying it out made them.
+    """
+
+    places_N: Tensor | None = None
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
         """Store k and v [N, Hkv, D] for `layer`, attend with q [N, Hq, D] as the layer declares (kinds.py).
 
-        sinks: float32 [Hq], of a layer that declares them. Returns [N, Hq, D].
+        sinks: float32 [Hq], of a layer that declares them. Returns [N, Hq, D]. Raises ValueError for layers
+        of the kinds below.
         """
-        ...
+        raise ValueError(f"layer {layer} keeps no keys and values of each token")
 
     def place(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Where a kernel that computes keys and values may store them itself: the layer's cache
@@ -41,6 +48,11 @@ class Attention(Protocol):
         """As a call, for keys and values that are stored already. out: contiguous, to be filled and returned.
         Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
+
+    def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
+        """What a kernel for CPUs needs that stores keys and values and attends itself, with all else that
+        attention is (kernels/cpu/decoder_layer.py). None: call."""
+        return None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         """Take the states of this step's requests in a recurrent `layer` over their tokens (delta_rule.py).

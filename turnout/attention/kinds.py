@@ -135,7 +135,7 @@ class SparseLatentSpec(AttentionSpec):
 
     index_heads, index_dim: number and size of the heads of index queries; a token has one index key.
     index_topk: how many tokens a token attends to. shares_choice: the layer has no indexer, and attends to
-    what the last layer before it that has one chose.
+    what the last layer before it that has one chose. index_fp8: index keys are rounded to FP8 and kept so.
     """
 
     kind: AttentionKind = AttentionKind.SPARSE_LATENT
@@ -143,9 +143,14 @@ class SparseLatentSpec(AttentionSpec):
     index_dim: int
     index_topk: int
     shares_choice: bool = False
+    index_fp8: bool = False
 
     def token_bytes(self, itemsize: int) -> int:
-        return super().token_bytes(itemsize) + (0 if self.shares_choice else self.index_dim * itemsize)
+        return super().token_bytes(itemsize) + (0 if self.shares_choice else self.index_bytes(itemsize))
+
+    def index_bytes(self, itemsize: int) -> int:
+        """Of an index key; in FP8 with its float32 scale."""
+        return self.index_dim + 4 if self.index_fp8 else self.index_dim * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,7 @@ class CompressedSpec(AttentionSpec):
     index_heads: int = 0
     index_dim: int = 0
     index_topk: int = 0
-    output_groups: int = 1
+    output_groups: int
 
     def splits(self, ranks: int) -> bool:
         """Whether output groups, with their heads, can be divided evenly over ranks."""
@@ -278,11 +283,11 @@ class CacheGroup:
 
     layers: tuple[int, ...]
     spec: AttentionSpec
-    sharing: tuple[int, ...] = ()
+    sharing: tuple[int, ...]
 
     def token_bytes(self, itemsize: int) -> int:
         """Of one token in all layers of the group."""
-        keys = self.spec.index_dim * itemsize if isinstance(self.spec, SparseLatentSpec) else 0
+        keys = self.spec.index_bytes(itemsize) if isinstance(self.spec, SparseLatentSpec) else 0
         return len(self.layers) * self.spec.token_bytes(itemsize) - len(self.sharing) * keys
 
     def page_bytes(self, page_size: int, itemsize: int) -> int:

@@ -24,22 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.backends import LATENT_SPAN
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import AttentionSpec
-from turnout.attention.torch import (
-    ChunkLayout,
-    PagedAttention,
-    StepLayout,
-    attend_chunk,
-    attend_decoding,
-    to_device,
-)
+from turnout.attention.paged import to_device
+from turnout.attention.torch import ChunkLayout, StepLayout, TorchAttention, attend_chunk, attend_decoding
 from turnout.attention.up_projection import UpProjection
+from turnout.attention.workspace import LATENT_SPAN
 
 
-class LatentAttention(PagedAttention):
+class LatentAttention(TorchAttention):
     """Owns the latent pages of a group of layers; the cache of a layer is [S, C]."""
 
     def _layer_size(self, slots: int) -> tuple[int, ...]:
@@ -72,18 +66,6 @@ class LatentAttention(PagedAttention):
         cache_SC = self.layer_cache(layer)
         return cache_SC.index_copy_(0, slots_N, latent_NC)
 
-    def attend_latent(
-        self, layout: StepLayout, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection
-    ) -> Tensor:
-        """As `Attention.latent`."""
-        cache_SC, M = self.store(layer, layout.write_N, latent_NC), layout.num_decoding
-        parts = []
-        if M:
-            parts.append(self.attend_decoding(layout, cache_SC, q_NHD[:M], up))
-        for chunk in layout.chunks:
-            parts.append(self.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
-        return torch.cat(parts) if parts else q_NHD.new_empty(0, *up.values_size)
-
     def attend_decoding(
         self, layout: StepLayout, cache_SC: Tensor, q_MHD: Tensor, up: UpProjection
     ) -> Tensor:
@@ -112,15 +94,16 @@ class _LaidOut(Attention):
     paged: LatentAttention
     layout: StepLayout
 
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        raise ValueError(f"layer {layer} keeps latent vectors, not keys and values")
-
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
-        return self.paged.attend_latent(self.layout, layer, q_NHD, latent_NC, up)
+        paged, layout, M = self.paged, self.layout, self.layout.num_decoding
+        cache_SC, parts = paged.store(layer, layout.write_N, latent_NC), []
+        if M:
+            parts.append(paged.attend_decoding(layout, cache_SC, q_NHD[:M], up))
+        for chunk in layout.chunks:
+            parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
+        return torch.cat(parts) if parts else q_NHD.new_empty(0, *up.values_size)
 
 
 def expands(spec: AttentionSpec, start: int, length: int) -> bool:

@@ -1,12 +1,13 @@
 """Sparse latent attention (DSA) over pages of latent vectors and index keys, with torch: the reference.
 
 As latent.py, but each token attends to the `index_topk` tokens that its index queries choose (indexing.py).
-Index keys lie in the slots of the latent vectors, so that what happens to a page happens to both. Where no
+Index keys lie in the slots of the latent vectors, so that what happens to a page happens to both; in FP8
+(--index-cache-dtype) with a scale each. Where no
 token of a chunk sees more than `index_topk` the choice is everything, and the chunk is computed as latent.py
 does. Beyond that each token reads the vectors it chose, in the absorbed form, SPARSE_ROWS tokens at a time.
 
 With --attention-backend triton, decoding tokens are scored, and what they chose is read, by kernels
-(triton.py).
+(backends/triton/latent.py).
 
 Layers without an indexer attend to what the last layer before them chose in this step.
 
@@ -25,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.backends import SPARSE_ROWS
-from turnout.attention.indexing import Index, index_scores, largest, places
+from turnout.attention.indexing import Fp8Keys, Index, index_scores, largest, places
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup, SparseLatentSpec
 from turnout.attention.latent import LatentAttention
-from turnout.attention.torch import StepLayout, additive, to_device
+from turnout.attention.paged import to_device
+from turnout.attention.torch import StepLayout, additive
 from turnout.attention.up_projection import UpProjection
+from turnout.attention.workspace import SPARSE_ROWS
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class SparseLatentAttention(LatentAttention):
             layer: i for i, layer in enumerate(x for x in group.layers if x not in group.sharing)
         }
         size = len(self._indexed), self.cache.shape[1], group.spec.index_dim
-        self.index_keys = torch.zeros(size, dtype=self.dtype, device=self.device)
+        dtype = torch.uint8 if group.spec.index_fp8 else self.dtype
+        self.index_keys = torch.zeros(size, dtype=dtype, device=self.device)
+        # Of each slot's key; none but in FP8.
+        self.index_scales = torch.zeros(*size[:2] if group.spec.index_fp8 else (0, 0), device=self.device)
 
     @property
     def cache_bytes(self) -> int:
-        return super().cache_bytes + self.index_keys.numel() * self.index_keys.element_size()
+        return super().cache_bytes + self.index_keys.nbytes + self.index_scales.nbytes
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         layout = self._layout(decoding, chunks)
@@ -84,11 +89,16 @@ class SparseLatentAttention(LatentAttention):
         slots_L = self._slots(chunk.request.row, 0, chunk.end)
         return Contexts(*to_device([slots_L, torch.arange(chunk.start + 1, chunk.end + 1)], self.device))
 
-    def store_index(self, layer: int, slots_N: Tensor, key_ND: Tensor) -> Tensor:
+    def store_index(self, layer: int, slots_N: Tensor, key_ND: Tensor) -> Tensor | Fp8Keys:
         """The index keys [S, Di] of a layer, once they hold these."""
-        return self.index_keys[self._indexed[layer]].index_copy_(0, slots_N, key_ND)
+        i = self._indexed[layer]
+        if not self.spec.index_fp8:
+            return self.index_keys[i].index_copy_(0, slots_N, key_ND)
+        keys = Fp8Keys(self.index_keys[i], self.index_scales[i])
+        keys.store(slots_N, key_ND)
+        return keys
 
-    def choose(self, contexts: Contexts, keys_SD: Tensor, index: Index) -> Tensor:
+    def choose(self, contexts: Contexts, keys_SD: Tensor | Fp8Keys, index: Index) -> Tensor:
         """int32 [R, K]: the slots that the tokens of `index` attend to, then -1."""
         parts = []
         for start in range(0, len(contexts.ends_R), SPARSE_ROWS):
@@ -131,11 +141,6 @@ class _LaidOut(Attention):
     chunks: Sequence[Contexts | None]
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        raise ValueError(f"layer {layer} keeps latent vectors, not keys and values")
-
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
@@ -157,7 +162,7 @@ class _LaidOut(Attention):
                 parts.append(paged.attend_chosen(self.chosen[i + 1], cache_SC, q_THD, up))
         return torch.cat(parts) if parts else q_NHD.new_empty(0, *up.values_size)
 
-    def _choose(self, keys_SD: Tensor, index: Index) -> None:
+    def _choose(self, keys_SD: Tensor | Fp8Keys, index: Index) -> None:
         rows = [slice(0, self.layout.num_decoding), *(chunk.rows for chunk in self.layout.chunks)]
         for i, contexts in enumerate((self.decoding, *self.chunks)):
             if contexts is not None:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from turnout.attention import delta_rule
-from turnout.attention.backends import recurrence
+from turnout.attention.choose import recurrence
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
+from turnout.attention.paged import to_device
 from turnout.vocabulary import ComputeDtype, Device
 
 
@@ -90,7 +91,7 @@ class RequestStates:
             if c.length > depth
         ]
         columns_4B = torch.tensor(found, dtype=torch.int64).reshape(-1, 4).T.contiguous()
-        places_B, before_B, slots_B, starts_B = columns_4B.to(self.device)
+        places_B, before_B, slots_B, starts_B = to_device([columns_4B], self.device)[0]
         return _Round(places_B, before_B, Rows(self, slots_B, starts_B + depth))
 
     def advance(self, layer: int, chunk: Chunk, mixed_TX: Tensor, cell: DeltaCell) -> Tensor:
@@ -103,17 +104,8 @@ class RequestStates:
         return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
 
 
-class Recurrence(Attention):
-    """Of recurrent layers only."""
-
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        raise ValueError(f"layer {layer} is recurrent: it has no keys and values")
-
-
 @dataclass(frozen=True)
-class Rows(Recurrence):
+class Rows(Attention):
     """One token of each request. slots, positions: int64 [B], read on the device, so that a graph can
     capture it. ends: int64 [B], where the tokens of each request end, for a kernel that takes several."""
 
@@ -158,7 +150,7 @@ class _Round(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _LaidOut(Recurrence):
+class _LaidOut(Attention):
     """Of a step, or one of its micro-batches. rounds: of the `num_decoding` first tokens. together: takes all
     chunks, if anything does."""
 

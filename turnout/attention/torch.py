@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache of a group of layers, with torch alone (SDPA): the reference.
+"""Attention over paged keys and values with torch alone (SDPA): the reference.
 
 Tokens of a step are ordered: first those of the B sequences that decode, one each or a few with drafts, then
 the chunks of the sequences that bring more. The first group is one padded SDPA call; each chunk is a call of
@@ -11,31 +11,23 @@ for sequences with three drafts take 2.5 times as long for 4 contexts of 150 tok
 Of a sliding window only what some row of a sequence sees is gathered: pages below it may be another's by now.
 
 Legend: N tokens of the step, M of them decoding, B decoding sequences, T tokens of a chunk or the most of a
-decoding sequence, L context that is gathered, P pages of a row of the table, S slots of the cache
-(pages * page size), Hq/Hkv query/KV heads, G = Hq/Hkv, Q query rows: T * G, or 1 for any number alike, D head
-size. A slot holds keys and values of one token, layer and head, [2, D]: gathered
-contexts then lie head by head, which on a CPU is worth a third of the time from 400 tokens on (a token's
-heads side by side put neighbouring tokens a power of two apart, in the same few cache sets).
+decoding sequence, L context that is gathered, S slots of the cache, Hq/Hkv query/KV heads, G = Hq/Hkv, Q
+query rows: T * G, or 1 for any number alike, D head size.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.backends import Chosen, Place, choose
-from turnout.attention.interface import Attention, Chunk, PagedSequence
-from turnout.attention.kinds import AttentionSpec, CacheGroup
-from turnout.vocabulary import ComputeDtype, Device
-
-ALIGNED = 64  # bytes, as torch's own memory is
+from turnout.attention.interface import Attention, Chunk
+from turnout.attention.kinds import AttentionSpec
+from turnout.attention.paged import PagedAttention, to_device
+from turnout.attention.rows import RowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,120 +52,14 @@ class StepLayout:
     chunks: tuple[ChunkLayout, ...]
 
 
-class PagedAttention:
-    """Owns the KV cache and the page table of a group of layers; `laid_out` gives the attention of a step."""
-
-    def __init__(
-        self,
-        group: CacheGroup,
-        *,
-        number: int = 0,
-        num_pages: int,
-        page_size: int,
-        max_running: int,
-        max_context: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        fixed_spans: int = 0,
-        chosen: Chosen | None = None,
-    ):
-        """group: its heads are those of this rank. number: of the group in `PagedSequence.kv`. chosen: what
-        computes it; None: what suits the device.
-        fixed_spans: into so many are contexts cut by kernels that cut them; 0: what suits a batch.
-        """
-        self.number, self.spec = number, group.spec
-        self.chosen = chosen or choose(group.spec, place_of(device, dtype, page_size))
-        spec = group.spec
-        self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
-        self.page_size, self.fixed_spans = page_size, fixed_spans
-        self.device, self.dtype = device, dtype
-        self.processors = 1
-        if device.type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.group = spec.num_heads // spec.num_kv_heads
-        # Of a window, places below it count too, though no page is held there.
-        self._pages_per_row = -(-max_context // page_size)
-        if not spec.window:
-            self._pages_per_row = min(self._pages_per_row, num_pages)
-        # One page more than there are, for what padding writes.
-        self.spare_slot = num_pages * page_size
-        slots = self.spare_slot + page_size
-        size = (len(group.layers), *self._layer_size(slots))
-        self._cache = _zeros(size, dtype, device)
-        self._table_RP = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
-        # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
-        # is padding's, and owns the spare page.
-        self.spare_row = max_running
-        self.table = torch.full((max_running + 1, self._pages_per_row), num_pages, device=device)
-        self._copied = [0] * max_running
-
-    def _layer_size(self, slots: int) -> tuple[int, ...]:
-        """The cache of one layer."""
-        return self.spec.num_kv_heads, slots, 2, self.spec.head_dim
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.numel() * self._cache.element_size()
-
-    @property
-    def state_bytes(self) -> int:
-        """Of what is kept of running requests next to pages."""
-        return 0
-
-    def copy_state(self, source: int, target: int) -> None:
-        """What is kept of a request next to pages, from its slot to another."""
-
-    @property
-    def cache(self) -> Tensor:
-        """[layers, Hkv, slots, 2, D], the last page spare."""
-        return self._cache
-
-    def layer_cache(self, layer: int) -> Tensor:
-        """[Hkv, slots, 2, D] of a layer of the model."""
-        return self._cache[self.index[layer]]
-
-    def place_singles(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Slots that chunks of one token each write to. `table` then has the pages of their contexts but for
-        the last, which whoever writes to the slot adds."""
-        slots, behind = [], []
-        copied, size = self._copied, self.page_size
-        for chunk in chunks:
-            request, start = chunk.request, chunk.start
-            held = request.kv[self.number]
-            row, pages, page = request.row, held.pages, start // size
-            if held.placed < len(pages):
-                self._place(request)
-            if page >= copied[row]:
-                if page > copied[row]:
-                    behind.append(row)
-                copied[row] = page + 1
-            slots.append(pages[page] * size + start % size)
-        if behind:
-            rows, pages_BP = to_device([torch.tensor(behind), self._table_RP[behind]], self.device)
-            self.table.index_copy_(0, rows, pages_BP)
-        return slots
-
-    def place_rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """On the host: places [N] of the tokens of `chunks` in their sequences, slots [N] that they write to,
-        pages [B, P] of each chunk's context, and which chunk is each token's [N]."""
-        for chunk in chunks:
-            self._place(chunk.request)
-        rows_B, starts_B, ends_B = torch.tensor(
-            [[c.request.row for c in chunks], [c.start for c in chunks], [c.end for c in chunks]],
-            dtype=torch.int64,
-        )
-        lengths_B = ends_B - starts_B
-        owners_N = torch.repeat_interleave(lengths_B)
-        firsts_B = lengths_B.cumsum(0) - lengths_B
-        places_N = torch.arange(len(owners_N)) + (starts_B - firsts_B)[owners_N]
-        pages = -(-max((c.end for c in chunks), default=0) // self.page_size)
-        slots_N = self._single_slots(rows_B[owners_N], places_N)
-        return places_N, slots_N, self._table_RP[rows_B, :pages], owners_N
+class TorchAttention(PagedAttention):
+    """Gathers the contexts of a step; single rows on CUDA are computed by a kernel (rows.py)."""
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        """The attention of a step, or of one of its micro-batches: tokens of `decoding`, one each and perhaps
-        drafts, then of `chunks`."""
         return _LaidOut(self, self._layout(decoding, chunks))
+
+    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+        return RowAttention(self, slots_N, table_NP, ends_N)
 
     def _layout(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> StepLayout:
         """Where the tokens of a step are stored, and what they see."""
@@ -205,49 +91,6 @@ class PagedAttention:
             mask_B1QL=additive(seen_BQL > 0, self.dtype)[:, None],
             chunks=tuple(layouts),
         )
-
-    def attend_laid_out(
-        self,
-        layout: StepLayout,
-        layer: int,
-        q_NHD: Tensor,
-        k_NHD: Tensor,
-        v_NHD: Tensor,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        cache_HS2D, scale = self.layer_cache(layer), self.spec.scale
-        cache_HS2D.index_copy_(1, layout.write_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
-        parts = []
-        if layout.num_decoding:
-            q_MHD = q_NHD[: layout.num_decoding]
-            k_HXD, v_HXD = cache_HS2D.index_select(1, layout.slots_BL).unbind(2)
-            parts.append(attend_decoding(q_MHD, k_HXD, v_HXD, layout, scale, sinks_H))
-        for chunk in layout.chunks:
-            if chunk.slots_L is None:
-                k_HLD, v_HLD = k_NHD[chunk.rows].transpose(0, 1), v_NHD[chunk.rows].transpose(0, 1)
-            else:
-                k_HLD, v_HLD = cache_HS2D.index_select(1, chunk.slots_L).unbind(2)
-            parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL, scale, sinks_H))
-        if not parts:  # this rank has no tokens, but takes part
-            return q_NHD
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _place(self, request: PagedSequence) -> None:
-        """Bring the page table up to date with the pages of `request`."""
-        held = request.kv[self.number]
-        if held.placed < len(held.pages):
-            self._copied[request.row] = min(self._copied[request.row], held.placed)
-            fresh = torch.tensor(held.pages[held.placed :])
-            self._table_RP[request.row, held.placed : len(held.pages)] = fresh
-            held.placed = len(held.pages)
-
-    def _single_slots(self, rows_B: Tensor, places_B: Tensor) -> Tensor:
-        pages_B = self._table_RP[rows_B, places_B // self.page_size]
-        return pages_B * self.page_size + places_B % self.page_size
-
-    def _slots(self, row: int, start: int, end: int) -> Tensor:
-        places_L = torch.arange(start, end)
-        return self._table_RP[row, places_L // self.page_size] * self.page_size + places_L % self.page_size
 
     def _padded_contexts(self, rows: Sequence[int], ends_BT: Tensor) -> tuple[Tensor, Tensor]:
         """On the host: slots [B, L] of what the sequences in these rows of the table see, and whether each
@@ -281,28 +124,28 @@ class PagedAttention:
 class _LaidOut(Attention):
     """Of a step, or one of its micro-batches."""
 
-    paged: PagedAttention
+    paged: TorchAttention
     layout: StepLayout
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
-        return self.paged.attend_laid_out(self.layout, layer, q_NHD, k_NHD, v_NHD, sinks_H)
-
-
-def place_of(device: torch.device, dtype: torch.dtype, page_size: int) -> Place:
-    """`Place` of tensors: devices and dtypes of torch under the names that plans have for them."""
-    name = cast(ComputeDtype, str(dtype).removeprefix("torch."))
-    return Place(device=cast(Device, device.type), dtype=name, page_size=page_size)
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host int64 tensors on `device`, in one transfer rather than one each."""
-    if device.type == "cpu":
-        return list(tensors)
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).pin_memory()
-    parts = packed.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        layout, scale, cache_HS2D = self.layout, self.paged.spec.scale, self.paged.layer_cache(layer)
+        cache_HS2D.index_copy_(1, layout.write_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
+        parts = []
+        if layout.num_decoding:
+            q_MHD = q_NHD[: layout.num_decoding]
+            k_HXD, v_HXD = cache_HS2D.index_select(1, layout.slots_BL).unbind(2)
+            parts.append(attend_decoding(q_MHD, k_HXD, v_HXD, layout, scale, sinks_H))
+        for chunk in layout.chunks:
+            if chunk.slots_L is None:
+                k_HLD, v_HLD = k_NHD[chunk.rows].transpose(0, 1), v_NHD[chunk.rows].transpose(0, 1)
+            else:
+                k_HLD, v_HLD = cache_HS2D.index_select(1, chunk.slots_L).unbind(2)
+            parts.append(attend_chunk(q_NHD[chunk.rows], k_HLD, v_HLD, chunk.mask_TL, scale, sinks_H))
+        if not parts:  # this rank has no tokens, but takes part
+            return q_NHD
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _padded_rows(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -394,13 +237,3 @@ def _with_sinks(
     sinks_XQ1 = sinks.expand(scores_XQL.shape[:-1])[..., None]
     weights_XQL = torch.cat((scores_XQL, sinks_XQ1), dim=-1).softmax(dim=-1)[..., :-1]
     return weights_XQL.to(v_XLD.dtype) @ v_XLD
-
-
-def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.zeros, but on a CPU memory is taken where it is first written, and not at once."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    count = math.prod(size) * dtype.itemsize
-    bytes_B = torch.from_numpy(np.zeros(count + ALIGNED, dtype=np.uint8))
-    start = -bytes_B.data_ptr() % ALIGNED
-    return bytes_B[start : start + count].view(dtype).view(size)

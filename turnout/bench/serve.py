@@ -10,6 +10,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,8 @@ TIMEOUT = 600  # seconds of one request
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBench:
-    """One load. Prompts are token ids drawn uniformly from [low_id, high_id)."""
+    """One load. Prompts are token ids drawn uniformly from [low_id, high_id). extra: further fields of each
+    request."""
 
     input_len: int = 64
     output_len: int = 64
@@ -46,6 +48,7 @@ class ServeBench:
     seed: int = 0
     low_id: int = 10
     high_id: int = 250
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         least_one = {
@@ -78,15 +81,25 @@ class Trace:
     tokens: int = 0
 
 
-def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Path | None = None) -> dict:
+def run(
+    bench: ServeBench,
+    *,
+    model: str | None,
+    base_url: str = "",
+    api_key: str = "",
+    output: Path | None = None,
+) -> dict:
     """Serve `model` (or use `base_url`), apply the load, print a table; returns the result."""
     check_output(output)
     server: AbstractContextManager[str] = (
-        launch(load(ServerConfig, {"model": model, "port": 0})) if model else nullcontext(base_url)
+        launch(load(ServerConfig, {"model": model, "port": 0, "api_key": api_key or None}))
+        if model
+        else nullcontext(base_url)
     )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with server as url:
-        row = measure(bench, url)
-        where = place(url)
+        row = measure(bench, url, headers)
+        where = place(url, headers)
     content = result("serve", [row], **where)
     table = Table("metric", "value")
     for name, value in row.items():
@@ -97,11 +110,11 @@ def run(bench: ServeBench, *, model: str | None, base_url: str = "", output: Pat
     return content
 
 
-def place(base_url: str) -> dict[str, Any]:
+def place(base_url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Device, how many, and driver of a server, as a result wants them; this machine if it does not say."""
     url = base_url.rstrip("/").removesuffix("/v1") + "/server_info"
     try:
-        info = httpx.get(url, timeout=10).json()
+        info = httpx.get(url, timeout=10, headers=headers).json()
         hardware, ranks = info["engine"]["hardware"], info["ranks"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return {"device": cpu_name()}
@@ -110,7 +123,7 @@ def place(base_url: str) -> dict[str, Any]:
     return {"device": hardware["name"], "devices": len(ranks), "driver": gpu_driver()}
 
 
-def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
+def measure(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Apply the load once; a row with throughputs per second and latencies in milliseconds.
 
     cached_prompt_tokens: prompt tokens that the server took from its prefix cache meanwhile, None where it
@@ -118,7 +131,7 @@ def measure(bench: ServeBench, base_url: str) -> dict[str, Any]:
     """
     cached, start = "cached_prompt_tokens_total", time.perf_counter()
     before = counter(base_url, cached)
-    traces = asyncio.run(_load(bench, base_url))
+    traces = asyncio.run(_load(bench, base_url, headers))
     seconds, after = time.perf_counter() - start, counter(base_url, cached)
     tokens = sum(trace.tokens for trace in traces)
     row: dict[str, Any] = {
@@ -155,11 +168,11 @@ def _summary(name: str, seconds: list[float]) -> dict[str, float]:
     }
 
 
-async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
+async def _load(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None) -> list[Trace]:
     gate = asyncio.Semaphore(bench.max_concurrency)
     rng = random.Random(bench.seed + 1)
     columns = (TextColumn("bench serve"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/") as client:
+    async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/", headers=headers) as client:
         model = await served_model(client)
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=bench.num_prompts)
@@ -168,7 +181,7 @@ async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
             async with gate:
                 try:
                     async with asyncio.timeout(TIMEOUT):
-                        trace = await _stream(base_url, model, prompt, bench)
+                        trace = await _stream(base_url, model, prompt, bench, headers)
                 except (OSError, ValueError) as error:
                     why = error or type(error).__name__
                     raise UserError(f"{base_url}: a request failed ({why})") from None
@@ -187,8 +200,14 @@ async def _load(bench: ServeBench, base_url: str) -> list[Trace]:
         return [task.result() for task in tasks]
 
 
-async def _stream(base_url: str, model: str, prompt: list[int], bench: ServeBench) -> Trace:
-    body = {
+async def _stream(
+    base_url: str,
+    model: str,
+    prompt: list[int],
+    bench: ServeBench,
+    headers: Mapping[str, str] | None = None,
+) -> Trace:
+    body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
         "max_tokens": bench.output_len,
@@ -198,8 +217,9 @@ async def _stream(base_url: str, model: str, prompt: list[int], bench: ServeBenc
     }
     if bench.ignore_eos:
         body["ignore_eos"] = True
+    body |= bench.extra
     trace, start, last = Trace(), time.perf_counter(), 0.0
-    async for data in post(base_url, "completions", msgspec.json.encode(body)):
+    async for data in post(base_url, "completions", msgspec.json.encode(body), headers):
         if data == b"[DONE]":
             continue
         event = msgspec.json.decode(data)

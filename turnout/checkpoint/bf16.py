@@ -19,11 +19,4 @@ def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
 def experts(wanted: Wanted) -> ExpertWeights:
     """Experts stored one by one or stacked, in the dtype of the file."""
     stored = arrangement(wanted, PLAIN)
-    return ExpertWeights(
-        w13=PackedTensor(format=Format.BF16, data=stored.read("w13", PLAIN)),
-        w2=PackedTensor(format=Format.BF16, data=stored.read("w2", PLAIN)),
-        b13=stored.bias("w13"),
-        b2=stored.bias("w2"),
-        first_expert=wanted.first,
-        num_experts=wanted.shape.num_experts,
-    )
+    return stored.weights(lambda matrix: PackedTensor(format=Format.BF16, data=stored.read(matrix, PLAIN)))

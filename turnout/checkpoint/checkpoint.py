@@ -25,7 +25,7 @@ from turnout.checkpoint import (
 )
 from turnout.checkpoint.config import CONFIG, read_config
 from turnout.checkpoint.experts import ExpertShape, Wanted
-from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
+from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.headers import TensorMeta
 from turnout.checkpoint.locate import require_folder
 from turnout.checkpoint.parts import decode_by_rows
@@ -63,25 +63,24 @@ READERS: dict[str, Callable[[Quantization], Reader]] = {
 }
 
 
-def open_checkpoint(folder: Path, progress: ProgressFn | None = None) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the configuration and every file's header; weights are read when they are asked for.
 
-    `progress(what, done, total)` is called after each tensor with its name and the bytes of the
-    checkpoint dealt with so far, tensors that only other ranks need included. Raises CheckpointError
-    for whatever the headers show to be wrong, UserError for a quantisation that is not supported.
+    Raises CheckpointError for whatever the headers show to be wrong, UserError for a quantisation that is not
+    supported.
     """
-    return Checkpoint(folder, progress)
+    return Checkpoint(folder)
 
 
 class Checkpoint:
     """`config`: config.json as read_config gives it. `quantization`: what it says about number formats."""
 
-    def __init__(self, folder: Path, progress: ProgressFn | None = None):
+    def __init__(self, folder: Path):
         require_folder(folder)
         self.folder = folder
         self.config = read_config(folder)
         self.quantization: Quantization = parse_quantization(self.config, folder / CONFIG)
-        self._files = TensorFiles(folder, progress)
+        self._files = TensorFiles(folder)
         self._told = False  # that experts are decoded
 
     def __enter__(self) -> Checkpoint:
@@ -176,7 +175,9 @@ class Checkpoint:
 
     def packed(self, module: str, shape: tuple[int, int]) -> PackedTensor:
         """The weight [N, K] of a dense layer that is stored quantised, as it is stored."""
-        return self._reader.linear(self._files, module, *shape)
+        found = self.quantization.of(module)
+        assert found is not None, "whoever asks knows that it is"
+        return READERS[found.method](found).linear(self._files, module, *shape)
 
     def experts(
         self, prefix: str, shape: ExpertShape, *, first: int = 0, count: int | None = None
@@ -188,17 +189,17 @@ class Checkpoint:
         count = shape.num_experts - first if count is None else count
         if first < 0 or count < 1 or first + count > shape.num_experts:
             raise ValueError(f"experts {first}..{first + count} of {shape.num_experts}")
-        quantized = self.quantization.quantizes_experts(prefix)
+        quantization = self.quantization.of_experts(prefix)
         wanted = Wanted(
             files=self._files,
             config=self.config,
             prefix=prefix,
             shape=shape,
-            stored=self.quantization.stored if quantized else Format.BF16,
+            stored=quantization.stored if quantization else Format.BF16,
             first=first,
             count=count,
         )
-        weights = self._experts(wanted) if quantized else bf16.experts(wanted)
+        weights = self._experts(wanted, quantization) if quantization else bf16.experts(wanted)
         for other in wanted.others:
             self._files.set_aside(self._files.under(f"{prefix}.{other}."))
         return weights
@@ -207,25 +208,21 @@ class Checkpoint:
         """(format, whether activations were quantised too) of the experts."""
         return self.quantization.experts_format(prefix)
 
-    def _experts(self, wanted: Wanted) -> ExpertWeights:
-        if self.quantization.method == "mxfp4":
+    def _experts(self, wanted: Wanted, quantization: Quantization) -> ExpertWeights:
+        if quantization.method == "mxfp4":
             return mxfp4.experts(wanted)
-        if self.quantization.decodes_experts and not self._told:
+        if quantization.decodes_experts and not self._told:
             self._told = True
             logger.info(
                 "%s: no runner multiplies in experts stored like this (%s): they are decoded while they "
                 "load, and take the memory of unquantised ones",
                 self.folder,
-                self.quantization.method,
+                quantization.method,
             )
-        return self._reader.experts(wanted)
-
-    @property
-    def _reader(self) -> Reader:
-        return READERS[self.quantization.method](self.quantization)
+        return READERS[quantization.method](quantization).experts(wanted)
 
     def _is_plain(self, module: str) -> bool:
-        if not self.quantization.quantizes(module):
+        if self.quantization.of(module) is None:
             return True
         name = f"{module}.weight"
         scaled = any(module + suffix in self._files for suffix in COMPANIONS)

@@ -62,7 +62,10 @@ def _merge(inside: Any, path: Path, sibling: Path) -> Any:
             found=theirs,
             remedy=f"Correct whichever of {path.name} and {sibling.name} is out of date",
         )
-    return inside
+    # Only one of them may say how each layer was quantised.
+    return (
+        {**inside, "quantized_layers": record["quantized_layers"]} if "quantized_layers" in record else inside
+    )
 
 
 def _algorithm(record: Any) -> str | None:

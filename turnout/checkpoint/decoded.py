@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from turnout.checkpoint.experts import PerExpert, Wanted
 from turnout.checkpoint.files import FLOATS, TensorFiles
@@ -33,17 +32,10 @@ def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
 def experts(wanted: Wanted, read: ReadLinear) -> ExpertWeights:
     """The experts wanted, stored one by one, each of their linear layers read by `read`."""
     stored = PerExpert(wanted)
-    return ExpertWeights(
-        w13=PackedTensor(format=Format.BF16, data=_matrix(wanted, stored, "w13", read)),
-        w2=PackedTensor(format=Format.BF16, data=_matrix(wanted, stored, "w2", read)),
-        b13=stored.bias("w13"),
-        b2=stored.bias("w2"),
-        first_expert=wanted.first,
-        num_experts=wanted.shape.num_experts,
-    )
+    return stored.weights(lambda matrix: _matrix(wanted, stored, matrix, read))
 
 
-def _matrix(wanted: Wanted, stored: PerExpert, matrix: str, read: ReadLinear) -> Tensor:
+def _matrix(wanted: Wanted, stored: PerExpert, matrix: str, read: ReadLinear) -> PackedTensor:
     """[n, N, K], gate rows before up rows."""
     n, k = wanted.shape.matrix(matrix)
     out = torch.empty((wanted.count, n, k), dtype=own_dtype(wanted.config))
@@ -51,4 +43,4 @@ def _matrix(wanted: Wanted, stored: PerExpert, matrix: str, read: ReadLinear) ->
     rows = wanted.count * n // len(modules)  # of one stored matrix
     for module, part in zip(modules, out.flatten(0, 1).split(rows), strict=True):
         part.copy_(decode_by_rows(read(wanted.files, module, rows, k), out.dtype))
-    return out
+    return PackedTensor(format=Format.BF16, data=out)

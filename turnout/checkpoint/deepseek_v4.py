@@ -18,7 +18,7 @@ import torch
 from turnout.checkpoint.experts import Arrangement, PerExpert, Wanted
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.fp8 import Fp8Blocks
-from turnout.checkpoint.parts import E8M0_SCALE, POSITIVE, Part, require_columns
+from turnout.checkpoint.parts import E8M0_SCALE, POSITIVE, Part
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.fp8 import BLOCK
 from turnout.formats.mxfp4 import GROUP
@@ -43,17 +43,9 @@ class DeepseekV4:
     def experts(self, wanted: Wanted) -> ExpertWeights:
         if self.experts_format == Format.FP8:
             return DENSE.experts(wanted)
-        for matrix in ("w13", "w2"):
-            require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
+        wanted.require_columns(GROUP)
         stored = PerExpert(wanted)
-        return ExpertWeights(
-            w13=_matrix(stored, "w13"),
-            w2=_matrix(stored, "w2"),
-            b13=stored.bias("w13"),
-            b2=stored.bias("w2"),
-            first_expert=wanted.first,
-            num_experts=wanted.shape.num_experts,
-        )
+        return stored.weights(lambda matrix: _matrix(stored, matrix))
 
 
 def _matrix(stored: Arrangement, matrix: str) -> PackedTensor:

@@ -78,19 +78,27 @@ class Encoder(Protocol):
         ...
 
 
-class Nvfp4:
+class _ByExpert:
+    """Experts whose tensors are written one after the other, those of each into one file."""
+
+    def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
+        return [
+            [e for p in PROJECTIONS for e in self.entries(layer.module(i, p), layer.shape(p))]
+            for i in range(layer.experts.num_experts)
+        ]
+
+    def entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+        """Those of one linear layer of `shape` [N, K]."""
+        raise NotImplementedError
+
+
+class Nvfp4(_ByExpert):
     """ModelOpt's export. Gate and up share a global scale, since kernels multiply them in one GEMM."""
 
     format = Format.NVFP4
 
     def __init__(self, calibration: Mapping[str, tuple[float, float]] | None):
         self._calibration = calibration
-
-    def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
-        return [
-            [e for p in PROJECTIONS for e in self._entries(layer.module(i, p), layer.shape(p))]
-            for i in range(layer.experts.num_experts)
-        ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         both = torch.cat((weights["gate_proj"], weights["up_proj"]))
@@ -133,7 +141,7 @@ class Nvfp4:
         }
         return config, {"hf_quant_config.json": {"producer": producer, "quantization": record}}
 
-    def _entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+    def entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
         rows, columns = shape
         scalars = ["weight_scale_2"] + ([] if self._calibration is None else ["input_scale"])
         return [
@@ -195,7 +203,7 @@ class Mxfp4:
         ]
 
 
-class Fp8:
+class Fp8(_ByExpert):
     """DeepSeek-V3's blocks of 128 x 128; activations are quantised as they come. Under the names of
     DeepSeek-V4's releases for that `model_type`, whose experts are in MXFP4 where nothing else is said."""
 
@@ -205,12 +213,6 @@ class Fp8:
         of_v4 = model_type == "deepseek_v4"
         self._scale = "scale" if of_v4 else "weight_scale_inv"
         self._declared = {"expert_dtype": "fp8"} if of_v4 else {}
-
-    def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
-        return [
-            [e for p in PROJECTIONS for e in self.entries(layer.module(i, p), layer.shape(p))]
-            for i in range(layer.experts.num_experts)
-        ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         for projection, weight in weights.items():
@@ -231,7 +233,6 @@ class Fp8:
         return config, {}
 
     def entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
-        """Those of one linear layer of `shape` [N, K]."""
         rows, columns = shape
         blocks = (-(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
         return [
@@ -240,19 +241,13 @@ class Fp8:
         ]
 
 
-class Int4:
+class Int4(_ByExpert):
     """compressed-tensors' W4A16 in groups of 32, symmetric. dtype: of the checkpoint's other weights."""
 
     format = Format.INT4
 
     def __init__(self, dtype: str):
         self._dtype = dtype
-
-    def groups(self, layer: ExpertLayer) -> list[list[Entry]]:
-        return [
-            [e for p in PROJECTIONS for e in self._entries(layer.module(i, p), layer.shape(p))]
-            for i in range(layer.experts.num_experts)
-        ]
 
     def write(self, layer: ExpertLayer, index: int, weights: Mapping[str, Tensor], to: ShardWriter) -> None:
         for projection, weight in weights.items():
@@ -287,7 +282,7 @@ class Int4:
         }
         return config, {}
 
-    def _entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+    def entries(self, module: str, shape: tuple[int, int]) -> list[Entry]:
         rows, columns = shape
         return [
             Entry(f"{module}.weight_packed", torch.int32, (rows, columns // 8)),

@@ -14,7 +14,7 @@ Interleaved: rows gate 0, up 0, gate 1, up 1, ... as GPT-OSS has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.files import FLOATS, TensorFiles
-from turnout.checkpoint.parts import Part, check_positive, read_scalars
+from turnout.checkpoint.parts import Part, check_positive, read_scalars, require_columns
+from turnout.formats.experts import ExpertWeights
+from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
 
 # Families whose stacked experts are [E, H, 2I]; asked only where the sizes leave both readings possible.
@@ -73,9 +75,16 @@ class Wanted:
     def others(self) -> list[int]:
         return [e for e in self.all if e not in self.local]
 
+    def require_columns(self, multiple: int) -> None:
+        """Groups along K of either matrix must be whole."""
+        for matrix in ("w13", "w2"):
+            require_columns(self.files, self.prefix, self.shape.matrix(matrix)[1], multiple)
+
 
 class Arrangement(Protocol):
     """How to find and read the experts of one layer; `matrix` is "w13" or "w2"."""
+
+    wanted: Wanted
 
     def modules(self, matrix: str) -> list[str]:
         """The modules whose tensors make up this matrix of the experts wanted."""
@@ -93,6 +102,17 @@ class Arrangement(Protocol):
         """float32 [n, N], gate before up; None where the layer has none."""
         ...
 
+    def weights(self, matrix: Callable[[str], PackedTensor]) -> ExpertWeights:
+        """The experts wanted. matrix: gives "w13" and "w2" of them, [n, N, K]."""
+        return ExpertWeights(
+            w13=matrix("w13"),
+            w2=matrix("w2"),
+            b13=self.bias("w13"),
+            b2=self.bias("w2"),
+            first_expert=self.wanted.first,
+            num_experts=self.wanted.shape.num_experts,
+        )
+
 
 def arrangement(wanted: Wanted, data: Part) -> Arrangement:
     """How these experts are stored; `data` is the part that holds their codes or plain values."""
@@ -101,7 +121,7 @@ def arrangement(wanted: Wanted, data: Part) -> Arrangement:
     return PerExpert(wanted)
 
 
-class PerExpert:
+class PerExpert(Arrangement):
     """`{prefix}.{e}.{projection}{suffix}`."""
 
     def __init__(self, wanted: Wanted):
@@ -164,7 +184,7 @@ class PerExpert:
             )
 
 
-class Fused:
+class Fused(Arrangement):
     """All experts in the leading dimension: `{prefix}.gate_up_proj`, `{prefix}.gate_up_proj_weight_scale`."""
 
     def __init__(self, wanted: Wanted, data: Part):

@@ -37,14 +37,8 @@ class Fp8Blocks:
 
     def experts(self, wanted: Wanted) -> ExpertWeights:
         stored = arrangement(wanted, DATA)
-        return ExpertWeights(
-            w13=self._matrix(stored, "w13", wanted.shape.intermediate),
-            w2=self._matrix(stored, "w2", wanted.shape.hidden),
-            b13=stored.bias("w13"),
-            b2=stored.bias("w2"),
-            first_expert=wanted.first,
-            num_experts=wanted.shape.num_experts,
-        )
+        heights = {"w13": wanted.shape.intermediate, "w2": wanted.shape.hidden}
+        return stored.weights(lambda matrix: self._matrix(stored, matrix, heights[matrix]))
 
     def _matrix(self, stored: Arrangement, matrix: str, rows: int) -> PackedTensor:
         """`rows` is the height of one stored weight: gate and up are cut into blocks separately.

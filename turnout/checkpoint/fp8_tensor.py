@@ -32,14 +32,7 @@ def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
 def experts(wanted: Wanted) -> ExpertWeights:
     stored = arrangement(wanted, DATA)
     set_aside_input_scales(wanted, stored, INPUT_SCALE)
-    return ExpertWeights(
-        w13=_matrix(wanted, stored, "w13"),
-        w2=_matrix(wanted, stored, "w2"),
-        b13=stored.bias("w13"),
-        b2=stored.bias("w2"),
-        first_expert=wanted.first,
-        num_experts=wanted.shape.num_experts,
-    )
+    return stored.weights(lambda matrix: _matrix(wanted, stored, matrix))
 
 
 def _matrix(wanted: Wanted, stored: Arrangement, matrix: str) -> PackedTensor:

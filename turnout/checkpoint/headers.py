@@ -1,7 +1,7 @@
 """Which tensors a folder holds and where: every header is parsed and checked before anything is read.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte
-range), and the data, tensors end to end.
+range), and the data, tensors end to end. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,40 +11,54 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from turnout.checkpoint.config import read_json_object
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.names import INDEX, SINGLE, read_header
 
+if TYPE_CHECKING:
+    import torch
+
+# By a header's name of a dtype: torch's name, and bytes of an element.
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "F64": torch.float64,
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
 }
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Where a tensor lies: `nbytes` bytes from `offset` of `file`."""
+    """Where a tensor lies: `nbytes` bytes from `offset` of `file`. stored: its dtype, a key of DTYPES."""
 
     file: Path
-    dtype: torch.dtype
+    stored: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.stored)
+
+
+def torch_dtype(stored: str) -> torch.dtype:
+    """Of a tensor whose header calls it `stored`."""
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES[stored][0])
+    return found
 
 
 def open_folder(folder: Path) -> dict[str, TensorMeta]:
@@ -75,7 +89,11 @@ def _no_weights(folder: Path) -> CheckpointError:
             file=folder,
             remedy="Only safetensors are loaded: convert the model, or take the model's safetensors release",
         )
-    return CheckpointError("holds no *.safetensors file", file=folder)
+    return CheckpointError(
+        "holds no *.safetensors file",
+        file=folder,
+        remedy="Download the weights, too: `hf download ID` takes all files of a model",
+    )
 
 
 def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
@@ -88,7 +106,9 @@ def _check_numbering(folder: Path, found: Sequence[Path]) -> None:
         for i in range(1, total + 1):
             other = folder / f"{stem}-{i:0{width}d}-of-{match[3]}.safetensors"
             if not other.is_file():
-                raise CheckpointError(f"shard {i} of {total} is missing", file=other)
+                raise CheckpointError(
+                    f"shard {i} of {total} is missing", file=other, remedy="Download the checkpoint again"
+                )
 
 
 def _open_index(folder: Path, index: Path) -> dict[str, TensorMeta]:
@@ -145,7 +165,7 @@ def _parse_entry(path: Path, name: str, entry: Any, start: int) -> TensorMeta:
         raise CheckpointError(
             "has an unknown dtype", file=path, tensor=name, expected=", ".join(DTYPES), found=dtype
         )
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * DTYPES[dtype][1]
     if end - begin != nbytes:
         raise CheckpointError(
             f"has the wrong size for {dtype} {list(shape)}",
@@ -154,7 +174,7 @@ def _parse_entry(path: Path, name: str, entry: Any, start: int) -> TensorMeta:
             expected=f"{nbytes} bytes",
             found=end - begin,
         )
-    return TensorMeta(path, DTYPES[dtype], shape, start + begin, nbytes)
+    return TensorMeta(path, dtype, shape, start + begin, nbytes)
 
 
 def _check_extent(path: Path, metas: dict[str, TensorMeta], start: int, size: int) -> None:

@@ -74,14 +74,7 @@ class Int4:
         if not self.packed:
             return decoded.experts(wanted, self.linear)
         stored = PerExpert(wanted)
-        return ExpertWeights(
-            w13=self._matrix(wanted, stored, "w13"),
-            w2=self._matrix(wanted, stored, "w2"),
-            b13=stored.bias("w13"),
-            b2=stored.bias("w2"),
-            first_expert=wanted.first,
-            num_experts=wanted.shape.num_experts,
-        )
+        return stored.weights(lambda matrix: self._matrix(wanted, stored, matrix))
 
     def _matrix(self, wanted: Wanted, stored: PerExpert, matrix: str) -> PackedTensor:
         n, k = wanted.shape.matrix(matrix)

@@ -10,6 +10,7 @@ from turnout.errors import UserError
 
 ASSETS = Path(__file__).parent.parent / "assets"
 BUNDLED = {"demo": ASSETS / "demo"}
+_BELOW = ("snapshots/*", "*")  # where models lie in a folder of the Hugging Face cache, or of a user's models
 # owner/name or name, as the hub allows: letters, digits and single - _ . between them.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -52,6 +53,15 @@ def require_folder(path: Path) -> None:
             f"{path} is a configuration without weights, enough for `turnout plan` only: give the folder "
             f"that holds {CONFIG}, *.safetensors and tokenizer.json"
         )
+
+
+def require_model(path: Path) -> None:
+    """Raise UserError unless `path`, which `locate` returned, is a folder with a configuration."""
+    require_folder(path)
+    if not (path / CONFIG).is_file():
+        below = next((found.parent for places in _BELOW for found in path.glob(f"{places}/{CONFIG}")), None)
+        hint = f"give {below}, which does" if below else "give the folder that does"
+        raise UserError(f"{path}: holds no {CONFIG}; {hint}, next to *.safetensors and tokenizer.json")
 
 
 def _bundled(model: str) -> Path:

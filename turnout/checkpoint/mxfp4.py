@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from turnout.checkpoint.experts import Wanted, copy_rows, read_stacked_bias
-from turnout.checkpoint.parts import E8M0_SCALE, Part, require_columns
+from turnout.checkpoint.parts import E8M0_SCALE, Part
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.mxfp4 import GROUP
 from turnout.formats.packed import PackedTensor
@@ -30,8 +30,7 @@ def experts(wanted: Wanted) -> ExpertWeights:
         for name in ("gate_up_proj" if wanted.shape.gated else "up_proj", "down_proj")
     )
     gated = wanted.shape.gated
-    for matrix in ("w13", "w2"):
-        require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
+    wanted.require_columns(GROUP)
     return ExpertWeights(
         w13=_matrix(wanted, "w13", wide, interleaved=gated),
         w2=_matrix(wanted, "w2", down, interleaved=False),

@@ -41,18 +41,10 @@ class Mxfp4Linear:
         return PackedTensor(format=Format.MXFP4, data=data, scale=scale.view(torch.uint8))
 
     def experts(self, wanted: Wanted) -> ExpertWeights:
-        for matrix in ("w13", "w2"):
-            require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
+        wanted.require_columns(GROUP)
         stored = PerExpert(wanted)
         set_aside_input_scales(wanted, stored, self.input_scale)
-        return ExpertWeights(
-            w13=self._matrix(stored, "w13"),
-            w2=self._matrix(stored, "w2"),
-            b13=stored.bias("w13"),
-            b2=stored.bias("w2"),
-            first_expert=wanted.first,
-            num_experts=wanted.shape.num_experts,
-        )
+        return stored.weights(lambda matrix: self._matrix(stored, matrix))
 
     def _matrix(self, stored: Arrangement, matrix: str) -> PackedTensor:
         data, scale = stored.read(matrix, self.codes), stored.read(matrix, SCALE)

@@ -11,6 +11,7 @@ from turnout.checkpoint.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git has not fetched
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -30,13 +31,22 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(len(_LFS_POINTER))
+            if start == _LFS_POINTER:
+                raise CheckpointError(
+                    "is a pointer of Git LFS, not the weights",
+                    file=path,
+                    remedy="Run `git lfs pull` in the folder, or fetch the model with `hf download`",
+                )
+            length = int.from_bytes(start[:8], "little")
+            file.seek(8)
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(
                     "is truncated or not a safetensors file",
                     file=path,
                     expected=f"a header of {length} bytes",
                     found=f"a file of {size} bytes",
+                    remedy="Download the file again",
                 )
             header = json.loads(file.read(length))
     except OSError as error:

@@ -6,7 +6,7 @@ Legend: E experts of the model, n experts wanted; matrices are [N, K].
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,27 +78,15 @@ def _linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling)
 
 
 def _experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) -> ExpertWeights:
-    for matrix in ("w13", "w2"):
-        require_columns(wanted.files, wanted.prefix, wanted.shape.matrix(matrix)[1], GROUP)
+    wanted.require_columns(GROUP)
     stored = arrangement(wanted, spelling.parts[0])
     _refuse_smoothing(wanted.files, stored.modules("w13") + stored.modules("w2"))
-    w13, w2 = (_matrix(wanted, stored, matrix, spelling) for matrix in ("w13", "w2"))
-    inputs = None
-    if quantized_activations:
-        inputs = InputScales(
-            w13=_input_scale(wanted, stored, "w13", spelling), w2=_input_scale(wanted, stored, "w2", spelling)
-        )
-    else:
+    experts = stored.weights(lambda matrix: _matrix(wanted, stored, matrix, spelling))
+    if not quantized_activations:
         set_aside_input_scales(wanted, stored, spelling.input_scale)
-    return ExpertWeights(
-        w13=w13,
-        w2=w2,
-        b13=stored.bias("w13"),
-        b2=stored.bias("w2"),
-        input_scales=inputs,
-        first_expert=wanted.first,
-        num_experts=wanted.shape.num_experts,
-    )
+        return experts
+    w13, w2 = (_input_scale(wanted, stored, matrix, spelling) for matrix in ("w13", "w2"))
+    return replace(experts, input_scales=InputScales(w13=w13, w2=w2))
 
 
 def _matrix(wanted: Wanted, stored: Arrangement, matrix: str, spelling: Spelling) -> PackedTensor:

@@ -1,13 +1,16 @@
-"""Which modules a checkpoint left unquantised, in the three dialects that its writers use.
+"""Which modules a checkpoint left unquantised, or quantised in some way, in the dialects of its writers.
 
 | dialect            | an entry matches a module                                                       |
 |--------------------|---------------------------------------------------------------------------------|
 | compressed-tensors | whose name is the entry; `re:` entries match as a regex from the start of it     |
 | modelopt           | whose name, or a parent's, is the entry; `*`, `?` and `[]` as in a shell              |
+| quark              | `re:` entries as those of compressed-tensors, others as in a shell               |
 | transformers       | as a regex (or plain text) from the start up to a module boundary, or as a suffix |
 
+Records that name thousands of modules one by one are looked up, not matched (`ModulePatterns.named`).
+
 Sources: compressed-tensors `utils/match.py`; ModelOpt's `exclude_modules` as TensorRT-LLM reads it
-(`fnmatchcase`); transformers `quantizers_utils.should_convert_module`.
+(`fnmatchcase`); Quark's as vLLM reads it; transformers `quantizers_utils.should_convert_module`.
 
 Does not import torch.
 """
@@ -36,6 +39,10 @@ def _modelopt(entry: str) -> str:
     return f"{glob}{_INSIDE}" + r"\Z"
 
 
+def _quark(entry: str) -> str:
+    return entry.removeprefix("re:") if entry.startswith("re:") else fnmatch.translate(entry)
+
+
 def _transformers(entry: str) -> str:
     return rf"(?:{entry}){_BOUNDARY}|.*{re.escape(entry)}\Z"
 
@@ -43,6 +50,7 @@ def _transformers(entry: str) -> str:
 DIALECTS: dict[str, Callable[[str], str]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "quark": _quark,
     "transformers": _transformers,
 }
 
@@ -53,6 +61,7 @@ class ModulePatterns:
 
     entries: tuple[str, ...] = ()
     regexes: tuple[re.Pattern[str], ...] = ()
+    names: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, dialect: str, entries: Iterable[str], where: str) -> ModulePatterns:
@@ -60,12 +69,25 @@ class ModulePatterns:
         entries = tuple(entries)
         return cls(entries, tuple(_compile(DIALECTS[dialect], entry, where) for entry in entries))
 
+    @classmethod
+    def named(cls, names: Iterable[str]) -> ModulePatterns:
+        """The modules of these names, and all inside them."""
+        return cls(names=frozenset(names))
+
     def __add__(self, other: ModulePatterns) -> ModulePatterns:
         """What either matches."""
-        return ModulePatterns(self.entries + other.entries, self.regexes + other.regexes)
+        return ModulePatterns(
+            self.entries + other.entries, self.regexes + other.regexes, self.names | other.names
+        )
 
     def matches(self, module: str) -> bool:
-        return any(regex.match(module) for regex in self.regexes)
+        if any(regex.match(module) for regex in self.regexes):
+            return True
+        while self.names and module:
+            if module in self.names:
+                return True
+            module = module.rpartition(".")[0]
+        return False
 
 
 def _compile(translate: Callable[[str], str], entry: str, where: str) -> re.Pattern[str]:

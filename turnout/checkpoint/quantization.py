@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,16 @@ DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods of which runners lac
 FP8_BLOCK = [FORMATS[Format.FP8].block_rows, FORMATS[Format.FP8].group]
 FP8_NAMES = ("e4m3", "float8_e4m3fn")
 INT4_GROUPS = (32, 64, 128)
+COMPRESSED_TENSORS = "compressed-tensors"
 REORDERED = ("group", "dynamic", True)  # values of `actorder` that scatter a group's columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """How a checkpoint was quantised, and which modules were not.
+
+    Where modules differ, `others` say it of further ones: of this and those, the first whose `targets` match
+    counts, and a module that none matches was not quantised. `ignore` goes for all of them.
 
     method: which reader understands it, a name of `checkpoint.READERS`, or "none", or "mxfp4" (GPT-OSS).
     format: what experts are kept in; bf16 where they are decoded while they load. quantized_activations: the
@@ -39,6 +43,7 @@ class Quantization:
     targets: ModulePatterns = EVERYTHING
     ignore: ModulePatterns = field(default_factory=ModulePatterns)
     experts_only: bool = False  # linear layers outside `experts` are never quantised
+    others: tuple[Quantization, ...] = ()
 
     @property
     def decodes_experts(self) -> bool:
@@ -50,11 +55,16 @@ class Quantization:
         """The format in the files."""
         return DECODED.get(self.method, self.format)
 
-    def quantizes(self, module: str) -> bool:
-        """Whether the linear layer called `module` is stored quantised."""
+    def of(self, module: str) -> Quantization | None:
+        """How the linear layer called `module` is stored quantised; None if it is not."""
         if self.method == "none" or (self.experts_only and ".experts" not in module):
-            return False
-        return self.targets.matches(module) and not self.ignore.matches(module)
+            return None
+        if self.ignore.matches(module):
+            return None
+        return self._named(module)
+
+    def _named(self, module: str) -> Quantization | None:
+        return next((scheme for scheme in (self, *self.others) if scheme.targets.matches(module)), None)
 
     def leaving_out(self, module: str) -> Quantization:
         """The same, but that nothing in `module` was quantised."""
@@ -62,34 +72,41 @@ class Quantization:
 
     def is_fp8(self, module: str) -> bool:
         """Whether the linear layer called `module` is stored in FP8."""
-        return self.stored == Format.FP8 and self.quantizes(module)
+        found = self.of(module)
+        return found is not None and found.stored == Format.FP8
 
     def experts_format(self, prefix: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the experts at `prefix`, such as `model.layers.0.mlp.experts`.
 
-        As `quantizes_experts`.
+        As `of_experts`.
         """
-        quantized = self.quantizes_experts(prefix)
-        return (self.format, self.quantized_activations) if quantized else (Format.BF16, False)
+        found = self.of_experts(prefix)
+        return (found.format, found.quantized_activations) if found else (Format.BF16, False)
 
-    def quantizes_experts(self, prefix: str) -> bool:
-        """Whether the experts at `prefix` are stored quantised.
+    def of_experts(self, prefix: str) -> Quantization | None:
+        """How the experts at `prefix` are stored quantised; None if they are not.
 
-        Lists name modules of the first expert or the stacked ones; that every other expert agrees is
-        checked when it is read. Raises UserError if some projections were left out and others not.
+        Records name modules of the first expert, by whichever names the family has, or the stacked ones; that
+        every other expert agrees is checked when it is read. Raises UserError if projections differ.
         """
+        if self.method == "none":
+            return None
         named = (
             [f"{prefix}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")],
             [f"{prefix}.0.{name}" for name in ("w1", "w3", "w2")],
             [f"{prefix}.gate_up_proj", f"{prefix}.down_proj"],
         )
-        verdicts = [{self.quantizes(module) for module in modules} for modules in named]
-        if any(len(verdict) > 1 for verdict in verdicts):
+        left_out = [{self.ignore.matches(module) for module in modules} for modules in named]
+        schemes = [{self._named(module) for module in modules} for modules in named]
+        if any(len(verdict) > 1 for verdict in left_out) or any(len(verdict) > 1 for verdict in schemes):
             raise UserError(
-                f"{prefix}: some projections are listed as not quantised and others are not. Experts of one "
-                f"layer must share a format: requantise with all of {prefix} in the list, or none of it"
+                f"{prefix}: some projections are listed as not quantised, or quantised otherwise, and others "
+                f"are not. Experts of one layer must share a format: requantise with all of {prefix} in the "
+                "list, or none of it"
             )
-        return all(verdict == {True} for verdict in verdicts)
+        if {True} in left_out:
+            return None
+        return next((scheme for (scheme,) in schemes if scheme is not None), None)
 
 
 def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.json") -> Quantization:
@@ -112,30 +129,19 @@ def parse_quantization(config: Mapping[str, Any], file: Path | str = "config.jso
             found=type(record).__name__,
         )
     method = str(record.get("quant_method", "modelopt" if "quant_algo" in record else None))
+    if method == COMPRESSED_TENSORS:
+        return _compressed_tensors(record, file, stored_dtype(config))
     if method not in _PARSERS:
-        raise _unsupported(file, "quant_method", method, _PARSERS)
+        raise _unsupported(file, "quant_method", method, [COMPRESSED_TENSORS, *_PARSERS])
     of_release = _RELEASES.get((method, str(config.get("model_type"))))
     if of_release is not None:
         return of_release(config, record, file)
-    found = _PARSERS[method](record, file)
-    if found.method == "int4" and not _stays_packed(found, record, stored_dtype(config)):
-        return replace(found, format=Format.BF16)
-    return found
+    return _PARSERS[method](record, file)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
     """What config.json says that unquantised weights are stored in, such as "bfloat16"; "None" if nothing."""
     return str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-
-
-def _stays_packed(found: Quantization, record: Mapping[str, Any], dtype: str) -> bool:
-    """Whether INT4 experts are `Format.INT4`: no zero points, columns in order, scales in bfloat16. Those are
-    in the checkpoint's own `dtype` where the record does not say."""
-    ((_, group),) = record["config_groups"].items()
-    scheme = group["weights"]
-    dtype = str(scheme.get("scale_dtype") or dtype).removeprefix("torch.")
-    reordered = scheme.get("actorder") in REORDERED
-    return found.symmetric and not reordered and (dtype == "bfloat16" or dtype not in ITEMSIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +167,16 @@ MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": _Scheme(method="fp8_channel", format=Format.BF16, weights=_FP8),
     "FP8_PB_WO": _Scheme(method="fp8_block", format=Format.FP8, weights=_FP8),
 }
+# Quark's, by fields of `weight`; it names tensors as ModelOpt does.
+QUARK = (
+    (
+        MODELOPT["MXFP4"],
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": _MXFP4["group_size"], "scale_format": "e8m0"},
+    ),
+    (MODELOPT["FP8"], {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}),
+    (MODELOPT["FP8_PER_CHANNEL_PER_TOKEN"], {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}),
+)
+MIXED = "MIXED_PRECISION"
 # compressed-tensors: by format, and of float-quantized by strategy.
 COMPRESSED = {
     "nvfp4-pack-quantized": _Scheme(method="compressed-tensors", format=Format.NVFP4, weights=_NVFP4),
@@ -174,57 +190,96 @@ COMPRESSED_FP8 = {
 
 
 def _modelopt(record: dict[str, Any], file: Path | str) -> Quantization:
-    """As ModelOpt exports, in `config.json` or in `hf_quant_config.json`; all layers alike."""
+    """As ModelOpt exports, in `config.json` or in `hf_quant_config.json`."""
     nested = record.get("quantization")
     if isinstance(nested, dict):
         record = record | nested
+    algorithm = str(record.get("quant_algo")).upper()
     if record.get("quant_algo") is None and record.get("kv_cache_quant_algo") is not None:
         return Quantization()  # only the KV cache, which is this engine's own business
+    excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
+    ignore = ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules")
+    if algorithm == MIXED:
+        return replace(_modelopt_layers(record, file), ignore=ignore)
+    found = _modelopt_scheme(record, "quant_algo", file)
+    quantized_activations = found.quantized_activations
+    for name, group in _groups(record, file).items():
+        _require_scheme(file, f"{name}.weights", group.get("weights"), MODELOPT[algorithm].weights)
+        quantized_activations &= group.get("input_activations") is not None
+    return replace(found, quantized_activations=quantized_activations, ignore=ignore)
+
+
+def _modelopt_scheme(record: Mapping[str, Any], where: str, file: Path | str) -> Quantization:
+    """Of `quant_algo` and `group_size`."""
     scheme = MODELOPT.get(str(record.get("quant_algo")).upper())
     if scheme is None:
-        raise _unsupported(file, "quant_algo", record.get("quant_algo"), MODELOPT)
-    excluded = [*_names(record, "ignore", file), *_names(record, "exclude_modules", file)]
-    quantized_activations = scheme.quantized_activations
+        raise _unsupported(file, where, record.get("quant_algo"), [*MODELOPT, MIXED])
     if "group_size" in scheme.weights:
         size = scheme.weights["group_size"]
         _require(file, "group_size", record.get("group_size") or size, size)
-    for name, group in _groups(record, file).items():
-        _require_scheme(file, f"{name}.weights", group.get("weights"), scheme.weights)
-        quantized_activations &= group.get("input_activations") is not None
     return Quantization(
-        method=scheme.method,
-        format=scheme.format,
-        quantized_activations=quantized_activations,
-        ignore=ModulePatterns.parse("modelopt", excluded, f"{file}: exclude_modules"),
+        method=scheme.method, format=scheme.format, quantized_activations=scheme.quantized_activations
     )
 
 
-def _compressed_tensors(record: dict[str, Any], file: Path | str) -> Quantization:
-    """As compressed-tensors (llm-compressor) packs, all groups alike."""
+def _modelopt_layers(record: Mapping[str, Any], file: Path | str) -> Quantization:
+    """MIXED_PRECISION: `quantized_layers` says of each module, or of all experts of a layer, how."""
+    layers = record.get("quantized_layers")
+    if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
+        raise CheckpointError(
+            f"quant_algo {MIXED} without usable quantized_layers",
+            file=file,
+            expected="an object that gives each quantised module's quant_algo",
+            found=type(layers).__name__,
+            remedy="hf_quant_config.json of the same release has it: put it next to config.json",
+        )
+    names: dict[Quantization, list[str]] = {}
+    for name, layer in layers.items():
+        found = _modelopt_scheme(layer, f"quantized_layers[{name!r}].quant_algo", file)
+        names.setdefault(found, []).append(name)
+    return _together([replace(found, targets=ModulePatterns.named(of)) for found, of in names.items()])
+
+
+def _together(schemes: Sequence[Quantization]) -> Quantization:
+    """One record of several, in which the first that matches a module counts."""
+    if not schemes:
+        return Quantization()
+    first, *others = schemes
+    return replace(first, others=tuple(others))
+
+
+def _compressed_tensors(record: dict[str, Any], file: Path | str, dtype: str) -> Quantization:
+    """As compressed-tensors (llm-compressor) packs, in one group or in several. dtype: see `stored_dtype`."""
     groups = _groups(record, file)
-    if len(groups) != 1:
-        raise _unsupported(file, "config_groups", f"{len(groups)} groups", ["exactly one group"])
-    ((name, group),) = groups.items()
-    transforms = record.get("transform_config")
-    if isinstance(transforms, dict) and transforms.get("config_groups"):
-        raise _unsupported(file, "transform_config", "rotations of weights or activations", ["none"])
-    found = _compressed_scheme(name, group, group.get("format") or record.get("format"), file)
+    if not groups:
+        raise _unsupported(file, "config_groups", "no groups", ["one group or more"])
+    for key, part in (("transform_config", "config_groups"), ("sparsity_config", "format")):
+        value = record.get(key)
+        if isinstance(value, dict) and value.get(part) not in (None, {}, "dense"):
+            raise _unsupported(file, key, value[part], ["none"])
+    schemes = [_compressed_group(name, group, record, file, dtype) for name, group in groups.items()]
+    # A module's own name, or a pattern of names, goes before its class.
+    schemes.sort(key=lambda scheme: scheme.targets == EVERYTHING)
+    ignore = ModulePatterns.parse(COMPRESSED_TENSORS, _names(record, "ignore", file), f"{file}: ignore")
+    return replace(_together(schemes), ignore=ignore)
+
+
+def _compressed_group(
+    name: str, group: dict[str, Any], record: Mapping[str, Any], file: Path | str, dtype: str
+) -> Quantization:
+    found = _compressed_scheme(name, group, group.get("format") or record.get("format"), file, dtype)
     targets = _names(group, "targets", file)
-    dialect = "compressed-tensors"
-    return replace(
-        found,
-        # "Linear" names a class, that of every module asked about here.
-        targets=EVERYTHING
-        if "Linear" in targets
-        else ModulePatterns.parse(dialect, targets, f"{file}: targets"),
-        ignore=ModulePatterns.parse(dialect, _names(record, "ignore", file), f"{file}: ignore"),
-    )
+    if "Linear" in targets:  # names a class, that of every module asked about here
+        return found
+    return replace(found, targets=ModulePatterns.parse(COMPRESSED_TENSORS, targets, f"{file}: targets"))
 
 
-def _compressed_scheme(name: str, group: dict[str, Any], packed: Any, file: Path | str) -> Quantization:
+def _compressed_scheme(
+    name: str, group: dict[str, Any], packed: Any, file: Path | str, dtype: str
+) -> Quantization:
     weights, activations = group.get("weights"), group.get("input_activations")
     if packed == "pack-quantized":
-        return _int4(name, weights, activations, file)
+        return _int4(name, weights, activations, file, dtype)
     if packed == "float-quantized":
         _require_scheme(file, f"{name}.weights", weights, _FP8)
         strategy = weights.get("strategy", "tensor") if isinstance(weights, dict) else None
@@ -245,15 +300,21 @@ def _compressed_scheme(name: str, group: dict[str, Any], packed: Any, file: Path
     )
 
 
-def _int4(name: str, weights: Any, activations: Any, file: Path | str) -> Quantization:
-    """W4A16: one scale per group of columns or per row, with zero points or without."""
+def _int4(name: str, weights: Any, activations: Any, file: Path | str, dtype: str) -> Quantization:
+    """W4A16: one scale per group of columns or per row, with zero points or without. Experts stay packed
+    where there are no zero points, columns are in order, and scales are in bfloat16: those are in the
+    checkpoint's own `dtype` where the record does not say."""
     wanted: dict[str, object] = {"num_bits": 4, "type": "int"}
     where = f"{name}.weights"
     scheme = _require_scheme(file, where, weights, wanted, symmetric=False)
     _require(file, f"{name}.input_activations", activations, None)
     strategy = scheme.get("strategy", "group")
     symmetric = scheme.get("symmetric", True) is True
-    found = Quantization(method="int4", format=Format.INT4, symmetric=symmetric)
+    dtype = str(scheme.get("scale_dtype") or dtype).removeprefix("torch.")
+    in_order = scheme.get("actorder") not in REORDERED
+    packed = symmetric and in_order and (dtype == "bfloat16" or dtype not in ITEMSIZE)
+    format = Format.INT4 if packed else Format.BF16
+    found = Quantization(method="int4", format=format, symmetric=symmetric)
     if strategy == "channel":
         return found
     _require(file, f"{where}.strategy", strategy, "group")
@@ -298,20 +359,55 @@ def _deepseek_v4(config: Mapping[str, Any], record: dict[str, Any], file: Path |
     return Quantization(method="deepseek_v4", format=formats[experts], ignore=found)
 
 
+def _quark(record: dict[str, Any], file: Path | str) -> Quantization:
+    """As AMD's Quark exports: `layer_quant_config` by patterns, in order, and `global_quant_config` for the
+    rest. Inputs that it means to be quantised stay as they are; KV caches are this engine's own business."""
+    export = record.get("export") or {}
+    found = export.get("weight_format", "real_quantized")
+    _require(file, "export.weight_format", found, "real_quantized")
+    if record.get("layer_type_quant_config"):
+        raise _unsupported(file, "layer_type_quant_config", record["layer_type_quant_config"], ["none"])
+    of_cache = tuple(export.get("kv_cache_group") or ())
+    layers = record.get("layer_quant_config") or {}
+    schemes = [
+        replace(
+            _quark_scheme(layer, name, file), targets=ModulePatterns.parse("quark", [name], f"{file}: {name}")
+        )
+        for name, layer in layers.items()
+        if name not in of_cache
+    ]
+    overall = record.get("global_quant_config") or {}
+    if overall.get("weight"):
+        schemes.append(_quark_scheme(overall, "global_quant_config", file))
+    ignore = ModulePatterns.parse("quark", _names(record, "exclude", file), f"{file}: exclude")
+    return replace(_together(schemes), ignore=ignore)
+
+
+def _quark_scheme(layer: Any, name: str, file: Path | str) -> Quantization:
+    weight = layer.get("weight") if isinstance(layer, dict) else None
+    for scheme, wanted in QUARK:
+        if isinstance(weight, dict) and all(weight.get(key) == value for key, value in wanted.items()):
+            return Quantization(method=scheme.method, format=scheme.format)
+    known = [" ".join(map(str, wanted.values())) for _, wanted in QUARK]
+    raise _unsupported(file, f"{name}.weight", weight, known)
+
+
 # By the method and the family, of releases that mean something else by it than others do.
 _RELEASES = {("fp8", "deepseek_v4"): _deepseek_v4}
 _PARSERS: dict[str, Callable[[dict[str, Any], Path | str], Quantization]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
-    "compressed-tensors": _compressed_tensors,
     "mxfp4": _mxfp4,
     "fp8": _fp8,
+    "quark": _quark,
 }
 
 
 def _not_converted(record: dict[str, Any], file: Path | str) -> ModulePatterns:
-    key = "modules_to_not_convert"
-    return ModulePatterns.parse("transformers", _names(record, key, file), f"{file}: {key}")
+    """AutoFP8 calls them `ignored_layers`, and writes patterns as compressed-tensors does."""
+    key, older = "modules_to_not_convert", "ignored_layers"
+    found = ModulePatterns.parse("transformers", _names(record, key, file), f"{file}: {key}")
+    return found + ModulePatterns.parse(COMPRESSED_TENSORS, _names(record, older, file), f"{file}: {older}")
 
 
 def _names(record: Mapping[str, Any], key: str, file: Path | str) -> list[str]:

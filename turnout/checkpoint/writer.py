@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.checkpoint.headers import DTYPES
+from turnout.checkpoint.headers import DTYPES, torch_dtype
 from turnout.checkpoint.names import INDEX, SINGLE
 from turnout.errors import UserError
 
 UNFINISHED = ".partial"
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {torch_dtype(name): name for name in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Entry:
 
 
 @contextmanager
-def new_folder(out: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
+def new_folder(out: Path, *, needed_bytes: int) -> Iterator[Path]:
     """A folder to fill, which becomes `out` when the block ends well and is removed when it does not.
 
     Raises UserError if `out` exists, is being written by another run, cannot be written, or lies on a

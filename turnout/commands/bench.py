@@ -8,7 +8,15 @@ from typing import Any
 from turnout.errors import UserError
 
 
-def serve(*, model: str | None, base_url: str, dataset_name: str, output: Path | None, **load: Any) -> None:
+def serve(
+    *,
+    model: str | None,
+    base_url: str,
+    api_key: str,
+    dataset_name: str,
+    output: Path | None,
+    **load: Any,
+) -> None:
     """Measure a server of our own with `model`, or the one at `base_url`. load: fields of `ServeBench`."""
     from turnout.bench.serve import ServeBench, run
 
@@ -16,7 +24,7 @@ def serve(*, model: str | None, base_url: str, dataset_name: str, output: Path |
         raise UserError("bench serve needs either MODEL or --base-url URL")
     if dataset_name != "random":
         raise UserError(f"--dataset-name {dataset_name!r}: only `random` is known")
-    run(ServeBench(**load), model=model, base_url=base_url, output=output)
+    run(ServeBench(**load), model=model, base_url=base_url, api_key=api_key, output=output)
 
 
 def moe(**options: Any) -> None:

@@ -33,7 +33,6 @@ def run(
     """`generate`, on as many ranks as `config` has: the first process starts them all with `arguments`."""
     place = launched()
     follow(place)
-    sampling.check()
     if place is None and config.tp_size > 1:
         return launch(config, arguments)
     return generate(config, prompt, sampling, chat=chat, output=output, launched=place)
@@ -123,9 +122,9 @@ def _read(prompt: str | None) -> tuple[list[str], bool]:
         text = sys.stdin.read()
         if not text.strip():
             raise UserError("generate: no PROMPT given and standard input is empty")
-        return [text], False
+        return [_utf8(text, "standard input")], False
     if not prompt.endswith(".jsonl"):
-        return [prompt], False
+        return [_utf8(prompt, "PROMPT")], False
     try:
         lines = Path(prompt).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -133,6 +132,15 @@ def _read(prompt: str | None) -> tuple[list[str], bool]:
     except UnicodeDecodeError as error:
         raise UserError(f"{prompt}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     return [_parse(line, f"{prompt}:{i}") for i, line in enumerate(lines, 1) if line.strip()], True
+
+
+def _utf8(text: str, where: str) -> str:
+    """`text`, unless it has bytes that were not UTF-8, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (at character {error.start})") from None
+    return text
 
 
 def _parse(line: str, where: str) -> str:

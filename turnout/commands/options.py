@@ -11,12 +11,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from turnout.commands.other_engines import refuse
 from turnout.config import PANELS, Config, load
 from turnout.flags import field_type, flag_name
 
 
 class InPanels(TyperCommand):
-    """A command whose help shows its own options first, then the configuration's by what they are about."""
+    """A command with a configuration: its help shows its own options first, then the configuration's by what
+    they are about, and other engines' flags are refused with ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse(args, {name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts)})
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}

@@ -11,19 +11,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnout.attention.backends import recurrence
+from turnout.attention.choose import recurrence
 from turnout.attention.kinds import LATENT_KINDS, CompressedSpec, SparseLatentSpec
-from turnout.checkpoint import parse_quantization, read_config
+from turnout.checkpoint import CheckpointError, locate, parse_quantization, read_config
+from turnout.checkpoint.headers import open_folder
+from turnout.commands.plan_memory import (
+    bounds_table,
+    memory_table,
+    new_table,
+    requests_table,
+    size_text,
+)
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, read_model, resolve
+from turnout.engine.parallel_config import with_default_layout
 from turnout.engine.parallel_layouts import ParallelLayout, parallel_layouts, receive_buffers
 from turnout.engine.state_limits import why_no_prefix_cache
 from turnout.errors import PlanRefused, Refusal
 from turnout.flags import flag_name
-from turnout.formats.spec import ITEMSIZE, WIRE_FORMATS
+from turnout.formats.spec import WIRE_FORMATS
 from turnout.moe.plan import PHASES, PhasePlan
 from turnout.parallel.hardware import detect, named
-from turnout.vocabulary import AttentionKind, Bf16Units, Format, Reduce, SharedExpert
+from turnout.vocabulary import Bf16Units, Format, Reduce, SharedExpert
 
 REFUSED = 2  # exit code, as for every user error
 RANKS_SHOWN = 16
@@ -44,13 +53,30 @@ def explain(
         answer: EnginePlan | PlanRefused = resolve(config, device)
     except PlanRefused as error:
         answer = error
-    others = list(parallel_layouts(config, read_model(config), device)) if config.tp_size > 1 else []
+    _warn_of_damage(config)
+    others: list[ParallelLayout] = []
+    if config.tp_size > 1:
+        model = read_model(config)
+        config = with_default_layout(config, model.description)
+        others = list(parallel_layouts(config, model, device))
     if as_json:
         _print_json(console, answer, others)
     else:
         _print(console, answer)
         _print_layouts(console, config, others)
     return REFUSED if isinstance(answer, PlanRefused) else 0
+
+
+def _warn_of_damage(config: Config) -> None:
+    """Say on standard error what is wrong with the weights, if any are there; a plan needs none."""
+    folder = locate(config.model)
+    if any(folder.glob("*.safetensors")):
+        try:
+            open_folder(folder)
+        except CheckpointError as error:
+            Console(stderr=True, soft_wrap=True).print(
+                Text(f"warning: a server would not load this: {error}")
+            )
 
 
 def _print_json(console: Console, answer: EnginePlan | PlanRefused, others: Sequence[ParallelLayout]) -> None:
@@ -79,9 +105,9 @@ def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
         console.print(Text(f"  - {reason}"))
     if answer.topology.tp_size > 1:
         console.print(_ranks(answer))
-    console.print(_memory(answer))
-    console.print(_bounds(answer))
-    console.print(_requests(answer))
+    console.print(memory_table(answer))
+    console.print(bounds_table(answer))
+    console.print(requests_table(answer))
     if answer.size_reasons:
         console.print("Sizes", style="bold")
         for name, reason in answer.size_reasons.items():
@@ -102,7 +128,7 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
         f"{engine_plan.config.model}: {shape.architecture}, {shape.num_layers} layers, "
         f"{len(engine_plan.description.moe_layers)} of them with top-{moe.top_k} of {moe.num_experts} "
         f"experts in {moe.format}",
-        f"on {topology.tp_size} x {hardware.name} ({_size(hardware.memory_bytes)}"
+        f"on {topology.tp_size} x {hardware.name} ({size_text(hardware.memory_bytes)}"
         f"{each if topology.tp_size > 1 else ''}), computing in {engine_plan.compute_dtype}",
     ]
     if hardware.processor:
@@ -116,8 +142,11 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"the draft layer's experts are in {draft.format}: runner {draft_plan.prefill.runner}, weights "
             f"{draft_plan.weight_storage}"
         )
-    stored = parse_quantization(read_config(engine_plan.folder))
-    if stored.decodes_experts:
+    description = engine_plan.description
+    stored = parse_quantization(read_config(engine_plan.folder)).of_experts(
+        description.experts_prefix.format(description.moe_layers[0])
+    )
+    if stored and stored.decodes_experts:
         lines.append(
             f"the files hold experts in {stored.stored} ({stored.method}) in a form that no runner "
             f"multiplies in: they are decoded to {moe.format} while they load, and take its memory"
@@ -133,7 +162,8 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             kind += f", the best {spec.index_topk} of them," if spec.index_topk else ""
             kind += _spare(spec, engine_plan.page_size)
         if isinstance(spec, SparseLatentSpec):
-            kind += f", {spec.index_topk} of each context by keys of {spec.index_dim} that "
+            kind += f", {spec.index_topk} of each context by keys of {spec.index_dim} "
+            kind += f"{'in FP8 ' if spec.index_fp8 else ''}that "
             kind += f"{len(group.layers) - len(group.sharing)} layers keep,"
         lines.append(
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: {chosen}"
@@ -191,7 +221,7 @@ def _units(engine_plan: EnginePlan) -> str:
 
 
 def _phases(engine_plan: EnginePlan) -> Table:
-    table = _table("What runs", ("", *PHASES))
+    table = new_table("What runs", ("", *PHASES))
     plan = engine_plan.plan
     phases = [plan.phase(name) for name in PHASES]
     rows: dict[str, list[str]] = {
@@ -226,7 +256,7 @@ def _wire_format(engine_plan: EnginePlan, phase: PhasePlan) -> str:
 def _ranks(engine_plan: EnginePlan) -> Table:
     """Each rank's place; of many, the first ones and the last."""
     own = engine_plan.topology
-    table = _table("Ranks", ("rank", "host", "attention", "experts"))
+    table = new_table("Ranks", ("rank", "host", "attention", "experts"))
     shown = range(own.tp_size)
     for rank in shown if len(shown) <= RANKS_SHOWN else [*shown[: RANKS_SHOWN - 1], shown[-1]]:
         topology = dataclasses.replace(own, rank=rank)
@@ -242,97 +272,11 @@ def _ranks(engine_plan: EnginePlan) -> Table:
     return table
 
 
-def _memory(engine_plan: EnginePlan) -> Table:
-    table = _table("Bytes per rank", ("what", "bytes", ""))
-    memory = engine_plan.memory
-    rows = {
-        "dense weights": memory.dense,
-        f"experts ({engine_plan.plan.weight_storage})": memory.experts,
-        **_kv_rows(engine_plan),
-        **_state_rows(engine_plan),
-        **({"attention workspace": memory.attention} if memory.attention else {}),
-        "runner workspace": memory.workspace,
-        "dispatch buffers": memory.dispatch,
-        "logits": memory.logits,
-        **({"prefill graphs": memory.prefill_graphs} if memory.prefill_graphs else {}),
-        "total": memory.total,
-        f"of ({engine_plan.config.mem_fraction_static:g} of {engine_plan.hardware.name})": memory.available,
-    }
-    for what, size in rows.items():
-        table.add_row(what, f"{size:,}", _size(size))
-    return table
-
-
-def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
-    """Bytes of each cache group, and by what they grow."""
-    groups, pages = engine_plan.cache_groups, engine_plan.group_pages
-    rows, size, itemsize = {}, engine_plan.page_size, ITEMSIZE[engine_plan.compute_dtype]
-    kv_bytes = engine_plan.group_bytes(engine_plan.num_pages, engine_plan.budget)
-    for group, count, held in zip(groups, pages, kv_bytes, strict=True):
-        window = f", {len(group.layers)} layers of window {group.spec.window}" if group.spec.window else ""
-        if isinstance(group.spec, CompressedSpec):  # groups of which have as many pages as each other
-            if not held:
-                continue
-            window = f", {len(group.layers)} layers with entries of {group.spec.rate} tokens"
-        rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
-    kinds = {group.spec.kind for group in groups}
-    if kinds != {AttentionKind.FULL}:
-        whole = [group for group in groups if not group.spec.window]
-        rows["KV per token of context"] = sum(g.page_bytes(size, itemsize) for g in whole) // size
-    if AttentionKind.SLIDING_WINDOW in kinds:
-        rows["KV per request, of windows"] = sum(
-            g.token_bytes(itemsize) * g.spec.window for g in groups if g.spec.window
-        )
-    return rows
-
-
-def _state_rows(engine_plan: EnginePlan) -> dict[str, int]:
-    """Of layers that keep states: a slot for each running request, and one for padding."""
-    if not engine_plan.keeps_states:
-        return {}
-    running = engine_plan.config.max_running_requests
-    each = engine_plan.states_per_request
-    kept = f", each with {each - 1} for drafts" if each > 1 else ""
-    kept += f", {engine_plan.num_snapshots} snapshots" if engine_plan.num_snapshots else ""
-    return {
-        f"states ({running} running requests{kept} and 1 spare)": engine_plan.memory.states,
-        "states per request": engine_plan.request_bytes,
-    }
-
-
-def _bounds(engine_plan: EnginePlan) -> Table:
-    table = _table("Token bounds per rank", ("bound", "tokens"))
-    budget = engine_plan.budget
-    rows = {
-        "one step, prompts and decoding": budget.local,
-        "one step of decoding": budget.decode,
-        "per decoding request": budget.tokens_per_request,
-        "gathered over data-parallel groups": budget.gathered,
-        "all-to-all capacity": budget.capacity,
-        "received through an all-to-all": budget.received,
-        "KV cache": engine_plan.num_pages * engine_plan.page_size,
-        "longest prompt + output": engine_plan.max_context,
-    }
-    for bound, tokens in rows.items():
-        table.add_row(bound, f"{tokens:,}")
-    if engine_plan.keeps_states:
-        most = engine_plan.most_requests(engine_plan.memory, budget)
-        table.add_row("running requests (not tokens) whose states and logits would fit", f"{most:,}")
-    return table
-
-
-def _requests(engine_plan: EnginePlan) -> Table:
-    table = _table("Requests at once per rank", ("tokens of each", "requests"))
-    for tokens, requests in engine_plan.requests_at_once().items():
-        table.add_row(f"{tokens:,}", f"{requests:,}")
-    return table
-
-
 def _buffers(engine_plan: EnginePlan) -> Table:
     """What each dispatcher of this version would need, chosen or not."""
-    table = _table("Receive buffers per rank", ("dispatcher", "tokens", *WIRE_FORMATS))
+    table = new_table("Receive buffers per rank", ("dispatcher", "tokens", *WIRE_FORMATS))
     for buffers in receive_buffers(engine_plan):
-        sizes = (_size(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRE_FORMATS)
+        sizes = (size_text(buffers.sizes[wire]) if wire in buffers.sizes else "-" for wire in WIRE_FORMATS)
         experts = f" x {buffers.experts} experts" if buffers.experts > 1 else ""
         table.add_row(buffers.dispatcher, f"{buffers.tokens:,}{experts}", *sizes)
     return table
@@ -343,7 +287,7 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
     if not others:
         return
     columns = ("dp", "ep", "attention TP", "expert TP", "experts", "moved by", "weights", "buffers")
-    table = _table(f"Parallel layouts of {config.tp_size} ranks, bytes per rank", columns)
+    table = new_table(f"Parallel layouts of {config.tp_size} ranks, bytes per rank", columns)
     table.columns[5].overflow, table.columns[5].min_width = "fold", 10
     for other in others:
         if other.engine_plan is None:
@@ -358,8 +302,8 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
             f"{topology.expert_tp}",
             f"{plan.num_local_experts}",
             ", ".join(names),
-            _size(memory.dense + memory.experts),
-            _size(memory.dispatch),
+            size_text(memory.dense + memory.experts),
+            size_text(memory.dispatch),
             style="bold" if asked else None,
         )
     if table.row_count:
@@ -392,19 +336,3 @@ def _print_limits(console: Console, refusals: Sequence[Refusal]) -> None:
         limits.setdefault(refusal.who, []).append(f"{refusal.asked}: {refusal.limit}")
     for who, found in limits.items():
         console.print(Text(f"  - {who}: {'; '.join(found)}"))
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    """The first column names, the others hold values."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} B"

@@ -13,11 +13,12 @@ from concurrent.futures import Future
 
 from msgspec import structs
 
-from turnout.checkpoint.locate import locate, require_folder
+from turnout.checkpoint.headers import open_folder
+from turnout.checkpoint.locate import locate, require_model
 from turnout.config import ServerConfig
 from turnout.errors import UserError
-from turnout.server.memory import allow_many_connections, map_large_blocks
-from turnout.server.run import Supervisor, bind, check_hosts, dialled_in
+from turnout.malloc import map_large_blocks
+from turnout.server.run import Supervisor, allow_many_connections, bind, check_hosts, dialled_in
 from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.rank_agent import hello, run_ranks
 from turnout.server.supervise.secret import read_secret
@@ -26,7 +27,15 @@ from turnout.server.supervise.secret import read_secret
 def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can fix."""
     _log(config.log_level)
-    require_folder(locate(config.model))
+    folder = locate(config.model)
+    require_model(folder)
+    if not dialled_in(config):  # else weights may lie on other hosts only
+        open_folder(folder)
+    if config.tp_size > 1:  # the head has to know which ranks share requests
+        from turnout.engine.engine_plan import read_model
+        from turnout.engine.parallel_config import with_default_layout
+
+        config = with_default_layout(config, read_model(config).description)
     check_hosts(config)
     if config.node_rank > 0:
         return _serve_as_node(config)
@@ -35,10 +44,10 @@ def serve(config: ServerConfig) -> int:
 
         with RayRanks(config) as placed:
             return _serve_http(placed.config, placed.secret, placed.failure)
-    return _serve_http(config, read_secret(config.secret_file) if dialled_in(config) else b"")
+    return _serve_http(config, read_secret(config.secret_file) if dialled_in(config) else b"", None)
 
 
-def _serve_http(config: ServerConfig, secret: bytes, failure: Future[None] | None = None) -> int:
+def _serve_http(config: ServerConfig, secret: bytes, failure: Future[None] | None) -> int:
     """failure: see `Supervisor`."""
     map_large_blocks()
     allow_many_connections()

@@ -9,7 +9,7 @@ import torch
 
 from turnout import __version__
 from turnout.attention.caches import AttentionCaches
-from turnout.attention.cpu import paged_attention
+from turnout.attention.paged import paged_attention
 from turnout.attention.states import RequestStates
 from turnout.checkpoint import open_checkpoint
 from turnout.checkpoint.fingerprint import stamp
@@ -22,6 +22,7 @@ from turnout.engine.sampling.sampler import Sampler
 from turnout.engine.sampling.token_masks import TokenMaskFiller
 from turnout.engine.scheduler.block_pool import KVBlockPool
 from turnout.engine.scheduler.kv_cache import KVCache
+from turnout.engine.scheduler.prefill_delayer import PrefillDelayer
 from turnout.engine.scheduler.scheduler import Scheduler
 from turnout.engine.scheduler.snapshots import SnapshotPool
 from turnout.engine.scheduler.step_times import StepTimes
@@ -34,12 +35,13 @@ from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
-from turnout.engine.warmup import Tuner, count_compilations, first_prompts
+from turnout.engine.warmup import Tuner, count_compilations, first_prompts, measure_steps
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.models.shared_weights import SharedWeights
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
+from turnout.vocabulary import Format
 
 logger = logging.getLogger(__name__)
 
@@ -83,38 +85,24 @@ def build_engine(
     if device.type == "cuda":
         with torch.inference_mode():
             first_prompts(engine_plan, forward, model, scheduler.kv, progress)
-    resolves_near_ties = engine_plan.compute_dtype == "float32" and not config.deterministic
-    sampler = Sampler(
-        model.shape.vocab_size,
-        config.max_running_requests,
-        device,
-        report_near_ties=resolves_near_ties,
-        one_by_one=config.deterministic,
-    )
-    commit = StepCommit(
-        model,
-        forward,
-        sampler,
-        TokenMaskFiller(model.shape.vocab_size, device),
-        scheduler,
-        step_sync,
-        device,
-        resolves_near_ties=resolves_near_ties,
-    )
+    loaded: dict[str, Any] = {"num_threads": num_threads, "verify": verified}
+    if scheduler.times is not None:
+        with torch.inference_mode():
+            loaded["measured_step_ms"] = measure_steps(
+                engine_plan, forward, model, scheduler.kv, scheduler.times, step_sync
+            )
     return EngineCore(
         engine_plan,
         model=model,
         scheduler=scheduler,
         attention=attention,
         forward=forward,
-        commit=commit,
+        commit=_make_commit(engine_plan, model, forward, scheduler, step_sync, device),
         grammars=GrammarCompiler(engine_plan.folder, model.shape.vocab_size, model.shape.eos_token_ids),
         step_sync=step_sync,
         watch=watch or Unwatched(),
-        drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync)
-        if config.drafts_by_layer
-        else None,
-        loaded={"num_threads": num_threads, "verify": verified},
+        drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync),
+        loaded=loaded,
         compilations=count_compilations(device),
     )
 
@@ -146,6 +134,7 @@ def _load(
         make_runner=tuner.make_runner,
         drafts=engine_plan.config.drafts_by_layer,
         shared=shared,
+        index_fp8=engine_plan.config.index_cache_dtype == Format.FP8,
     )
     startup.begin("kernels")
     tuner.tune(groups, progress)
@@ -154,9 +143,34 @@ def _load(
     return model, check.run(model) if check else {"extent": "off"}
 
 
+def _make_commit(
+    engine_plan: EnginePlan,
+    model: Model,
+    forward: Forward,
+    scheduler: Scheduler,
+    step_sync: StepSync,
+    device: torch.device,
+) -> StepCommit:
+    config, vocab_size = engine_plan.config, model.shape.vocab_size
+    resolves_near_ties = engine_plan.compute_dtype == "float32" and not config.deterministic
+    sampler = Sampler(
+        vocab_size,
+        config.max_running_requests,
+        device,
+        report_near_ties=resolves_near_ties,
+        one_by_one=config.deterministic,
+    )
+    masks = TokenMaskFiller(vocab_size, device)
+    return StepCommit(
+        model, forward, sampler, masks, scheduler, step_sync, device, resolves_near_ties=resolves_near_ties
+    )
+
+
 def _make_drafter(
     engine_plan: EnginePlan, model: Model, forward: Forward, kv: KVCache, step_sync: StepSync
-) -> LayerDrafter:
+) -> LayerDrafter | None:
+    if not engine_plan.config.drafts_by_layer:
+        return None
     return LayerDrafter(
         cast(DraftingModel, model),
         forward,
@@ -193,6 +207,11 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         times=StepTimes(config.target_tpot / 1000) if config.target_tpot else None,
         # Ranks that share requests have to draft alike, and each has a clock of its own.
         switch=DraftSwitch() if config.verified_tokens and engine_plan.topology.attention_tp == 1 else None,
+        delayer=None
+        if engine_plan.why_no_prefill_delayer
+        else PrefillDelayer(
+            config.prefill_delayer_max_delay_steps, config.prefill_delayer_max_delay_ms / 1000
+        ),
     )
 
 

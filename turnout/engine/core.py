@@ -59,8 +59,8 @@ class EngineCore:
         step_sync: StepSync,
         watch: Progress,
         loaded: Mapping[str, Any],
-        drafter: LayerDrafter | None = None,
-        compilations: Callable[[], int] = lambda: 0,
+        drafter: LayerDrafter | None,
+        compilations: Callable[[], int],
     ):
         """watch: told how far a step is. loaded: what `info` says beyond the plan, plain values.
         drafter: proposes tokens after each step.
@@ -74,7 +74,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
-        self._steps = self._idle_steps = self._computed_tokens = 0
+        self._steps = self._idle_steps = self._uneven_steps = self._computed_tokens = 0
         self._step_sizes = [0] * (scheduler.step_tokens.bit_length() + 2)
         self._sync_seconds = 0.0
         self._compiled_at_rest = 0
@@ -220,6 +220,7 @@ class EngineCore:
             pid=os.getpid(),
             steps=self._steps,
             idle_steps=self._idle_steps,
+            uneven_steps=self._uneven_steps,
             step_sizes=self._step_sizes,
             computed_tokens=self._computed_tokens,
             graph_steps=self._forward.graph_steps,
@@ -243,6 +244,7 @@ class EngineCore:
             cached_prompt_tokens=tokens.cached_prompt,
             generation_tokens=tokens.generated,
             preemptions=self._scheduler.preemptions,
+            held_steps=self._scheduler.delayer.held_steps if self._scheduler.delayer else 0,
             spec_draft_tokens=tokens.drafted,
             spec_accepted_tokens=tokens.accepted,
             expert_tokens=expert_tokens,
@@ -259,6 +261,7 @@ class EngineCore:
             "state_bytes": self._attention.state_bytes,
             "decode_graphs": graphs.sizes if graphs else engine_plan.why_no_decode_graphs,
             "prefill_graphs": prefill.sizes if prefill else engine_plan.why_no_prefill_graphs,
+            "prefill_delayer": engine_plan.why_no_prefill_delayer or "on",
             "overlap_schedule": why_no_overlap(engine_plan) or "on",
             **self._loaded,
         }
@@ -270,7 +273,6 @@ class EngineCore:
             raise UserError(f"request id {message.id!r}: already in use")
         if not prompt:
             raise UserError("the prompt is empty: it must hold at least one token")
-        sampling.check()
         for name, ids in (
             ("prompt", prompt),
             ("output_ids", message.output_ids),
@@ -301,8 +303,11 @@ class EngineCore:
         if chunks:
             phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
-        self._synced = self._step_sync.sync(tokens, phase)
-        return self._synced
+        synced = self._synced = self._step_sync.sync(tokens, phase, self._scheduler.next_prompts(chunks))
+        if (delayer := self._scheduler.delayer) is not None:
+            delayer.heard(synced.prefill_due, synced.phases, self._step_sync.topology.dp_rank)
+        self._uneven_steps += synced.uneven
+        return synced
 
     def _forget(self, id: str) -> None:
         """Drop the request `id` and free its pages."""

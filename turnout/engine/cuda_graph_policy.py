@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from importlib.util import find_spec
 
-from turnout.attention.backends import Place, choose
+from turnout.attention.capability import AUTO, Place
+from turnout.attention.choose import choose
 from turnout.attention.kinds import LATENT_KINDS, CacheGroup
 from turnout.config import Config
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
+from turnout.registry import ATTENTION_BACKENDS
 from turnout.vocabulary import AttentionKind
 
 PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -36,12 +38,13 @@ def why_no_decode_graphs(
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
     chosen = [(group.spec.kind, choose(group.spec, place)) for group in groups]
-    if any(kind in LATENT_KINDS and c and c.backend != "triton" for kind, c in chosen):
+    waiting = {kind for kind, c in chosen if c and not ATTENTION_BACKENDS.get(c.backend).device_tables}
+    if waiting & LATENT_KINDS:
         return "latent attention computes with torch"
-    if any(kind == AttentionKind.COMPRESSED for kind, _ in chosen):
+    if AttentionKind.COMPRESSED in waiting:
         return "compressed attention computes with torch"
-    if config.attention_backend == "torch":
-        return "--attention-backend torch computes outside of graphs"
+    if waiting and config.attention_backend != AUTO:
+        return f"--attention-backend {config.attention_backend} computes outside of graphs"
     return _what_waits(moe, moe.decode.dispatcher)
 
 

@@ -15,27 +15,24 @@ from typing import Any, cast
 
 import msgspec
 
-from turnout.attention import backends as attention_backends
-from turnout.attention.kinds import LATENT_KINDS
+from turnout.attention import choose as attention
 from turnout.cache import cache_folder
 from turnout.checkpoint import locate, read_config, tensor_names
 from turnout.config import Config
 from turnout.engine import cuda_graph_policy
 from turnout.engine.chosen_sizes import with_sizes
-from turnout.engine.memory_plan import (
-    MemoryTable,
-    Rank,
-    memory_table,
-    pages_by_group,
-    share_host,
-)
+from turnout.engine.contradictions import contradictions
+from turnout.engine.memory_fit import memory_table
+from turnout.engine.memory_plan import MemoryTable, Rank, dense_bytes, pages_by_group, share_host
 from turnout.engine.parallel_config import (
     attention_refusals,
+    delayer_refusals,
     draft_layer_refusals,
     host_refusals,
     make_topology,
     target_refusals,
     two_batch_refusals,
+    with_default_layout,
 )
 from turnout.engine.state_limits import state_refusals
 from turnout.errors import PlanRefused, Refusal
@@ -48,14 +45,12 @@ from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.planning import measured as times_kept
 from turnout.moe.planning.runner_by_batch_size import Times
 from turnout.moe.spec import MoESpec
-from turnout.packages import TRITON
 from turnout.parallel.hardware import Hardware, detect
 from turnout.parallel.topology import Topology
-from turnout.vocabulary import ComputeDtype
+from turnout.vocabulary import ComputeDtype, Format
 
 NEAR_TIE_BLOCK = 64  # tokens of a forward that decides a near-tie, in float32 (near_ties.py)
 CPU_CHUNK = 512  # tokens
-QUANTIZATION_FORMATS = {"modelopt_fp4": "nvfp4"}  # flag -> format, where the names differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +86,13 @@ class EnginePlan(Rank):
         return cuda_graph_policy.why_no_prefill_graphs(
             self.config, self.hardware, self.plan, self.attention_kinds
         )
+
+    @property
+    def why_no_prefill_delayer(self) -> str:
+        """Why prompts never wait for those of other ranks, or "" if they do for a few steps."""
+        if self.topology.dp_size == 1:
+            return "there is one data-parallel rank"
+        return "" if self.config.prefill_delayer == "on" else "--prefill-delayer is off"
 
     @property
     def group_pages(self) -> tuple[int, ...]:
@@ -177,6 +179,7 @@ class EnginePlan(Rank):
                 ],
             },
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+            "dense_parts": dense_bytes(self, self.plan),
         }
 
 
@@ -197,7 +200,12 @@ def read_model(config: Config) -> ModelFolder:
     names = tensor_names(folder) if config.drafts_by_layer else ()
     return ModelFolder(
         folder=folder,
-        description=describe(fields, drafts=config.drafts_by_layer, names=names),
+        description=describe(
+            fields,
+            drafts=config.drafts_by_layer,
+            names=names,
+            index_fp8=config.index_cache_dtype == Format.FP8,
+        ),
         stored_itemsize=ITEMSIZE.get(dtype, ITEMSIZE["bfloat16"]),
     )
 
@@ -216,6 +224,7 @@ def resolve(
     Raises PlanRefused with every reason, UserError for a model that cannot be found or described.
     """
     model = read_model(config)
+    config = with_default_layout(config, model.description)
     hardware = hardware or detect(config.device)
     topology = make_topology(config, rank)
     misplaced = host_refusals(config, topology, hardware, launched=rank is not None)
@@ -254,11 +263,11 @@ def _decide(
     hardware = share_host(hardware, topology)
     found = [
         *found,
-        *_missing_units(config, hardware),
-        *_contradictions(config, description, hardware),
+        *contradictions(config, description, hardware, dtype),
         *attention_refusals(description, topology),
         *two_batch_refusals(config, topology),
         *target_refusals(config, topology),
+        *delayer_refusals(config, topology),
         *state_refusals(config, description, hardware),
         *draft_layer_refusals(config),
     ]
@@ -286,7 +295,7 @@ def _decide(
     rank = Rank(
         config=config, description=description, topology=topology, hardware=hardware, compute_dtype=dtype
     )
-    found = attention_backends.refusals(rank.cache_groups, rank.attention_place)
+    found = attention.refusals(rank.cache_groups, rank.attention_place)
     if found:
         raise PlanRefused("no attention backend takes the model's layers", found)
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: plan_experts(budget=other))
@@ -355,79 +364,3 @@ def _budget(config: Config, topology: Topology, dtype: ComputeDtype) -> Budget:
         dp_size=topology.dp_size,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )
-
-
-def _missing_units(config: Config, hardware: Hardware) -> list[Refusal]:
-    known = hardware.known_bf16_units
-    if config.cpu_bf16_units in ("auto", *known):
-        return []
-    what = hardware.processor if hardware.device == "cpu" else f"{hardware.name}, which is no CPU,"
-    return [
-        Refusal(
-            who="hardware",
-            asked=f"--cpu-bf16-units {config.cpu_bf16_units}",
-            limit=f"{what} has none of these, or the operating system does not let processes use them",
-            remedy=f"use --cpu-bf16-units auto or {' or '.join(known)}",
-        )
-    ]
-
-
-def _contradictions(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
-    """Flags that say something else than the checkpoint or the hardware."""
-    found = []
-    wanted = QUANTIZATION_FORMATS.get(config.quantization, config.quantization)
-    held = description.moe.format
-    if wanted not in ("auto", held):
-        same = {form: name for name, form in QUANTIZATION_FORMATS.items()}.get(held, held)
-        found.append(
-            Refusal(
-                who="checkpoint",
-                asked=f"--quantization {config.quantization}",
-                limit=f"the experts in {config.model} are {held}",
-                remedy=f"use --quantization auto or {same}, or convert the bf16 checkpoint with "
-                f"`turnout quantize MODEL OUT --format {wanted}`",
-            )
-        )
-    longest = description.shape.max_position_embeddings
-    if config.context_length > longest:
-        found.append(
-            Refusal(
-                who="model",
-                asked=f"--context-length {config.context_length}",
-                limit=f"positions beyond {longest} (max_position_embeddings) were never trained",
-                remedy=f"use --context-length {longest} or less, or 0 for the model's",
-            )
-        )
-    if config.deterministic and hardware.device == "cuda":
-        found += _not_deterministic(config, description, hardware)
-    if config.device not in ("auto", hardware.device):
-        found.append(
-            Refusal(
-                who="hardware",
-                asked=f"--device {config.device}",
-                limit=f"the plan is for {hardware.name}, a {hardware.device} device",
-                remedy=f"use --device auto or {hardware.device}, or another --hardware",
-            )
-        )
-    return found
-
-
-def _not_deterministic(config: Config, description: ModelDescription, hardware: Hardware) -> list[Refusal]:
-    """What stands against --deterministic on CUDA."""
-    limits = {}
-    if LATENT_KINDS & {layer.kind for layer in description.shape.attention}:
-        limits["latent attention on CUDA has products by head that are not batch-invariant"] = (
-            "leave --deterministic out, or use --device cpu"
-        )
-    if hardware.present and TRITON.lacking():
-        limits[f"attention and dense layers: {TRITON.lacking()}"] = (
-            f"{TRITON.install}, or leave --deterministic out"
-        )
-    if config.attention_backend not in ("auto", "triton"):
-        limits[f"--attention-backend {config.attention_backend} is not batch-invariant"] = (
-            "use --attention-backend auto or triton, or leave --deterministic out"
-        )
-    return [
-        Refusal(who="model", asked="--deterministic", limit=limit, remedy=remedy)
-        for limit, remedy in limits.items()
-    ]

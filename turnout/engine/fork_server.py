@@ -35,6 +35,7 @@ from turnout.registry import ARCHITECTURES
 KEEP, FORGET = b"k", b"f"  # the weights that earlier ranks prepared
 NUMBER = 8  # bytes of a process id or exit code on a pipe
 IMPORTED = (
+    "rich.progress",
     "torch.distributed",
     "turnout.engine.builder",
     "turnout.engine.engine_plan",
@@ -109,9 +110,7 @@ class ForkServer:
         """A rank process (worker.py) with these environment variables and our standard error.
 
         weights: a stamp of the checkpoint; if it has changed, what was prepared before is forgotten."""
-        if self._process is None or self._process.poll() is not None or self._environment != environment:
-            self.close()
-            self._start(dict(environment))
+        self.prepare(environment)
         assert self._process is not None
         assert self._commands is not None
         stdin, ours = os.pipe()
@@ -122,6 +121,12 @@ class ForkServer:
         os.close(stdin)
         os.close(theirs)
         return ForkedProcess(self._process, ours, status)
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Start a server process with this environment unless one runs, so that it imports meanwhile."""
+        if self._process is None or self._process.poll() is not None or self._environment != environment:
+            self.close()
+            self._start(dict(environment))
 
     def close(self) -> None:
         """End the server process; ranks go on."""

@@ -149,7 +149,7 @@ class LLM:
         **template_options: Any,
     ) -> list[Completion]:
         """As `generate`, for one conversation or several, through the model's chat template."""
-        conversations: Sequence[Any] = [messages] if _is_conversation(messages) else messages
+        conversations: Sequence[Any] = messages if _are_conversations(messages) else [messages]
         ids = [self.tokenizer.encode_chat(c, **template_options) for c in conversations]
         return self._run(ids, _for_each(sampling, len(ids)), progress)
 
@@ -256,16 +256,29 @@ def _check(core: EngineCore, request: AddRequest, index: int, count: int) -> Non
         raise UserError(f"prompt {index + 1} of {count}: {error}" if count > 1 else str(error)) from None
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Any) -> list[Prompt]:
+    """Raises UserError for what is no prompt."""
+    one = isinstance(prompts, str) or (
+        _is_sequence(prompts) and bool(prompts) and isinstance(prompts[0], int)
+    )
+    listed = [prompts] if one else list(prompts) if _is_sequence(prompts) else [prompts]
+    for i, prompt in enumerate(listed):
+        if not isinstance(prompt, str) and not (
+            _is_sequence(prompt) and all(type(token) is int for token in prompt)
+        ):
+            raise UserError(
+                f"prompt {i + 1} of {len(listed)} is {prompt!r}: must be a text or a list of token ids"
+            )
+    return listed
 
 
-def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
-    return bool(messages) and isinstance(messages[0], Mapping)
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _are_conversations(messages: Any) -> bool:
+    """Several, rather than one; a text or a dictionary is neither, which the tokenizer says."""
+    return isinstance(messages, list | tuple) and all(isinstance(m, list | tuple) for m in messages)
 
 
 def _for_each(
@@ -273,6 +286,8 @@ def _for_each(
 ) -> Sequence[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    if not _is_sequence(sampling) or not all(isinstance(params, SamplingParams) for params in sampling):
+        raise UserError(f"sampling={sampling!r}: must be SamplingParams, or a list of one for each prompt")
     if len(sampling) != count:
         raise UserError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each")
     return sampling

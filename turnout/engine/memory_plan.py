@@ -1,11 +1,9 @@
-"""Bytes of one rank: weights, KV cache and buffers, against what its device has; and the KV pages that fit.
+"""Bytes of one rank: weights, KV cache and buffers.
 
 Everything here follows from the configuration, the sizes of the groups and the hardware, never from a
 rank's number: ranks that share requests need the same pages, and all ranks get the same.
 
-The KV cache gets `--max-total-tokens`; else on CUDA what --mem-fraction-static leaves; else on a CPU, whose
-memory is shared with everything else, CPU_KV_BYTES or one context of the length asked for. Never more than
-all running requests could use. Layers with a sliding window have pages of their own, far fewer of them.
+Layers with a sliding window have KV pages of their own, far fewer than those that keep whole contexts.
 Layers that keep states have a slot of fixed size for each of --max-running-requests, one for padding, and as
 many again as the former for snapshots where --state-snapshot-interval asks for them.
 """
@@ -14,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from turnout.attention.backends import Chosen, Place, choose, workspace_bytes
+from turnout.attention.capability import Chosen, Place
+from turnout.attention.choose import choose
 from turnout.attention.kinds import (
     AttentionSpec,
     CacheGroup,
@@ -27,23 +26,18 @@ from turnout.attention.kinds import (
     keeps_states,
     state_groups,
 )
+from turnout.attention.workspace import workspace_bytes
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import prefill_graph_sizes, why_no_prefill_graphs
-from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.models.interface import DenseParameters, ModelDescription
-from turnout.moe.budget import (
-    Budget,
-    fewer_tokens,
-    gigabytes,
-    logits_bytes,
-)
+from turnout.moe.budget import Budget, logits_bytes
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
+from turnout.registry import ATTENTION_BACKENDS
 from turnout.vocabulary import AttentionKind, ComputeDtype, Format, SharedExpert
 
-CPU_KV_BYTES = 256 * 10**6
 PIECE_BYTES = 256 * 2**10  # of a piece of a prefill graph, as the driver keeps it; measured on an H200
 POOL_MARGIN = 1.25  # sizes share a pool, whose blocks fit the largest
 REUSED_SHARE = 16  # of the pages of whole contexts: as many of a window's are kept for prefixes, over this
@@ -156,6 +150,11 @@ class Rank:
         found = (choose(group.spec, self.attention_place) for group in self.cache_groups)
         return tuple(chosen for chosen in found if chosen is not None)
 
+    @property
+    def stores_in_place(self) -> bool:
+        """Whether kernels that make keys and values of any layer may store them (`Attention.place`)."""
+        return all(ATTENTION_BACKENDS.get(chosen.backend).device_tables for chosen in self.attention_backends)
+
     def group_bytes(self, num_pages: int, budget: Budget) -> tuple[int, ...]:
         """Of each cache group, where those of whole contexts have so many pages."""
         page_size, itemsize = self.config.page_size, ITEMSIZE[self.compute_dtype]
@@ -186,7 +185,7 @@ class Rank:
         config, description = self.config, self.description
         rows = config.max_running_requests * budget.tokens_per_request
         return MemoryTable(
-            dense=dense_bytes(self, moe),
+            dense=sum(dense_bytes(self, moe).values()),
             experts=moe.weight_bytes * (len(description.moe_layers) - len(moe.parts))
             + sum(part.weight_bytes for part in moe.parts),
             kv=0,
@@ -215,8 +214,7 @@ class Rank:
             max(heads * spec.head_dim for spec, heads in each)
             for each in ([(s, s.num_heads) for s in specs], [(s, s.num_kv_heads) for s in specs])
         )
-        stored = all(chosen.backend == "triton" for chosen in self.attention_backends)
-        handed = 2 * q + (0 if stored else 2 * kv) + H
+        handed = 2 * q + (0 if self.stores_in_place else 2 * kv) + H
         rotaries = 2 * len({spec.rope for spec in specs}) * max(spec.head_dim for spec in specs)
         attention = 2 * (q + kv)  # products of a layer, and queries turned
         experts = (
@@ -240,7 +238,7 @@ class Rank:
         split = self.topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1
         of_dense = dense.mlps // (3 * H * max(1, self.description.shape.num_layers - layers))
         of_shared = dense.shared_experts // (3 * H * max(1, layers))
-        return max(-(-of_dense // self.topology.attention_tp), -(-of_shared // split))
+        return max(-(-of_dense // self.topology.dense_tp), -(-of_shared // split))
 
 
 def _buffers(moe: MoEPlan) -> tuple[object, ...]:
@@ -251,43 +249,26 @@ def _buffers(moe: MoEPlan) -> tuple[object, ...]:
     )
 
 
-def memory_table(
-    rank: Rank, budget: Budget, moe: MoEPlan, replan: Callable[[Budget], MoEPlan]
-) -> tuple[MemoryTable, int, int]:
-    """(bytes per rank, KV pages, longest context). Raises PlanRefused if they do not fit.
-
-    replan: `moe` for another budget; raises PlanRefused if there is none.
-    """
-    config = rank.config
-    memory = rank.without_kv(budget, moe)
-    longest = config.context_length or rank.description.shape.max_position_embeddings
-    room = rank.most_pages(memory.available - memory.total, budget)
-    if room < 1:
-        raise PlanRefused("the model does not fit in memory", [_too_large(rank, memory, budget, replan)])
-    pages = _pages(rank, budget, longest, room)
-    refusals = _kv_refusals(rank, budget, pages, room)
-    if refusals:
-        raise PlanRefused("the KV cache does not fit", refusals)
-    table = dataclasses.replace(memory, kv=sum(rank.group_bytes(pages, budget)))
-    return table, pages, min(longest, pages * config.page_size)
-
-
-def dense_bytes(rank: Rank, moe: MoEPlan) -> int:
-    """Of all parameters of one rank but the routed experts'."""
+def dense_bytes(rank: Rank, moe: MoEPlan) -> dict[str, int]:
+    """Of all parameters of one rank but the routed experts', by the fields of `DenseParameters`."""
     description, itemsize = rank.description, ITEMSIZE[rank.compute_dtype]
-    wider = description.dense.in_float32 * (4 - itemsize)
-    plain = dense_parameters(description, description.dense, rank.topology, moe) * itemsize + wider
+    held = dense_parameters(description, description.dense, rank.topology, moe)
+    found = {name: count * itemsize for name, count in held.items()}
+    found["replicated"] += description.dense.in_float32 * (4 - itemsize)
     if not (rank.hardware.device == "cuda" and rank.hardware.architecture >= 90 and itemsize == 2):
-        return plain
+        return found
     fp8 = FORMATS[Format.FP8]  # each row has scales of its own (kernels/common/fp8_weights.py)
     kept = dense_parameters(description, description.dense_in_fp8, rank.topology, moe)
-    return plain - kept * (itemsize - fp8.bits // 8) + kept * fp8.scale_bytes // fp8.group
+    return {
+        name: size - kept[name] * (itemsize - fp8.bits // 8) + kept[name] * fp8.scale_bytes // fp8.group
+        for name, size in found.items()
+    }
 
 
 def dense_parameters(
     description: ModelDescription, dense: DenseParameters, topology: Topology, moe: MoEPlan
-) -> int:
-    """How many of these parameters one rank has.
+) -> dict[str, int]:
+    """How many of these parameters one rank has, by their fields.
 
     Matrices of attention and the vocabulary are split over attention TP, as evenly as can be, dense MLPs
     too or whole. A KV head is whole, and held by several ranks where there are more of them than heads. A
@@ -295,19 +276,24 @@ def dense_parameters(
     """
     shape = description.shape
     split = topology.attention_tp
-    rows = -(-shape.vocab_size // split)
     kv, local_kv = (
         sum(layer.token_bytes(1) for layer in layers)
         for layers in (shape.attention, [layer.split(split) for layer in shape.attention])
     )
-    return (
-        dense.vocabulary // shape.vocab_size * rows
-        + -(-dense.queries // split)
-        + -(-dense.mlps // topology.dense_tp)
-        + dense.keys_values * local_kv // kv
-        + -(-dense.shared_experts // (topology.tp_size if moe.shared_expert == SharedExpert.SHARDED else 1))
-        + dense.replicated
-    )
+    sharded = moe.shared_expert == SharedExpert.SHARDED
+    return {
+        "vocabulary": dense.vocabulary // shape.vocab_size * vocabulary_rows(description, topology),
+        "queries": -(-dense.queries // split),
+        "keys_values": dense.keys_values * local_kv // kv,
+        "mlps": -(-dense.mlps // topology.dense_tp),
+        "shared_experts": -(-dense.shared_experts // (topology.tp_size if sharded else 1)),
+        "replicated": dense.replicated,
+    }
+
+
+def vocabulary_rows(description: ModelDescription, topology: Topology) -> int:
+    """The most that a rank has of the embedding and of the head: ranks that share requests divide them."""
+    return -(-description.shape.vocab_size // topology.attention_tp)
 
 
 def rank_cache_groups(description: ModelDescription, topology: Topology) -> tuple[CacheGroup, ...]:
@@ -338,92 +324,3 @@ def pages_by_group(
         reusable = num_pages // REUSED_SHARE
         found.append(min(num_pages, needed + reusable) if group.spec.window else num_pages)
     return tuple(found)
-
-
-def _pages(rank: Rank, budget: Budget, longest: int, room: int) -> int:
-    """KV pages wanted, whether or not they fit in `room` pages."""
-    config, hardware = rank.config, rank.hardware
-    if config.max_total_tokens:
-        return -(-config.max_total_tokens // config.page_size)
-    one_context = -(-longest // config.page_size)
-    useful = config.max_running_requests * one_context
-    if hardware.device == "cuda":
-        return min(useful, room)
-    asked = one_context if config.context_length else 1
-    return min(useful, max(asked, min(room, rank.most_pages(CPU_KV_BYTES, budget))))
-
-
-def _kv_refusals(rank: Rank, budget: Budget, pages: int, room: int) -> list[Refusal]:
-    config, found = rank.config, []
-    size, most = config.page_size, room * config.page_size
-    if pages > room:
-        flag = "--max-total-tokens" if config.max_total_tokens else "--context-length"
-        found.append(
-            Refusal(
-                who="KV cache",
-                asked=f"{flag} {pages * size} ({gigabytes(sum(rank.group_bytes(pages, budget)))})",
-                limit=f"{gigabytes(sum(rank.group_bytes(room, budget)))} are left for it next to the weights",
-                remedy=f"use {flag} {most} or less, or raise --mem-fraction-static",
-            )
-        )
-    if config.context_length > pages * size:
-        found.append(
-            Refusal(
-                who="KV cache",
-                asked=f"--context-length {config.context_length}",
-                limit=f"the KV cache holds {pages * size} tokens",
-                remedy=f"use --context-length {pages * size} or less, or raise "
-                + ("--max-total-tokens" if config.max_total_tokens else "--mem-fraction-static"),
-            )
-        )
-    return found
-
-
-def _too_large(
-    rank: Rank, memory: MemoryTable, budget: Budget, replan: Callable[[Budget], MoEPlan]
-) -> Refusal:
-    config, hardware, page_bytes = rank.config, rank.hardware, sum(rank.group_bytes(1, budget))
-
-    def fits(smaller: Budget) -> bool:
-        try:
-            return rank.without_kv(smaller, replan(smaller)).total + page_bytes <= memory.available
-        except PlanRefused:
-            return False
-
-    parts = {
-        "dense weights": memory.dense,
-        "experts": memory.experts,
-        "attention workspace": memory.attention,
-        "workspace": memory.workspace,
-        "dispatch buffers": memory.dispatch,
-        "logits": memory.logits,
-        "prefill graphs": memory.prefill_graphs,
-        f"states of {config.max_running_requests} request{'s' if config.max_running_requests > 1 else ''}": (
-            memory.states
-        ),
-        "one KV page": page_bytes,
-    }
-    remedies = []
-    running = rank.most_requests(memory, budget)
-    if 1 <= running < config.max_running_requests:
-        remedies.append(f"use --max-running-requests {running} or less")
-    if (memory.total + page_bytes) <= hardware.memory_bytes:
-        share = -(-100 * (memory.total + page_bytes) // hardware.memory_bytes) / 100
-        remedies.append(f"raise --mem-fraction-static to {share:g} or more")
-    if memory.dense + memory.experts < memory.available:
-        remedies += fewer_tokens(budget, fits)
-    if rank.description.moe.format == Format.BF16:
-        remedies.append("use a quantised checkpoint (`turnout quantize`)")
-    if hardware.device == "cuda":  # ranks of a CPU share its memory
-        remedies.append("divide the model among more ranks (--tp-size)")
-    remedies.append("take a device with more memory")
-    one = ""
-    if running < 1 and memory.total - memory.states + page_bytes <= memory.available:
-        one = f", which next to the rest hold no state of a request ({gigabytes(rank.request_bytes)})"
-    return Refusal(
-        who="memory",
-        asked=", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
-        limit=f"{gigabytes(memory.available)} of {hardware.name} may be used "
-        f"(--mem-fraction-static {config.mem_fraction_static:g}){one}",
-        remedy=", or ".join(remedies),
-    )

@@ -85,7 +85,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     waited: tuple[float, float] | None = None
-    preemptions: int = 0  # with the last output: how often it lost its KV pages
+    preempted: list[float] = []  # with the last output: when it lost its KV pages, each time.time()
     finish_reason: str | None = None
     stop_token: int | None = None  # the stop token id that ended it, if one did
     error: str | None = None
@@ -98,6 +98,8 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
     waiting_for: what the first request in the queue lacks, one of `scheduler.Lack`; "" if nothing.
     step_sizes:  [b] counts the steps with more than 2^(b-2) and at most 2^(b-1) tokens of this rank, [0]
                  those without any.
+    uneven_steps: in which some data-parallel ranks computed prompts while others only decoded.
+    held_steps:  in which prompts that had room to run were held back for other ranks.
     *_seconds:   of steps: waiting for the other ranks before a forward, and in it and what follows.
     """
 
@@ -125,6 +127,8 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
     spec_draft_tokens: int = 0  # proposed by speculative decoding
     spec_accepted_tokens: int = 0  # those of them that became output
     kernels_compiled: int = 0  # since this rank could serve: each kept its requests waiting
+    uneven_steps: int = 0
+    held_steps: int = 0
     expert_tokens: list[list[int]] | None = None  # [layer][expert], cumulative
 
 
@@ -138,6 +142,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Outputs(msgspec.Struct, tag=True, kw_only=True):
+    """number: of this rank's since its start, so that one that was lost on its way is missed."""
+
+    number: int = 0
     outputs: list[RequestOutput]
     stats: EngineStats
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TypeVar
+
+from turnout.attention.kinds import CompressedSpec
 from turnout.config import Config
 from turnout.errors import Refusal, standing
 from turnout.models.interface import ModelDescription
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors, one_of, split_address
 from turnout.vocabulary import AttentionKind
+
+C = TypeVar("C", bound=Config)
 
 
 def make_topology(config: Config, rank: int | None) -> Topology:
@@ -18,40 +24,43 @@ def make_topology(config: Config, rank: int | None) -> Topology:
     return Topology.of(config, rank)
 
 
+def with_default_layout(config: C, description: ModelDescription) -> C:
+    """`config` with data-parallel attention and experts over all ranks, where the flags leave that open and
+    layers have compressed attention, whose caches are whole on each rank that shares a request."""
+    ranks = config.tp_size
+    if ranks == 1 or config.enable_dp_attention is not None or (config.dp_size, config.ep_size) != (1, 1):
+        return config
+    compressed = any(isinstance(layer, CompressedSpec) for layer in description.shape.attention)
+    if not compressed or description.moe.num_experts % ranks:
+        return config
+    return dataclasses.replace(config, dp_size=ranks, ep_size=ranks, enable_dp_attention=True)
+
+
 def host_refusals(config: Config, topology: Topology, hardware: Hardware, *, launched: bool) -> list[Refusal]:
     """What is wrong with the hosts. Where the ranks meet is up to the launcher once `launched`, and
     does not matter for hardware that is only named."""
-    found = []
-    if config.node_rank >= config.nnodes:
-        found.append(
-            Refusal(
-                who="hosts",
-                asked=f"--node-rank {config.node_rank} with --nnodes {config.nnodes}",
-                limit="hosts are numbered from 0",
-                remedy=f"use --node-rank {config.nnodes - 1} or less, or --nnodes {config.node_rank + 1} "
-                "or more",
-            )
-        )
-    if config.dist_init_addr and split_address(config.dist_init_addr) is None:
-        found.append(
-            Refusal(
-                who="hosts",
-                asked=f"--dist-init-addr {config.dist_init_addr}",
-                limit="must be HOST:PORT, with a port from 1 to 65535",
-                remedy="use --dist-init-addr HOST:PORT, such as 10.0.0.1:29500",
-            )
-        )
-    elif config.nnodes > 1 and not (config.dist_init_addr or launched) and hardware.present:
-        found.append(
-            Refusal(
-                who="hosts",
-                asked=f"--nnodes {config.nnodes} without --dist-init-addr",
-                limit="the ranks of several hosts meet at an address of the first one",
-                remedy="give every host the same --dist-init-addr HOST:PORT, of the one with --node-rank 0 "
-                "(to plan only: name the --hardware)",
-            )
-        )
-    return found + _device_refusals(topology, hardware)
+    obstacles = (
+        (
+            config.node_rank >= config.nnodes,
+            f"--node-rank {config.node_rank} with --nnodes {config.nnodes}",
+            "hosts are numbered from 0",
+            f"use --node-rank {config.nnodes - 1} or less, or --nnodes {config.node_rank + 1} or more",
+        ),
+        (
+            bool(config.dist_init_addr) and split_address(config.dist_init_addr) is None,
+            f"--dist-init-addr {config.dist_init_addr}",
+            "must be HOST:PORT, with a port from 1 to 65535",
+            "use --dist-init-addr HOST:PORT, such as 10.0.0.1:29500",
+        ),
+        (
+            config.nnodes > 1 and not (config.dist_init_addr or launched) and hardware.present,
+            f"--nnodes {config.nnodes} without --dist-init-addr",
+            "the ranks of several hosts meet at an address of the first one",
+            "give every host the same --dist-init-addr HOST:PORT, of the one with --node-rank 0 "
+            "(to plan only: name the --hardware)",
+        ),
+    )
+    return standing("hosts", obstacles) + _device_refusals(topology, hardware)
 
 
 def _device_refusals(topology: Topology, hardware: Hardware) -> list[Refusal]:
@@ -120,6 +129,17 @@ def target_refusals(config: Config, topology: Topology) -> list[Refusal]:
             f"--dp-size {topology.tp_size}",
         )
     ]
+
+
+def delayer_refusals(config: Config, topology: Topology) -> list[Refusal]:
+    """Why prompts cannot wait for those of other ranks."""
+    obstacle = (
+        config.prefill_delayer == "on" and topology.dp_size == 1,
+        "--prefill-delayer on with --dp-size 1",
+        "prompts wait for those of other data-parallel ranks, and there are none",
+        "leave --prefill-delayer out, or use --enable-dp-attention --dp-size 2 or more",
+    )
+    return standing("engine", [obstacle])
 
 
 def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from turnout.parallel.health import Progress
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+STEP = "step"  # an event for each step
 PIDS = 1000  # of one rank in a merged trace; more are not told apart
 
 
@@ -28,6 +29,7 @@ class Profiler:
         self._command = StartProfile(steps=0)
         self._running: profile | None = None
         self._left = 0  # steps
+        self._phases: list[str] = []  # of the steps so far, "" of those without a forward
         self._trace = b""
 
     def executes(self, command: Command) -> Profiled | bool:
@@ -50,12 +52,14 @@ class Profiler:
             return
         from torch.profiler import record_function
 
-        with record_function("step"):
+        self._phases.append("")
+        with record_function(STEP):
             yield
 
-    def stepped(self) -> None:
-        """There was a forward in this step."""
+    def stepped(self, phase: str) -> None:
+        """There was a forward of this phase in the step."""
         if self._running is not None:
+            self._phases[-1] = phase
             self._left -= 1
             if not self._left:
                 self._stop()
@@ -65,7 +69,7 @@ class Profiler:
 
         self._stop()
         self._watch.note(None, "profiling")
-        self._command, self._left = command, command.steps
+        self._command, self._left, self._phases = command, command.steps, []
         self._running = profile(record_shapes=command.record_shapes, with_stack=command.with_stack)
         self._running.start()
 
@@ -79,8 +83,16 @@ class Profiler:
             path = Path(folder) / "trace.json"
             running.export_chrome_trace(str(path))
             recorded = json.loads(path.read_bytes())
+        name_phases(recorded["traceEvents"], self._phases)
         events = placed(recorded, self._rank, self._command.began)
         self._trace = zlib.compress(b",\n".join(json.dumps(event).encode() for event in events), level=1)
+
+
+def name_phases(events: list[dict[str, Any]], phases: Sequence[str]) -> None:
+    """Give each step among `events` an argument `phase`; "" if it had no forward."""
+    steps = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
+    for step, phase in zip(sorted(steps, key=lambda step: step["ts"]), phases, strict=False):
+        step["args"] = step.get("args", {}) | {"phase": phase}
 
 
 def placed(recorded: dict[str, Any], rank: int, began: float) -> list[dict[str, Any]]:

@@ -1,19 +1,12 @@
-"""Progress on standard error, of loading a model and of answering prompts. Torch-free."""
+"""Progress on standard error, of loading a model and of answering prompts. Torch-free.
+
+rich takes a tenth of a second to import, which processes that show no progress need not spend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from turnout.models.interface import ProgressFn
 
@@ -21,6 +14,9 @@ from turnout.models.interface import ProgressFn
 @contextmanager
 def loading_bar(*, shown: bool) -> Iterator[ProgressFn]:
     """Progress of loading on a terminal; elsewhere the bar stays silent."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(
@@ -37,6 +33,9 @@ def loading_bar(*, shown: bool) -> Iterator[ProgressFn]:
 @contextmanager
 def counting_bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A bar of `total` things; yields what to call as each is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(what, total=total)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -51,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt and generated tokens). `skip_special_tokens`: leave special tokens out of the text.
     `grammar`: the output follows it and ends where it may (turnout.engine.grammar makes one); only
     max_tokens, stop strings and stop_token_ids cut it short.
-    Raises UserError through `check`.
+    Lists do for tuples, and one stop string for a tuple of it. Raises UserError naming the first field
+    of a wrong type, or out of range.
     """
 
     max_tokens: int = 16
@@ -74,6 +76,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     grammar: str = ""
+
+    def __post_init__(self) -> None:
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            given = getattr(self, name)
+            if given is default:
+                continue
+            try:
+                value = msgspec.convert(
+                    (given,) if name == "stop" and isinstance(given, str) else given, _kinds()[name]
+                )
+            except msgspec.ValidationError:
+                raise UserError(f"{name}={given!r}: must be {self.__annotations__[name]}") from None
+            msgspec.structs.force_setattr(self, name, value)
+        self.check()
 
     def check(self) -> None:
         """Raise UserError naming the first field that is out of range."""
@@ -107,3 +123,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, ok, rule in rules:
             if not ok or (isinstance(v := getattr(self, name), float) and not math.isfinite(v)):
                 raise UserError(f"{name}={getattr(self, name)!r}: {rule}")
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The type of each field."""
+    return get_type_hints(SamplingParams)

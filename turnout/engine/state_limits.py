@@ -36,7 +36,7 @@ def state_refusals(config: Config, description: ModelDescription, hardware: Hard
         return [_no_states(interval)] if interval else []
     if state_groups(layers):
         return standing("recurrent layers", (_between_pages(config), *_of_recurrence(config, hardware)))
-    return standing("compressed attention", (_between_pages(config), *_of_compression(config)))
+    return standing("compressed attention", (_between_pages(config), *_of_compression(config, hardware)))
 
 
 def _between_pages(config: Config) -> Obstacle:
@@ -73,13 +73,13 @@ def _of_recurrence(config: Config, hardware: Hardware) -> tuple[Obstacle, ...]:
     )
 
 
-def _of_compression(config: Config) -> tuple[Obstacle, ...]:
+def _of_compression(config: Config, hardware: Hardware) -> tuple[Obstacle, ...]:
     return (
         (
-            config.deterministic,
-            "--deterministic",
+            config.deterministic and hardware.device == "cuda",
+            "--deterministic on CUDA",
             "entries are made of whole windows, in products that depend on how a prompt is cut",
-            "leave --deterministic out",
+            "leave --deterministic out, or use --device cpu",
         ),
         (
             config.disable_prefill_graph is False,

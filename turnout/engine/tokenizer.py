@@ -117,6 +117,7 @@ class Tokenizer:
 
         Raises UserError if there is no template, or it refuses the messages or drops the one to continue.
         """
+        _check_messages(messages)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
@@ -158,6 +159,20 @@ class Tokenizer:
         """Token ids of `render_chat`. Templates write special tokens themselves; `add_special_tokens` adds
         those that begin and end plain texts, too."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=add_special_tokens)
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise UserError(
+            f"messages={messages!r}: must be a list of messages such as "
+            '{"role": "user", "content": "Hello"}; a plain text goes to generate'
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(
+                f"messages[{i}]={message!r}: must be a dictionary with a role and a content, such as "
+                '{"role": "user", "content": "Hello"}'
+            )
 
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to show whether the template strips messages

@@ -15,7 +15,7 @@ def on_device(values: Sequence[float] | Sequence[int], dtype: torch.dtype, devic
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`; on a CPU the tensor itself."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
@@ -23,11 +23,13 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor):
         self._event: torch.cuda.Event | None = None
-        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._tensor.copy_(tensor, non_blocking=True)  # also on a CPU: the next step may overwrite it
-        if tensor.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if not tensor.is_cuda:
+            self._tensor = tensor.clone()  # the next step may overwrite it
+            return
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
 
     def tolist(self) -> list:
         """Waits for the copy, and for nothing that was launched after it."""

@@ -1,9 +1,10 @@
-"""What is decided between loading and serving, once for all ranks: the cuts of library kernels, and that all
-kernels of prompts are compiled."""
+"""What is decided between loading and serving, once for all ranks: the cuts of library kernels, that all
+kernels of prompts are compiled, and how long steps take where they have a target."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -12,12 +13,13 @@ import torch
 from turnout.cache import cache_folder
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
-from turnout.engine.ranks.step_sync import SyncedStep
+from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.scheduler.step_times import LEAST_TOKENS, StepTimes
 from turnout.engine.step.forward import Forward
 from turnout.models.interface import Model, ProgressFn
 from turnout.moe.autotune import autotune
@@ -38,7 +40,7 @@ class Tuner:
         self,
         engine_plan: EnginePlan,
         device: torch.device,
-        make_runner: Callable[[int], Experts] | None = None,
+        make_runner: Callable[[int], Experts] | None,
     ) -> None:
         """make_runner: gives the runner of a layer instead of the plan."""
         self._engine_plan, self._device, self._make = engine_plan, device, make_runner or self._planned
@@ -133,7 +135,7 @@ def first_prompts(
 ) -> None:
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
     second. Collective; before any request. Leaves no trace but in memory that is free."""
-    config, topology = engine_plan.config, engine_plan.topology
+    config = engine_plan.config
     pages = min(pool.num_available for pool in kv.pools)
     rows = min(config.max_running_requests, pages)
     room = min(engine_plan.max_context, pages // rows * engine_plan.page_size)
@@ -147,9 +149,7 @@ def first_prompts(
         size, chunks = sum(lengths), [_prompt(row, length) for row, length in enumerate(lengths)]
         for chunk in chunks:
             kv.admit(chunk.request, chunk.length, spare=0)
-        synced = SyncedStep(
-            phase=Phase.PREFILL, tokens=(size,) * topology.dp_size, commands=0, pending=False, leaving=False
-        )
+        synced = _alike(engine_plan, Phase.PREFILL, size)
         computed = forward.eagerly(chunks, synced)
         # As many requests may end their prompts in one step: products of a head differ by rows too.
         logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
@@ -161,6 +161,62 @@ def first_prompts(
         for chunk in chunks:
             kv.release(chunk.request)
     model.reset_counts()
+
+
+def measure_steps(
+    engine_plan: EnginePlan,
+    forward: Forward,
+    model: Model,
+    kv: KVCache,
+    times: StepTimes,
+    step_sync: StepSync,
+) -> dict[str, dict[int, float]]:
+    """Tell `times` how long steps take that decode 1, 2, 4, ... requests, and those of 16, 32, ... prompt
+    tokens, up to the first that takes longer than its target on some rank. Collective; before any request.
+
+    Returns milliseconds of this rank, by phase and size. Contexts are short; `times` learns on as they grow.
+    """
+    config, pages = engine_plan.config, min(pool.num_available for pool in kv.pools)
+    rows = min(config.max_running_requests, pages)
+    longest = min(pages * engine_plan.page_size, engine_plan.chunk_tokens, config.max_prefill_tokens)
+    longest = min(longest, engine_plan.max_context)
+    found: dict[str, dict[int, float]] = {}
+    for phase, least, most in ((Phase.DECODE, 1, rows), (Phase.PREFILL, LEAST_TOKENS, longest)):
+        found[phase] = {}
+        size, slowest = least, 0.0
+        while size <= most and slowest <= times.target:
+            lengths = [1] * size if phase == Phase.DECODE else [size]
+            chunks = [_prompt(row, length) for row, length in enumerate(lengths)]
+            synced = _alike(engine_plan, phase, size)
+            for chunk in chunks:
+                kv.admit(chunk.request, chunk.length, spare=0)
+            seconds = min(_seconds(forward, chunks, synced) for _ in range(3))
+            for chunk in chunks:
+                kv.release(chunk.request)
+            times.measured(
+                size if phase == Phase.DECODE else 0, size if phase == Phase.PREFILL else 0, seconds
+            )
+            found[phase][size] = 1000 * seconds
+            slowest = max(step_sync.share_count(round(1e6 * seconds))) / 1e6
+            size *= 2
+    model.reset_counts()
+    times.prompt_tokens(1, LEAST_TOKENS)  # says so if no step meets the target
+    return found
+
+
+def _seconds(forward: Forward, chunks: list[Chunk], synced: SyncedStep) -> float:
+    began = time.perf_counter()
+    computed = forward(chunks, synced)
+    logits_SV, _ = forward.logits(computed, list(range(len(chunks))))
+    if logits_SV.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _alike(engine_plan: EnginePlan, phase: Phase, tokens: int) -> SyncedStep:
+    """A step to which every rank brings as many tokens."""
+    each = (tokens,) * engine_plan.topology.dp_size
+    return SyncedStep(phase=phase, tokens=each, commands=0, pending=False, leaving=False)
 
 
 def _prompt(row: int, length: int) -> Chunk:

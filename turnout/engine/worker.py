@@ -142,7 +142,7 @@ def run(
     no rank sleeps.
     """
     pending: deque[Command] = deque()
-    reported = 0.0
+    reported, reports = 0.0, 1  # the first went out when this rank was loaded
     while True:
         resting = core.synced is None or not (core.synced.phase or core.synced.pending)
         told = commands.poll(int(STATS_INTERVAL * 1000) if resting else 0)
@@ -167,13 +167,14 @@ def run(
         with profiler.step():
             outputs += core.step()
         if core.synced and core.synced.phase:
-            profiler.stepped()
+            profiler.stepped(core.synced.phase)
         if core.synced and core.synced.leaving:
             return
         now = time.monotonic()
         if outputs or told or now - reported >= STATS_INTERVAL:
-            send(Outputs(outputs=outputs if step_sync.leads else [], stats=core.stats()))
-            reported = now
+            outputs = outputs if step_sync.leads else []
+            send(Outputs(number=reports, outputs=outputs, stats=core.stats()))
+            reported, reports = now, reports + 1
 
 
 def execute(core: Core, command: Command) -> list[RequestOutput]:

@@ -73,7 +73,7 @@ class PackedTensor:
             global_scale=None if self.global_scale is None else self.global_scale.to(device),
         )
 
-    def row_part(self, index: int, count: int, *, stacked: int = 1) -> PackedTensor:
+    def row_part(self, index: int, count: int, *, stacked: int) -> PackedTensor:
         """Part `index` of `count` of the rows of each of `stacked` matrices, in storage of its own.
 
         [..., N, K] -> [..., N / count, K]. Raises ValueError where equal parts would cut through rows that
@@ -120,7 +120,7 @@ class PackedTensor:
         return nvfp4.decode(self.data, self.scale, self.global_scale).to(dtype)
 
 
-def equal_part(x: Tensor, dim: int, index: int, count: int, *, stacked: int = 1) -> Tensor:
+def equal_part(x: Tensor, dim: int, index: int, count: int, *, stacked: int) -> Tensor:
     """Part `index` of `count` of each of `stacked` runs of dimension `dim` < 0: a contiguous copy."""
     parts = x.unflatten(dim, (stacked, count, -1)).select(dim - 1, index)
     return parts.clone(memory_format=torch.contiguous_format).flatten(dim - 1, dim)

@@ -11,7 +11,6 @@ Legend: E experts of the layer, E_loc those held here, I intermediate size, K co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,22 +25,20 @@ SMALLEST = 1e-12  # of a divisor; kernels keep alpha finite in the same way
 
 
 class ScaleError(UserError):
-    """A scale that cannot be used as it is; the message names tensor, shape, file and remedy."""
+    """A scale that cannot be used as it is; the message names tensor, shape and remedy."""
 
-    def __init__(self, problem: str, *, name: str, scale: Tensor | None, file: Path | str = ""):
+    def __init__(self, problem: str, *, name: str, scale: Tensor | None):
         shape = "absent" if scale is None else f"shape {list(scale.shape)}"
-        super().__init__((f"{file}: " if file else "") + f"tensor {name} ({shape}): {problem}")
+        super().__init__(f"tensor {name} ({shape}): {problem}")
 
 
-def per_expert(
-    scale: Tensor | None, *, name: str, file: Path | str = "", num_experts: int, experts: range | None = None
-) -> Tensor:
+def per_expert(scale: Tensor | None, *, name: str, num_experts: int, experts: range | None = None) -> Tensor:
     """float32 [len(experts)] of a scale given as scalar, [E], [E_loc], [E, 2] or [E_loc, 2].
 
     `experts` are the global ids held here (default: all E); a scale of all experts is cut to them.
     Two columns are gate and up: they must agree here; `merge_gate_up` requantises weights that do not.
     """
-    pairs = gate_up_columns(scale, name=name, file=file, num_experts=num_experts, experts=experts)
+    pairs = gate_up_columns(scale, name=name, num_experts=num_experts, experts=experts)
     differs = (pairs[:, 0] != pairs[:, 1]).nonzero()
     if len(differs):
         local = int(differs[0])
@@ -51,24 +48,21 @@ def per_expert(
             f"{up:g}), and {len(differs)} of {len(pairs)} experts are so; requantise both to one scale",
             name=name,
             scale=scale,
-            file=file,
         )
     return pairs[:, 0].contiguous()
 
 
-def input_scale(
-    scale: Tensor | None, *, name: str, file: Path | str = "", num_experts: int, experts: range | None = None
-) -> Tensor:
+def input_scale(scale: Tensor | None, *, name: str, num_experts: int, experts: range | None = None) -> Tensor:
     """As `per_expert`, for an activation: of gate and up columns the larger counts.
 
     Both multiply the same activation, which is quantised once; the larger scale covers both ranges.
     """
-    pairs = gate_up_columns(scale, name=name, file=file, num_experts=num_experts, experts=experts)
+    pairs = gate_up_columns(scale, name=name, num_experts=num_experts, experts=experts)
     return pairs.amax(dim=1)
 
 
 def gate_up_columns(
-    scale: Tensor | None, *, name: str, file: Path | str = "", num_experts: int, experts: range | None = None
+    scale: Tensor | None, *, name: str, num_experts: int, experts: range | None = None
 ) -> Tensor:
     """float32 [len(experts), 2]: the checked scale, one column for gate and one for up."""
     experts = range(num_experts) if experts is None else experts
@@ -77,7 +71,6 @@ def gate_up_columns(
             "is missing; without it the values have no magnitude, and 1 would be a guess",
             name=name,
             scale=None,
-            file=file,
         )
     values = scale.float()
     if scale.ndim == 0 or scale.shape == (1,):
@@ -85,11 +78,11 @@ def gate_up_columns(
     elif scale.ndim == 1:
         values = values[:, None].expand(-1, 2)
     elif scale.ndim != 2 or scale.shape[1] != 2:
-        raise _wrong_shape(scale, name, file, num_experts, experts)
+        raise _wrong_shape(scale, name, num_experts, experts)
     if len(values) == num_experts:
         values = values[experts.start : experts.stop]
     if len(values) != len(experts):
-        raise _wrong_shape(scale, name, file, num_experts, experts)
+        raise _wrong_shape(scale, name, num_experts, experts)
     bad = ~(torch.isfinite(values) & (values > 0)).all(dim=1)
     if bad.any():
         local = int(bad.nonzero()[0])
@@ -97,7 +90,6 @@ def gate_up_columns(
             f"scales must be finite and positive, but expert {experts[local]} has {values[local].tolist()}",
             name=name,
             scale=scale,
-            file=file,
         )
     return values
 
@@ -176,10 +168,10 @@ def weight_scales(weights: ExpertWeights, *, layer: str = "experts") -> tuple[Te
     return w1, w2
 
 
-def _wrong_shape(scale: Tensor, name: str, file: Path | str, num_experts: int, experts: range) -> ScaleError:
+def _wrong_shape(scale: Tensor, name: str, num_experts: int, experts: range) -> ScaleError:
     counts = sorted({num_experts, len(experts)}, reverse=True)
     accepted = ", ".join(["a scalar", *(f"[{n}]" for n in counts), *(f"[{n}, 2]" for n in counts)])
-    return ScaleError(f"accepted shapes are {accepted}", name=name, scale=scale, file=file)
+    return ScaleError(f"accepted shapes are {accepted}", name=name, scale=scale)
 
 
 def _requantize(packed: PackedTensor, shared: Tensor) -> PackedTensor:

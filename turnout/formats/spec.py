@@ -122,7 +122,7 @@ def matrix_bytes(format: Format, rows: int, columns: int, *, itemsize: int = 2) 
     return rows * columns * spec.bits // 8 + spec.scale_bytes * scales + spec.tensor_scale_bytes
 
 
-def token_parts(format: Format, hidden_size: int, *, itemsize: int = 2) -> tuple[int, int]:
+def token_parts(format: Format, hidden_size: int, *, itemsize: int) -> tuple[int, int]:
     """One token [H] between ranks: bytes of values, bytes of scales. `itemsize`: of the compute dtype."""
     spec = FORMATS[format]
     if not spec.wire:

@@ -25,6 +25,7 @@ from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.layouts import deinterleave_gate_up_rows
 from turnout.formats.packed import PackedTensor
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.interface import Experts
@@ -98,7 +99,7 @@ def _prepared(module: nn.Module, x_TH: Tensor, top_k: int) -> _Prepared:
     if kept is None or kept.made_from != made_from or kept.max_tokens < len(x_TH):
         _PREPARED.pop(module, None)  # before the new copy is made
         del kept
-        most = max(FIRST_TOKENS, 1 << (len(x_TH) - 1).bit_length())
+        most = max(FIRST_TOKENS, power_of_two(len(x_TH)))
         kept = _Prepared(runner=_prepare(module, x_TH, top_k, most), made_from=made_from, max_tokens=most)
         _PREPARED[module] = kept
     return kept

@@ -13,11 +13,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from turnout.attention.kinds import SparseLatentSpec
 from turnout.cache import redirect_compilers
 from turnout.checkpoint import Quantization, parse_quantization
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
 from turnout.models.interface import Model, ModelDescription, ProgressFn
+from turnout.models.parameters import described
 from turnout.models.spec import DecoderSpec
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
@@ -50,17 +52,19 @@ def describe(
     experts_format: tuple[Format, bool] | None = None,
     drafts: bool = False,
     names: Collection[str] = (),
+    index_fp8: bool = False,
 ) -> ModelDescription:
-    """The model that a parsed `config.json` names. drafts: with its draft layer.
+    """The model that a parsed `config.json` names. drafts: with its draft layer. index_fp8: with index keys
+    in FP8.
 
     experts_format: (the format, quantised activations) where it is known from
     elsewhere; otherwise `quantization_config` says. names: of the checkpoint's tensors, where it is at hand:
     they say whether a draft layer was quantised. Raises UserError naming the architecture that is not
     implemented, or the field that is missing, malformed or not implemented.
     """
-    spec = _read_spec(config, drafts)
+    spec = _read_spec(config, drafts, index_fp8)
     quantization = _as_stored(parse_quantization(config), spec, names)
-    return _with_formats(spec, quantization, experts_format).describe(quantization.is_fp8)
+    return described(_with_formats(spec, quantization, experts_format), quantization.is_fp8)
 
 
 def load_model(
@@ -74,14 +78,15 @@ def load_model(
     make_runner: Callable[[int], Experts] | None = None,
     drafts: bool = False,
     shared: SharedWeights | None = None,
+    index_fp8: bool = False,
 ) -> Model:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
     `plan` is the one made for `describe(checkpoint.config)` and the topology of `groups`.
     `make_runner(layer)` gives the runner of each MoE layer instead of the plan's. drafts: with its draft
-    layer, as a `DraftingModel`. shared: where prepared weights may be, and are put. Raises UserError as
-    `describe` does and for weights that have no place in the model, CheckpointError for a tensor that is
-    missing or wrong.
+    layer, as a `DraftingModel`. shared: where prepared weights may be, and are put. index_fp8: with index
+    keys in FP8. Raises UserError as `describe` does and for weights that have no place in the model,
+    CheckpointError for a tensor that is missing or wrong.
     """
     import torch
 
@@ -92,7 +97,7 @@ def load_model(
     from turnout.models.weights import Weights
     from turnout.moe.interface import prepare_anew
 
-    spec = _read_spec(checkpoint.config, drafts)
+    spec = _read_spec(checkpoint.config, drafts, index_fp8)
     if drafts:
         _require_draft_layer(checkpoint, spec)
         checkpoint.quantization = _as_stored(checkpoint.quantization, spec, checkpoint.names())
@@ -121,7 +126,7 @@ def _require_draft_layer(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
     checkpoint.set_aside(name for name in copies if checkpoint.has(name))  # of the model's own
 
 
-def _read_spec(config: Mapping[str, Any], drafts: bool) -> DecoderSpec:
+def _read_spec(config: Mapping[str, Any], drafts: bool, index_fp8: bool) -> DecoderSpec:
     fields = ConfigFields(config)
     names = fields.raw("architectures")
     if not isinstance(names, Sequence) or len(names) != 1 or not isinstance(names[0], str):
@@ -137,7 +142,20 @@ def _read_spec(config: Mapping[str, Any], drafts: bool) -> DecoderSpec:
             f"Qwen3-Next and Qwen3.5 without mtp_use_dedicated_embeddings, they are read). "
             f"{WITHOUT_DRAFT_LAYER}"
         )
+    spec = _with_fp8_index(spec) if index_fp8 else spec
     return spec.with_draft_layer() if drafts else spec
+
+
+def _with_fp8_index(spec: DecoderSpec) -> DecoderSpec:
+    """`spec` with index keys in FP8, in all layers that keep some."""
+    layers = spec.shape.attention
+    if not any(isinstance(layer, SparseLatentSpec) for layer in layers):
+        raise UserError(
+            f"--index-cache-dtype fp8: {spec.shape.architecture} keeps no index keys of single tokens "
+            "(DeepSeek-V3.2 and GLM-5 do). Leave --index-cache-dtype out"
+        )
+    rounded = (replace(x, index_fp8=True) if isinstance(x, SparseLatentSpec) else x for x in layers)
+    return replace(spec, shape=replace(spec.shape, attention=tuple(rounded)))
 
 
 def _unknown(architecture: str) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a decoder: embedding, norm, rotary embedding, attention projections, gated MLP, head.
+"""The parts of a decoder: embedding, norm, rotary embedding, gated MLP, head.
 
 Weights that read the same input are fused into one matrix when they are loaded, since at one token a
 matrix product costs mostly its call. For the same reason what lies between products is one kernel each
@@ -15,14 +15,14 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention import interface
 from turnout.kernels import cpu
-from turnout.models import interface
 from turnout.models.dense import Dense, Linear, linear, normed_product, product
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
@@ -67,7 +67,7 @@ class Embedding:
 class Head:
     """Logits of the whole vocabulary. weight: [V, H], or counts[rank] rows of it on each rank of `group`."""
 
-    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear = linear):
+    def __init__(self, weight_VH: Tensor, counts: Sequence[int], group: Group, linear: Linear):
         self._weight_VH, self._counts, self._group = weight_VH, counts, group
         self._linear = linear
 
@@ -106,6 +106,11 @@ class Norm:
             return F.rms_norm(x, self._shape, self.weight, self.eps)
         return F.rms_norm(x, self._shape, eps=self.eps) * self.weight
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a kernel of float32 rows on a CPU."""
+        return self._fused is not None and self._composed
+
     def of_sum(self, x_NH: Tensor, delta_NH: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm); x [N, H] itself without a delta, which may come in parts [P, N, H]."""
         if self._fused:
@@ -123,44 +128,6 @@ class Norm:
         return normed_product(multiply, x_NH, delta, self.weight, self.eps, weight_MH)
 
 
-class WholeNorm:
-    """RMS norm of all query heads of a token as one vector, and of all its key heads as another.
-
-    weight: [G, D], of this rank's heads. total_q, total_k: how many heads the model has. group: the ranks
-    that have the others; where ranks outnumber key heads, each of `copies` ranks has the same one.
-    """
-
-    def __init__(
-        self,
-        weight_GD: Tensor,
-        eps: float,
-        *,
-        num_q: int,
-        total_q: int,
-        total_k: int,
-        copies: int,
-        group: Group,
-    ):
-        D = weight_GD.shape[-1]
-        self._weight_GD, self._eps, self._num_q, self._group = weight_GD, eps, num_q, group
-        self._each = [Norm(weight.flatten(), eps) for weight in (weight_GD[:num_q], weight_GD[num_q:])]
-        self._sizes_2 = torch.tensor([total_q * D, total_k * D * copies], device=weight_GD.device)
-
-    def __call__(self, x_NGD: Tensor) -> Tensor:
-        """Computed in float32; the sums of squares are those of all ranks, two numbers a token."""
-        N, G, D = x_NGD.shape
-        parts = x_NGD[:, : self._num_q], x_NGD[:, self._num_q :]
-        if self._group.size == 1:
-            normed = [norm.of_sum(x.flatten(1), None)[1] for norm, x in zip(self._each, parts, strict=True)]
-            return torch.cat(normed, dim=1).view(N, G, D)
-        # In float64, so that the order of a sum, which a GPU chooses by the number of rows, does not show.
-        sums = [x.float().square().sum((1, 2), dtype=torch.float64) for x in parts]
-        sums_N2 = self._group.all_reduce(torch.stack(sums, dim=1).float())
-        scale_N2 = torch.rsqrt(sums_N2 / self._sizes_2 + self._eps)
-        scaled = [x.float() * scale_N2[:, i, None, None] for i, x in enumerate(parts)]
-        return (torch.cat(scaled, dim=1) * self._weight_GD).to(x_NGD.dtype)
-
-
 class RotaryEmbedding:
     """Turns the positions of a step into what `rotate` needs, once per step for all layers.
 
@@ -170,17 +137,19 @@ class RotaryEmbedding:
     def __init__(self, rope: Rope, *, device: torch.device, dtype: torch.dtype):
         exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
         self._frequencies = rope.adjust(1.0 / rope.theta**exponents).to(device)
-        self._scaling, self._dtype = rope.scaling, dtype
-        self._still = (rope.head_dim - rope.rotary_dim) // 2  # pairs that are not rotated
+        # Of each dimension, in the order of a head; pairs that are not rotated have an angle of 0.
+        still = (rope.head_dim - rope.rotary_dim) // 2
+        self._frequencies_D = F.pad(self._frequencies, (0, still)).repeat(2)
+        scaling = F.pad(torch.full_like(self._frequencies, rope.scaling), (0, still), value=1.0)
+        self._scaling_D, self._signs_D = scaling.repeat(2), torch.cat((-scaling, scaling))
+        self._scaled, self._dtype = rope.scaling != 1, dtype
 
     def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [N] -> (cos, sin), each [N, 1, D]; sin carries the sign of the rotation."""
-        angles = torch.outer(positions_N.to(torch.float32), self._frequencies)
-        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        if self._still:
-            cos, sin = F.pad(cos, (0, self._still), value=1.0), F.pad(sin, (0, self._still))
-        cos_N1D = torch.cat((cos, cos), dim=-1).unsqueeze_(1)
-        sin_N1D = torch.cat((-sin, sin), dim=-1).unsqueeze_(1)
+        angles_N1D = positions_N.to(torch.float32)[:, None, None] * self._frequencies_D
+        cos_N1D, sin_N1D = angles_N1D.cos(), angles_N1D.sin().mul_(self._signs_D)
+        if self._scaled:
+            cos_N1D.mul_(self._scaling_D)
         return cos_N1D.to(self._dtype), sin_N1D.to(self._dtype)
 
 
@@ -190,40 +159,12 @@ def rotate(x_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     return torch.addcmul(x_NGD * cos_N1D, swapped_NGD, sin_N1D)
 
 
-class Attention:
-    """Projections, optional norm of queries and keys, rotary embedding; the rest is the engine's.
+class Mixer(Protocol):
+    """What lets a token see those before it: attention, or a recurrent layer."""
 
-    spec: of this layer, with the heads of this rank. qkv: [(Hq + 2 Hkv) D, H], rows of queries first, then
-    keys, then values; out: [H, Hq D]. qk_norm: norm of [N, G, D]: every query and key head with its weight,
-    or all of them together; or None. sinks: float32 [Hq], where the layer has them. gate: [Hq D, H], of a
-    projection whose sigmoid multiplies what attention gives, or None. group: the ranks that have the other
-    heads. Only one of them has `out_bias`.
-    """
-
-    def __init__(
-        self,
-        layer: int,
-        spec: AttentionSpec,
-        *,
-        qkv: Dense,
-        qkv_bias: Tensor | None = None,
-        out: Dense,
-        out_bias: Tensor | None = None,
-        qk_norm: Norm | WholeNorm | None = None,
-        sinks: Tensor | None = None,
-        gate: Dense | None = None,
-        group: Group = SINGLE_RANK.attention_tp,
-        linear: Linear = linear,
-    ):
-        self._gate = gate
-        self._layer, self._group, self._linear = layer, group, linear
-        self._num_q, self._head_dim, self._rope = spec.num_heads, spec.head_dim, spec.rope
-        self._num_qk = spec.num_heads + spec.num_kv_heads
-        self._num_qkv = self._num_qk + spec.num_kv_heads
-        self._qkv, self._qkv_bias = qkv, qkv_bias
-        self._out, self._out_bias = out, out_bias
-        self._qk_norm, self._sinks = qk_norm, sinks
-        self._fused = one_kernel(qkv.device, qkv.dtype, spec.head_dim // 2)
+    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention, /) -> Tensor:
+        """[N, H] to [N, H], or to parts [P, N, H] of it for a norm that adds them up."""
+        ...
 
     def of_sum(
         self,
@@ -234,79 +175,8 @@ class Attention:
         attention: interface.Attention,
     ) -> tuple[Tensor, Tensor]:
         """(x + delta, a call on its norm)."""
-        adds_parts = self._qk_norm is None or isinstance(self._qk_norm, Norm)
-        if self._fused and adds_parts and self._qkv_bias is None and attention.place(self._layer) is not None:
-            found = norm.product(x_NH, delta, self._linear, self._qkv)
-            if found is not None:
-                total_NH, normed_NH, heads = found
-                return total_NH, self(normed_NH, rotaries, attention, heads)
         total_NH, normed_NH = norm.of_sum(x_NH, delta)
         return total_NH, self(normed_NH, rotaries, attention)
-
-    def __call__(
-        self,
-        x_NH: Tensor,
-        rotaries: Rotaries,
-        attention: interface.Attention,
-        heads: Tensor | None = None,
-    ) -> Tensor:
-        """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H].
-
-        heads: parts of x's queries, keys and values, where `of_sum` has them.
-        """
-        N, D, rotary = x_NH.shape[0], self._head_dim, rotaries[self._rope]
-        if self._fused:
-            out_NHD = self._attend_fused(self._fused, x_NH, rotary, attention, heads)
-        else:
-            heads_NGD = self._linear(x_NH, self._qkv, self._qkv_bias).view(N, self._num_qkv, D)
-            q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
-            out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :], self._sinks)
-        flat_NX = out_NHD.reshape(N, self._num_q * D)
-        if self._gate is not None:
-            flat_NX = flat_NX * torch.sigmoid(self._linear(x_NH, self._gate))
-        if self._fused and self._group.size == 1:
-            return product(self._linear, flat_NX, self._out, self._out_bias)
-        return self._group.all_reduce(self._linear(flat_NX, self._out, self._out_bias))
-
-    def _compose(self, heads_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed and rotated."""
-        qk_NGD = heads_NGD[:, : self._num_qk]
-        if self._qk_norm is not None:
-            qk_NGD = self._qk_norm(qk_NGD)
-        qk_NGD = rotate(qk_NGD, cos_N1D, sin_N1D)
-        return qk_NGD[:, : self._num_q], qk_NGD[:, self._num_q :]
-
-    def _attend_fused(
-        self,
-        rows: ModuleType,
-        x_NH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention: interface.Attention,
-        heads: Tensor | None,
-    ) -> Tensor:
-        """Norm, rotation and, where the cache is there to be written, the store in one launch."""
-        norm, num_k = self._qk_norm, self._num_qk - self._num_q
-        each = norm if isinstance(norm, Norm) else None
-        weight_GD, eps = (None, 0.0) if each is None else (each.weight, each.eps)
-        cos_ND, sin_ND = (x_N1D[:, 0] for x_N1D in rotary)
-        place = attention.place(self._layer)
-        given = self._num_q, num_k, cos_ND, sin_ND, weight_GD, eps
-        if place is not None and norm is each:
-            if heads is None:
-                heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
-            q_NHD, _ = rows.rotate(heads, *given, store=place)
-            return attention.attend(self._layer, q_NHD, self._sinks)
-        heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
-        if isinstance(norm, WholeNorm):
-            qk_NGD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, : self._num_qk]
-            qk_NGD.copy_(norm(qk_NGD))
-            if place is not None:
-                q_NHD, _ = rows.rotate(heads_NX, *given, store=place)
-                return attention.attend(self._layer, q_NHD, self._sinks)
-        q_NHD, k_NHD = rows.rotate(heads_NX, *given)
-        assert k_NHD is not None, "keys are returned unless stored"
-        v_NHD = heads_NX.view(len(x_NH), self._num_qkv, self._head_dim)[:, self._num_qk :]
-        return attention(self._layer, q_NHD, k_NHD, v_NHD, self._sinks)
 
 
 class GatedMLP:

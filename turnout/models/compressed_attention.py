@@ -17,7 +17,7 @@ from torch import Tensor
 from turnout.attention import interface
 from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec
-from turnout.models.blocks import Norm, Rotaries, RotaryEmbedding
+from turnout.models.blocks import Mixer, Norm, Rotaries, RotaryEmbedding
 from turnout.models.dense import Dense, Linear
 from turnout.models.shares import Share, whole
 from turnout.models.spec import CompressedProjections
@@ -47,7 +47,7 @@ class TurnAt:
         return turned(x_MD[:, None], self._rope(positions_M))[:, 0]
 
 
-class CompressedProjection:
+class CompressedProjection(Mixer):
     """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries
     are made of, Hi of index weights. out_a: [G, Z, Hq D / G]. compressors: of entries, of the index's, none
     in layers without entries. index_up: [Hi Di, Lq]. group: the ranks that have the other heads.

@@ -25,8 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from turnout.attention import interface
-from turnout.models.blocks import Attention, Embedding, Head, Norm, Rotaries, RotaryEmbedding
+from turnout.models.blocks import Embedding, Head, Mixer, Norm, Rotaries, RotaryEmbedding
 from turnout.models.dense import Linear, linear
 from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
@@ -37,28 +36,33 @@ from turnout.vocabulary import Phase
 Flow = tuple[Tensor, Callable[[], Tensor | None]]
 
 
-class Mixer(Protocol):
-    """What lets a token see those before it: attention, or a recurrent layer."""
-
-    def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention, /) -> Tensor:
-        """[N, H] to [N, H], or to parts [P, N, H] of it for a norm that adds them up."""
-        ...
-
-
 class MLP(Protocol):
     """What follows attention: an MoE layer, or a dense MLP, which needs only x.
 
-    phase, tokens and real are the step's (`interface.Step`).
+    phase, tokens and real are the step's (`interface.Step`); logits and token_ids as of `MoELayer`.
     """
 
     def __call__(
-        self, x_NH: Tensor, phase: Phase, tokens: Sequence[int] | None, real_N: Tensor | None, /
+        self,
+        x_NH: Tensor,
+        phase: Phase,
+        tokens: Sequence[int] | None,
+        real_N: Tensor | None,
+        logits: Tensor | None = None,
+        token_ids_N: Tensor | None = None,
+        /,
     ) -> Tensor:
         """[N, H] to [N, H]."""
         ...
 
     def begin(
-        self, x_NH: Tensor, phase: Phase, tokens: Sequence[int] | None, real_N: Tensor | None, /
+        self,
+        x_NH: Tensor,
+        phase: Phase,
+        tokens: Sequence[int] | None,
+        real_N: Tensor | None,
+        token_ids_N: Tensor | None = None,
+        /,
     ) -> InFlight:
         """A call in stages, which lets those of two micro-batches overlap."""
         ...
@@ -93,7 +97,11 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is to be added to it, [N, H] each, to the same after this layer."""
         x_NH, delta_NH = self._attend(x_NH, delta_NH, rotary, step)
-        if isinstance(self.mlp, MoELayer) and self.mlp.adds_parts_by is not None:
+        if isinstance(self.mlp, MoELayer) and self.mlp_norm.on_cpu:
+            done = self.mlp.of_sum(x_NH, delta_NH, self.mlp_norm.weight, self.mlp_norm.eps, step.real)
+            if done is not None:
+                return done
+        elif isinstance(self.mlp, MoELayer) and self.mlp.adds_parts_by is not None:
             found = self.mlp_norm.product(x_NH, delta_NH, linear, self.mlp.adds_parts_by)
             if found is not None:
                 x_NH, normed_NH, logits = found
@@ -111,10 +119,7 @@ class DecoderLayer:
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
         """The residual stream up to attention, and what that adds."""
-        if isinstance(self.attention, Attention):
-            return self.attention.of_sum(self.attention_norm, x_NH, delta_NH, rotary, step.attention)
-        x_NH, normed_NH = self.attention_norm.of_sum(x_NH, delta_NH)
-        return x_NH, self.attention(normed_NH, rotary, step.attention)
+        return self.attention.of_sum(self.attention_norm, x_NH, delta_NH, rotary, step.attention)
 
     def overlapped(
         self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]

@@ -5,43 +5,42 @@ Legend: H hidden, V vocabulary, E experts, Hq/Hkv query/KV heads, G = Hq + Hkv, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from turnout.attention.kinds import AttentionSpec, CompressedSpec, DeltaNetSpec
+from turnout.attention.kinds import CompressedSpec, DeltaNetSpec
 from turnout.checkpoint import ExpertShape
 from turnout.checkpoint.errors import CheckpointError
 from turnout.formats.experts import ExpertWeights, shard
+from turnout.malloc import release_freed_memory
+from turnout.models.attention import read_attention
 from turnout.models.blocks import (
-    Attention,
     Embedding,
     GatedMLP,
     GatedSharedExpert,
     Head,
     Norm,
     RotaryEmbedding,
-    WholeNorm,
 )
 from turnout.models.compressed_attention import compressor_tensors, read_compressed_attention
 from turnout.models.decoder import MLP, Decoder, DecoderLayer, DraftLayer, Mixer
 from turnout.models.delta_net import read_delta_net
-from turnout.models.dense import Dense, ordered_rows
 from turnout.models.interface import ProgressFn
 from turnout.models.latent_attention import read_latent_attention
 from turnout.models.rope import NOPE, Rope
-from turnout.models.shares import Heads, Share, split, whole
+from turnout.models.shares import Heads, split, whole
 from turnout.models.spec import COMPRESSED_ROPE, DecoderSpec, DraftNames, StreamSpec
 from turnout.models.streams import StreamEmbedding, StreamLayer, StreamNorm, StreamWeights
-from turnout.models.weights import Weights, release_freed_memory
-from turnout.moe.interface import Experts, Keep, prepare_anew
+from turnout.models.weights import Weights
+from turnout.moe.interface import Experts, Keep
 from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.groups import SINGLE_RANK, Groups, shares
-from turnout.vocabulary import QKNorm, SharedExpert
+from turnout.vocabulary import SharedExpert
 
 
 class DecoderReader:
@@ -57,8 +56,8 @@ class DecoderReader:
         weights: Weights,
         plan: MoEPlan,
         groups: Groups,
-        make_runner: Callable[[int], Experts] | None = None,
-        keep: Keep = prepare_anew,
+        make_runner: Callable[[int], Experts] | None,
+        keep: Keep,
     ):
         self._spec, self._weights, self._plan, self._groups = spec, weights, plan, groups
         self._ahead: dict[int, Future[ExpertWeights]] = {}  # by layer, those that are being read ahead
@@ -184,26 +183,16 @@ class DecoderReader:
         return embed, head
 
     def _read_norm(self, prefix: str) -> Norm:
-        weight_H = self._norm_weight(prefix, self._shape.hidden_size)
+        around_one = self._spec.norms_around_one
+        weight_H = self._weights.norm(prefix, self._shape.hidden_size, around_one=around_one)
         return Norm(weight_H, self._spec.norm_eps, self._weights.dtype)
 
-    def _norm_weight(self, prefix: str, size: int) -> Tensor:
-        """What a norm multiplies by [size]. 1 + weight is float32: bfloat16 would lose small weights."""
-        if not self._spec.norms_around_one:
-            return self._weights.tensor(f"{prefix}.weight", size)
-        stored = self._weights.checkpoint.tensor(f"{prefix}.weight", (size,), torch.float32)
-        return 1 + stored.to(self._weights.device)
-
     def _read_mixer(self, i: int, prefix: str) -> Mixer:
-        layer = self._spec.shape.attention[i]
-        if not isinstance(layer, DeltaNetSpec):
-            return self._read_attention(i, f"{prefix}.{self._spec.names.attention}")
-        prefix = f"{prefix}.{self._spec.names.recurrent}"
-        return read_delta_net(i, prefix, self._spec, layer, self._weights, self._group)
-
-    def _read_attention(self, i: int, prefix: str) -> Mixer:
-        spec, weights = self._spec, self._weights
-        layer = spec.shape.attention[i]
+        spec, weights, group = self._spec, self._weights, self._group
+        layer, H = spec.shape.attention[i], self._shape.hidden_size
+        if isinstance(layer, DeltaNetSpec):
+            return read_delta_net(i, f"{prefix}.{spec.names.recurrent}", spec, layer, weights, group)
+        prefix = f"{prefix}.{spec.names.attention}"
         if isinstance(layer, CompressedSpec) and spec.compressed:
             return read_compressed_attention(
                 i,
@@ -213,85 +202,21 @@ class DecoderReader:
                 rope=RotaryEmbedding(self._ropes()[layer.rope], device=weights.device, dtype=weights.dtype),
                 norm_eps=spec.norm_eps,
                 weights=weights,
-                hidden=self._shape.hidden_size,
-                group=self._group,
-            )
-        H, heads = self._shape.hidden_size, Heads.of(spec.shape.attention[i], self._group)
-        if spec.latent:
-            return read_latent_attention(
-                i,
-                prefix,
-                heads,
-                spec.latent,
-                order=spec.rope.order,
-                weights=weights,
                 hidden=H,
-                group=self._group,
+                group=group,
             )
-        rows = {f"{prefix}.q_proj": heads.queries, f"{prefix}.k_proj": heads.keys}
-        rows[f"{prefix}.v_proj"] = heads.values
-        out_bias = weights.tensor(f"{prefix}.o_proj.bias", H) if spec.out_bias else None
-        order = None if heads.spec.rope == NOPE else spec.rope.order
-        if spec.output_gate:
-            rows[f"{prefix}.q_proj"] = heads.queries.times(2)
-        qkv, gate = weights.dense(rows, whole(H)), None
-        qkv_bias = weights.fused_bias(rows) if spec.qkv_bias else None
-        if spec.output_gate:
-            qkv, gate = _without_gate(qkv, heads.spec)
-        if order is not None:
-            D = heads.spec.head_dim
-            starts = range(0, (heads.spec.num_heads + heads.spec.num_kv_heads) * D, D)
-            turned = ordered_rows(qkv, starts, order)
-            qkv, qkv_bias = qkv[turned], None if qkv_bias is None else qkv_bias[turned]
-        return Attention(
+        if spec.latent is None:
+            return read_attention(i, prefix, spec, layer, weights, group)
+        return read_latent_attention(
             i,
-            heads.spec,
-            qkv=qkv,
-            qkv_bias=qkv_bias,
-            out=weights.dense({f"{prefix}.o_proj": whole(H)}, heads.outputs),
-            out_bias=out_bias if self._group.rank == 0 else None,
-            qk_norm=self._read_qk_norm(i, prefix, order, heads),
-            sinks=self._read_sinks(prefix, heads.heads) if heads.spec.sinks else None,
-            gate=gate,
-            group=self._group,
-            linear=weights.multiply,
+            prefix,
+            Heads.of(layer, group),
+            spec.latent,
+            order=spec.rope.order,
+            weights=weights,
+            hidden=H,
+            group=group,
         )
-
-    def _read_qk_norm(
-        self, i: int, prefix: str, order: Sequence[int] | None, heads: Heads
-    ) -> Norm | WholeNorm | None:
-        kind, local, whole_layer = self._spec.qk_norm, heads.spec, self._spec.shape.attention[i]
-        D, num_qk = local.head_dim, local.num_heads + local.num_kv_heads
-        if kind == QKNorm.NONE or (kind == QKNorm.UNIT and local.rope == NOPE):
-            return None
-        if kind == QKNorm.UNIT:
-            ones_GD = torch.ones(num_qk, D, dtype=self._weights.dtype, device=self._weights.device)
-            return Norm(ones_GD, self._spec.norm_eps)
-        parts = []
-        for name, share in ((f"{prefix}.q_norm", heads.queries), (f"{prefix}.k_norm", heads.keys)):
-            if kind == QKNorm.WHOLE:
-                weight = self._weights.tensor(f"{name}.weight", share.total)
-                parts.append(weight.narrow(0, share.start, share.size).view(-1, D))
-            else:
-                parts.append(self._norm_weight(name, D).expand(share.size // D, D))
-        weight_GD = torch.cat(parts)
-        if order is not None:
-            weight_GD = weight_GD[:, list(order)].contiguous()
-        if kind == QKNorm.HEAD:
-            return Norm(weight_GD, self._spec.norm_eps, self._weights.dtype)
-        return WholeNorm(
-            weight_GD,
-            self._spec.norm_eps,
-            num_q=local.num_heads,
-            total_q=whole_layer.num_heads,
-            total_k=whole_layer.num_kv_heads,
-            copies=self._group.size * local.num_kv_heads // whole_layer.num_kv_heads,
-            group=self._group,
-        )
-
-    def _read_sinks(self, prefix: str, heads: Share) -> Tensor:
-        sinks_H = self._weights.tensor(f"{prefix}.sinks", heads.total)
-        return sinks_H.narrow(0, heads.start, heads.size).float()
 
     def _read_dense(self, prefix: str) -> GatedMLP:
         inner = split(self._spec.dense_intermediate_size, self._dense_group)
@@ -397,11 +322,3 @@ class DecoderReader:
             return mlp
         gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))
         return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)
-
-
-def _without_gate(weight: Dense, layer: AttentionSpec) -> tuple[Dense, Dense]:
-    """(queries, keys and values; gates), of rows in which each query head is followed by its gate."""
-    D, num_q = layer.head_dim, layer.num_heads
-    rows = torch.arange(len(weight), device=weight.device)
-    queries, gates = rows[: 2 * num_q * D].view(num_q, 2, D).unbind(1)
-    return weight[torch.cat((queries.flatten(), rows[2 * num_q * D :]))], weight[gates.flatten()]

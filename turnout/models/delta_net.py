@@ -10,14 +10,16 @@ Hk/Hv key/value heads, Dk/Dv their sizes, R = Hv / Hk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
-from turnout.models.blocks import Rotaries
-from turnout.models.dense import Linear
+from turnout.models.blocks import Mixer, Rotaries
+from turnout.models.dense import Dense, Linear
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights
@@ -25,18 +27,27 @@ from turnout.parallel.groups import Group
 from turnout.vocabulary import DeltaRows
 
 
-class DeltaNet:
-    """mixed: [X, H]; out: [H, Hv Dv]. cell: the rest. group: the ranks that have the other heads."""
+class DeltaNet(Mixer):
+    """mixed: [X, H], in parts of its rows; out: [H, Hv Dv]. cell: the rest. group: the ranks that have the
+    other heads."""
 
     def __init__(
-        self, layer: int, cell: DeltaCell, *, mixed: Tensor, out: Tensor, group: Group, linear: Linear
+        self,
+        layer: int,
+        cell: DeltaCell,
+        *,
+        mixed: Sequence[Dense],
+        out: Dense,
+        group: Group,
+        linear: Linear,
     ):
         self._layer, self._cell, self._group, self._linear = layer, cell, group, linear
         self._mixed, self._out = mixed, out
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H]; positions count for nothing."""
-        mixed_NX = self._linear(x_NH, self._mixed)
+        parts = [self._linear(x_NH, rows) for rows in self._mixed]
+        mixed_NX = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         y_NY = attention.recur(self._layer, mixed_NX, self._cell)
         return self._group.all_reduce(self._linear(y_NY, self._out))
 
@@ -72,7 +83,7 @@ def read_delta_net(
         i,
         cell,
         mixed=read(weights, prefix, layer, keys, values, H),
-        out=weights.linear(f"{prefix}.out_proj", H, values.times(layer.value_dim)),
+        out=weights.dense({f"{prefix}.out_proj": H}, values.times(layer.value_dim)),
         group=group,
         linear=weights.multiply,
     )
@@ -89,24 +100,41 @@ def _channels(rows: Tensor, layer: DeltaNetSpec, keys: Share, values: Share) -> 
 
 def _read_by_kind(
     weights: Weights, prefix: str, layer: DeltaNetSpec, keys: Share, values: Share, H: Share
-) -> Tensor:
+) -> list[Dense]:
     """`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`."""
-    qkv = weights.linear(f"{prefix}.in_proj_qkv", whole(layer.channels), H)
-    rows = {f"{prefix}.in_proj_z": values.times(layer.value_dim)}
-    rows |= {f"{prefix}.in_proj_{name}": values for name in "ba"}
-    return torch.cat((_channels(qkv, layer, keys, values), weights.fused(rows, H)))
+    all_values = whole(values.total * layer.value_dim)
+    large = {f"{prefix}.in_proj_qkv": whole(layer.channels), f"{prefix}.in_proj_z": all_values}
+    small = {f"{prefix}.in_proj_{name}": values for name in "ba"}
+    rows = torch.arange(layer.channels + all_values.size)
+    z = values.times(layer.value_dim)
+    mine = torch.cat(
+        (
+            _channels(rows[: layer.channels], layer, keys, values),
+            rows[layer.channels :].narrow(0, z.start, z.size),
+        )
+    )
+    return _together(weights.dense(large, H), mine, weights.dense(small, H), None)
+
+
+def _together(large: Dense, mine: Tensor, small: Dense, order: Tensor | None) -> list[Dense]:
+    """Rows `mine` of `large`, then rows `order` of `small`: one matrix unless either is kept in FP8."""
+    parts = [large[mine.to(large.device)], small if order is None else small[order.to(small.device)]]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    return [torch.cat(plain)] if len(plain) == len(parts) else parts
 
 
 def _read_by_key_head(
     weights: Weights, prefix: str, layer: DeltaNetSpec, keys: Share, values: Share, H: Share
-) -> Tensor:
+) -> list[Dense]:
     """`in_proj_qkvz`: for each key head Dk of query, Dk of key, R Dv of values, R Dv of z; `in_proj_ba`: R of
     b, R of a."""
     Dk, Dv, R = layer.head_dim, layer.value_dim, values.total // keys.total
-    qkvz = weights.linear(f"{prefix}.in_proj_qkvz", keys.times(2 * Dk + 2 * R * Dv), H)
-    ba = weights.linear(f"{prefix}.in_proj_ba", keys.times(2 * R), H)
-    parts = [
-        *qkvz.unflatten(0, (keys.size, -1)).split([Dk, Dk, R * Dv, R * Dv], dim=1),
-        *ba.unflatten(0, (keys.size, -1)).split([R, R], dim=1),
-    ]
-    return torch.cat([part.flatten(0, 1) for part in parts])
+    large = {f"{prefix}.in_proj_qkvz": keys.times(2 * Dk + 2 * R * Dv)}
+    small = {f"{prefix}.in_proj_ba": keys.times(2 * R)}
+
+    def by_kind(sizes: list[int]) -> Tensor:
+        rows = torch.arange(keys.size * sum(sizes)).view(keys.size, -1)
+        return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+    qkvz, ba = by_kind([Dk, Dk, R * Dv, R * Dv]), by_kind([R, R])
+    return _together(weights.dense(large, H), qkvz, weights.dense(small, H), ba)

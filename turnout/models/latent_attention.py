@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.attention.indexing import Index
+from turnout.attention.indexing import Index, rounded
 from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
 from turnout.attention.up_projection import UpProjection
 from turnout.models import interface
-from turnout.models.blocks import Norm, Rotaries, rotate
+from turnout.models.blocks import Mixer, Norm, Rotaries, rotate
 from turnout.models.dense import Dense, Linear, linear, ordered_rows, product
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import LatentProjections
 from turnout.models.weights import Weights
 from turnout.parallel.groups import Group
 
-EPS = 1e-6  # of the norm of index keys
+EPS = 1e-6  # of norms in these layers, whatever the others have
 
 
 class Indexer:
@@ -49,7 +49,7 @@ class Indexer:
         key: Dense,
         key_norm: tuple[Tensor, Tensor],
         weights: Tensor,
-        linear: Linear = linear,
+        linear: Linear,
     ):
         self._spec, self._linear = spec, linear
         self._query_up, self._key, self._key_norm, self._weights = query_up, key, key_norm, weights
@@ -60,9 +60,10 @@ class Indexer:
         spec = self._spec
         q_NHD = self._linear(normed_NX, self._query_up).view(-1, spec.index_heads, spec.index_dim)
         key_ND = F.layer_norm(self._linear(x_NH, self._key).float(), (spec.index_dim,), *self._key_norm, EPS)
+        key_ND = self._rotate(key_ND.to(x_NH.dtype)[:, None], *rotary)[:, 0]
         return Index(
             self._rotate(q_NHD, *rotary),
-            self._rotate(key_ND.to(x_NH.dtype)[:, None], *rotary)[:, 0],
+            rounded(key_ND) if spec.index_fp8 else key_ND,
             self._linear(x_NH.float(), self._weights) * self._scale,
         )
 
@@ -71,7 +72,7 @@ class Indexer:
         return torch.cat((rotate(x_NGD[..., :size], cos_N1R, sin_N1R), x_NGD[..., size:]), dim=-1)
 
 
-class LatentAttention:
+class LatentAttention(Mixer):
     """spec: of this layer, with the heads of this rank.
 
     down: [Lq + C, H], rows of queries first; without a query_norm these are the queries themselves, [Hq D +
@@ -155,7 +156,7 @@ def read_latent_attention(
     group: Group,
 ) -> LatentAttention:
     """From the tensors at `prefix`. order: of the rotated dimensions (`Rope.order`)."""
-    spec, rank, eps = heads.spec, projections.query_rank, projections.norm_eps
+    spec, rank, eps = heads.spec, projections.query_rank, EPS
     nope, made = spec.head_dim - spec.rope_dim, spec.head_dim - spec.rope_dim + spec.value_dim
     queries = {f"{prefix}.q_a_proj": whole(rank)} if rank else {f"{prefix}.q_proj": heads.queries}
     kept = {f"{prefix}.kv_a_proj_with_mqa": whole(spec.latent_dim + spec.rope_dim)}

@@ -52,9 +52,9 @@ class Rope:
     theta: float
     max_positions: int
     adjust: Callable[[Tensor], Tensor]
-    scaling: float = 1.0
-    latent_scaling: float = 1.0
-    interleaved: bool = False
+    scaling: float
+    latent_scaling: float
+    interleaved: bool
 
     def still(self) -> Rope:
         """Of as large heads, none of whose dimensions turn."""

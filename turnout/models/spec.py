@@ -6,11 +6,10 @@ model from it. Does not import torch, so that a plan costs no more than reading 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from turnout.attention.kinds import CompressedSpec, DeltaNetSpec, SparseLatentSpec
-from turnout.models.interface import DenseParameters, ModelDescription, ModelShape
+from turnout.attention.kinds import DeltaNetSpec
+from turnout.models.interface import ModelShape
 from turnout.models.rope import Rope
 from turnout.moe.spec import MoESpec
 from turnout.vocabulary import DeltaRows, QKNorm
@@ -83,11 +82,10 @@ class SharedExpert:
 @dataclass(frozen=True, kw_only=True)
 class LatentProjections:
     """Where queries and the latent vectors of latent attention come from. query_rank: of the vector that
-    queries are made from; 0: they are made from the hidden state. norm_eps: of the norms of both vectors.
-    index_interleaved: what an indexer rotates it rotates in pairs of neighbours, not of halves."""
+    queries are made from; 0: they are made from the hidden state. index_interleaved: what an indexer rotates
+    it rotates in pairs of neighbours, not of halves."""
 
     query_rank: int
-    norm_eps: float = 1e-6  # whatever the other norms have
     index_interleaved: bool = False
 
 
@@ -199,122 +197,3 @@ class DecoderSpec:
     def experts_prefix(self, i: int) -> str:
         """Of the routed experts of layer `i`."""
         return f"{self.layer_prefix(i)}.{self.names.moe}.{self.names.experts}"
-
-    def describe(self, is_fp8: Callable[[str], bool] = lambda _: False) -> ModelDescription:
-        """is_fp8: whether the checkpoint stores the linear layer of this name in FP8."""
-        return ModelDescription(
-            shape=self.shape,
-            moe=self.moe,
-            moe_layers=self.moe_layers,
-            experts_prefix=f"{self.names.layer('{}')}.{self.names.moe}.{self.names.experts}",
-            dense=self._dense_parameters(),
-            dense_in_fp8=self._parameters_in_fp8(is_fp8),
-            draft_moe=self.draft_moe,
-        )
-
-    def _parameters_in_fp8(self, is_fp8: Callable[[str], bool]) -> DenseParameters:
-        """Of the matrices that `Weights.dense` reads, each of layers that read the same input."""
-        H, queries, keys_values, mlps, shared_experts, replicated = self.shape.hidden_size, 0, 0, 0, 0, 0
-
-        def stored(count: int, prefix: str, *modules: str) -> int:
-            return count * all(is_fp8(f"{prefix}.{module}") for module in modules)
-
-        def gated_mlp(inner: int, prefix: str) -> int:
-            gate, wide, down = self.names.gate_up_down
-            return stored(2 * inner * H, prefix, gate, wide) + stored(inner * H, prefix, down)
-
-        for i, layer in enumerate(self.shape.attention):
-            prefix, names = self.layer_prefix(i), self.names
-            if i not in self.moe_layers:
-                mlps += gated_mlp(self.dense_intermediate_size, f"{prefix}.{names.dense}")
-            elif self.shared_expert:
-                inner = self.shared_expert.intermediate_size
-                shared_experts += gated_mlp(inner, f"{prefix}.{names.moe}.{names.shared_expert}")
-            if isinstance(layer, DeltaNetSpec | CompressedSpec):
-                continue  # decoded while they load
-            prefix, q = f"{prefix}.self_attn", layer.num_heads * layer.head_dim
-            queries += stored(layer.num_heads * layer.value_dim * H, prefix, "o_proj")
-            if self.latent:
-                rank = self.latent.query_rank
-                down = "q_a_proj" if rank else "q_proj", "kv_a_proj_with_mqa"
-                keys_values += stored((layer.latent_dim + layer.rope_dim) * H, prefix, *down)
-                replicated += stored(rank * H, prefix, *down)
-                queries += stored(q * rank, prefix, "q_b_proj") if rank else stored(q * H, prefix, *down)
-                if isinstance(layer, SparseLatentSpec) and not layer.shares_choice:
-                    dim = layer.index_dim
-                    replicated += stored(layer.index_heads * dim * rank, prefix, "indexer.wq_b")
-                    replicated += stored(dim * H, prefix, "indexer.wk")
-                continue
-            together = "q_proj", "k_proj", "v_proj"
-            queries += stored(q * H * (1 + self.output_gate), prefix, *together)
-            kv = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
-            keys_values += stored(kv * H, prefix, *together)
-        return DenseParameters(
-            queries=queries,
-            keys_values=keys_values,
-            mlps=mlps,
-            shared_experts=shared_experts,
-            replicated=replicated,
-        )
-
-    def _dense_parameters(self) -> DenseParameters:
-        shape, H, L = self.shape, self.shape.hidden_size, self.shape.num_layers
-        num_moe, shared = len(self.moe_layers), self.shared_expert
-        queries = keys_values = small = wide = 0
-        for layer in shape.attention:
-            if isinstance(layer, DeltaNetSpec):
-                inner = layer.num_heads * layer.value_dim
-                queries += (layer.mixed + inner) * H + layer.channels * layer.conv_width
-                wide += 2 * layer.num_heads
-                small += 2 * layer.num_heads + layer.value_dim
-                continue
-            if isinstance(layer, CompressedSpec) and self.compressed:
-                rank, width = self.compressed.query_rank, layer.num_heads * layer.head_dim
-                inner = layer.output_groups * self.compressed.output_rank
-                queries += width * (rank + self.compressed.output_rank) + inner * H
-                small += (rank + layer.head_dim) * (H + 1) + layer.num_heads
-                small += layer.open_dim * H + layer.open_dim // 2 * layer.rate
-                small += (layer.head_dim + layer.index_dim) * (layer.rate > 0)
-                small += layer.index_heads * (layer.index_dim * rank + H)
-                continue
-            if self.latent:
-                rank, made = self.latent.query_rank, layer.head_dim - layer.rope_dim + layer.value_dim
-                queries += layer.num_heads * layer.head_dim * (rank or H)
-                queries += layer.num_heads * (made * layer.latent_dim + layer.value_dim * H)
-                keys_values += (layer.latent_dim + layer.rope_dim) * H
-                small += rank * H + rank + layer.latent_dim
-                if isinstance(layer, SparseLatentSpec) and not layer.shares_choice:
-                    heads, dim = layer.index_heads, layer.index_dim
-                    small += heads * dim * rank + dim * (H + 2) + heads * H
-                    wide += heads * H
-                continue
-            q, k = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            queries += (
-                q * (H * (1 + self.output_gate) + self.qkv_bias) + layer.num_heads * layer.value_dim * H
-            )
-            keys_values += (k + layer.num_kv_heads * layer.value_dim) * (H + self.qkv_bias)
-            norms = {QKNorm.HEAD: 2 * layer.head_dim, QKNorm.WHOLE: q + k}.get(self.qk_norm, 0)
-            small += norms
-            wide += norms * self.norms_around_one
-            small += layer.num_heads if layer.sinks else 0
-        wide += H * (1 + 2 * L) * self.norms_around_one
-        hashed = len(self.hash_layers)
-        exact = hashed * shape.vocab_size * self.moe.top_k  # ids of experts, in four bytes
-        if self.streams:
-            S = self.streams.count
-            exact += 2 * L * (S * (S + 2) * (S * H + 1) + 3) + S * (S * H + 1) + 1
-        small += exact - hashed * self.moe.num_experts * self.correction_bias
-        wide += exact - hashed * self.moe.num_experts * self.correction_bias
-        biases = self.router_bias + self.correction_bias
-        draft = (2 * H + 3) * H if self.drafts else 0  # a projection and norms
-        router = self.moe.num_experts * (H + biases) + (H if shared and shared.gated else 0)
-        return DenseParameters(
-            vocabulary=shape.vocab_size * H * (1 if self.tied_embeddings else 2),
-            queries=queries,
-            keys_values=keys_values,
-            mlps=(L - num_moe) * 3 * self.dense_intermediate_size * H,
-            shared_experts=num_moe * 3 * shared.intermediate_size * H if shared else 0,
-            replicated=H + L * 2 * H + small + num_moe * router + L * H * self.out_bias + draft,
-            in_float32=wide
-            + num_moe * self.moe.num_experts * (H * self.router_float32 + self.correction_bias),
-        )

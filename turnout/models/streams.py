@@ -22,7 +22,6 @@ from turnout.models.decoder import MLP, Flow, Mixer
 from turnout.models.interface import Step
 from turnout.models.spec import StreamSpec
 from turnout.moe.in_flight import InFlight
-from turnout.moe.layer import MoELayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +88,7 @@ class StreamLayer:
     ) -> tuple[Tensor, Tensor]:
         """The streams and what is to be added to them, [N, S, H] each, to the same after this layer."""
         mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta_NSH, rotary, step)
-        ids_N = step.input_ids
-        if isinstance(self.mlp, MoELayer):
-            y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real, token_ids_T=ids_N)
-        else:
-            y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real)
+        y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real, None, step.input_ids)
         return mixed_NSH, _spread(post_NS, y_NH)
 
     def _attend(
@@ -113,12 +108,7 @@ class StreamLayer:
         begun: list[tuple[Tensor, Tensor, InFlight]] = []
         for (x_NSH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
             mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta(), rotary, step)
-            if isinstance(self.mlp, MoELayer):
-                batch = self.mlp.begin(
-                    normed_NH, step.phase, step.tokens, step.real, token_ids_T=step.input_ids
-                )
-            else:
-                batch = self.mlp.begin(normed_NH, step.phase, step.tokens, step.real)
+            batch = self.mlp.begin(normed_NH, step.phase, step.tokens, step.real, step.input_ids)
             begun.append((mixed_NSH, post_NS, batch))
         for _, _, batch in begun:
             batch.compute()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,6 +43,12 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
+
+    def norm(self, prefix: str, size: int, *, around_one: bool) -> Tensor:
+        """What a norm multiplies by [size]. 1 + weight is float32: bfloat16 would lose small weights."""
+        if not around_one:
+            return self.tensor(f"{prefix}.weight", size)
+        return 1 + self.checkpoint.tensor(f"{prefix}.weight", (size,), torch.float32).to(self.device)
 
     def linear(self, prefix: str, rows: Share, columns: Share, *, dtype: torch.dtype | None = None) -> Tensor:
         """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it. dtype: not the model's."""
@@ -101,14 +106,3 @@ class Weights:
         shape = rows.total, columns.total
         read = self.checkpoint.linear(prefix, shape, dtype, first=rows.start, count=rows.size)
         return read.narrow(1, columns.start, columns.size)
-
-
-def release_freed_memory() -> None:
-    """Hand the pages of freed temporaries back to the system.
-
-    glibc keeps holes between live blocks below 32 MB; after loading a small model layer by layer they
-    amount to a third of its weights. Other allocators have no such call and need none.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

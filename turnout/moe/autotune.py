@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from turnout.moe.capabilities.declared import RUNNERS, load
+from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Group
+from turnout.registry import load
 
 
 def autotune(

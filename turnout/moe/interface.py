@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from turnout.formats.experts import ExpertWeights
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
 from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, Routing
 from turnout.parallel.groups import Groups
 from turnout.vocabulary import Format, Phase
 
@@ -67,6 +67,27 @@ class Runner(Experts, Protocol):
     def same_bits(self, tokens: int) -> range:
         """Sizes of "tokens" batches, around `tokens`, between which a token gets the same bits,
         whatever else is in the batch; empty where nothing is promised. Known after `prepare`."""
+        ...
+
+
+@runtime_checkable
+class RoutedExperts(Protocol):
+    """A runner that can compute a whole layer of few tokens at once, norm and router included."""
+
+    def with_router(
+        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+    ) -> LayerInOneCall | None:
+        """None where it has no kernel for this. router_weight: [E, H]; counts: int64 [E], grows by the
+        choices. Called after `prepare`; what it gives sees updates."""
+        ...
+
+
+class LayerInOneCall(Protocol):
+    def __call__(
+        self, x_NH: Tensor, delta_NH: Tensor | None, gain_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(x + delta, the layer's output for its RMS norm times gain), [N, H]; None for a step that is better
+        computed in several calls."""
         ...
 
 

@@ -20,13 +20,21 @@ from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.in_flight import Chunk, Fork, InFlight, StagedBatch, at_once, fork_on, in_chunks
-from turnout.moe.interface import Dispatcher, DispatchSetup, Experts, Keep, prepare_anew
+from turnout.moe.interface import (
+    Dispatcher,
+    DispatchSetup,
+    Experts,
+    Keep,
+    LayerInOneCall,
+    RoutedExperts,
+    prepare_anew,
+)
 from turnout.moe.plan import MoEPlan
 from turnout.moe.routing import Router
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import SINGLE_RANK, Groups
-from turnout.vocabulary import Phase, Reduce, SharedExpert
+from turnout.vocabulary import Layout, Phase, Reduce, SharedExpert
 
 
 class MoELayer:
@@ -77,6 +85,7 @@ class MoELayer:
         self._runner, self._input_scale = keep("experts", partial(self._prepared, runner, experts, device))
         self._dispatchers = make_dispatchers(spec, plan, groups, device, self._input_scale)
         self.expert_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
+        self._in_one_call = self._bind() if experts_of_token is None and correction_bias is None else None
 
     def __call__(
         self,
@@ -102,6 +111,20 @@ class MoELayer:
             combined.append(dispatcher.combine(out, state))
         return self._finish(combined, shared, phase)
 
+    def of_sum(
+        self,
+        x_TH: Tensor,
+        delta_TH: Tensor | None,
+        gain_H: Tensor,
+        eps: float,
+        real_T: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(x + delta, a call on the RMS norm of that times gain), where the runner does it all at once, which
+        for few tokens on a CPU takes half of the time; else None. real: see a call."""
+        if self._in_one_call is None or real_T is not None:
+            return None
+        return self._in_one_call(x_TH, delta_TH, gain_H, eps)
+
     def begin(
         self,
         x_TH: Tensor,
@@ -112,7 +135,7 @@ class MoELayer:
     ) -> InFlight:
         """A call in stages, for two-batch overlap: routes, and starts the dispatch on another stream."""
         shared = self._start_shared(x_TH)
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, token_ids_T=token_ids_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, None, token_ids_T)
         return StagedBatch(
             self._runner,
             self._dispatchers[phase],
@@ -130,6 +153,19 @@ class MoELayer:
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
 
+    def _bind(self) -> LayerInOneCall | None:
+        """What computes the layer at once, where ranks exchange nothing and no other part takes part."""
+        exchanges = self._groups.world.size > 1 or any(
+            self._plan.phase(phase).layout != Layout.TOKENS or self._plan.phase(phase).chunk
+            for phase in Phase
+        )
+        if exchanges or self._shared_expert is not None or self._router_bias is not None:
+            return None
+        if not isinstance(self._runner, RoutedExperts):
+            return None
+        spec = self._spec
+        return self._runner.with_router(self._router_weight, spec.routing, spec.top_k, self.expert_counts)
+
     def _start_shared(self, x_TH: Tensor) -> Callable[[], Tensor] | None:
         """Start the shared expert, which needs nothing of routing; what is returned gives its [T, H]."""
         if self._shared_expert is None:
@@ -146,8 +182,8 @@ class MoELayer:
         self,
         x_TH: Tensor,
         real_T: Tensor | None,
-        logits: Tensor | None = None,
-        token_ids_T: Tensor | None = None,
+        logits: Tensor | None,
+        token_ids_T: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
         # A product per row, or parts [P, T, E] for a router that adds them up.

@@ -14,9 +14,9 @@ from torch import Tensor
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.interface import Experts, Runner
+from turnout.moe.interface import Experts, LayerInOneCall, RoutedExperts, Runner
 from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
+from turnout.moe.spec import MoESpec, Routing
 
 
 def make_runner(spec: MoESpec, plan: MoEPlan, device: torch.device) -> Experts:
@@ -53,6 +53,20 @@ class RunnerByBatchSize:
             deterministic=first.deterministic and all(other.deterministic for other in others),
             graph_safe=first.graph_safe and all(other.graph_safe for other in others),
             batch_invariant=False,
+        )
+
+    def with_router(
+        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+    ) -> LayerInOneCall | None:
+        """See `RoutedExperts`: of the runner for the fewest tokens, as long as it computes them."""
+        fewest, most = self._runners[0], self._bounds[0]
+        if not isinstance(fewest, RoutedExperts):
+            return None
+        at_once = fewest.with_router(router_weight, routing, top_k, counts)
+        if at_once is None:
+            return None
+        return lambda x_NH, delta_NH, gain_H, eps: (
+            at_once(x_NH, delta_NH, gain_H, eps) if len(x_NH) <= most else None
         )
 
     def prepare(self, experts: ExpertWeights) -> None:

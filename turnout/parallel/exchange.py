@@ -4,10 +4,6 @@ On one host it goes through shared memory, a file that all ranks map: each rank 
 turn, and writes its record with the number of the exchange. No rank can be two exchanges ahead, so the slot
 being written is one that all have read. A checksum over record and number tells a slot that is only
 half written, on any processor. Between hosts it goes through a process group.
-
-A wait looks, then yields its core, then naps for an eighth of what it has waited so far: so it is over at
-most an eighth late, ranks that wait for another's computation leave it the cores, and those that wait long
-cost next to nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from turnout.parallel.waiting import pauses
+
 SLOT = 128  # bytes: apart by more than a cache line
-LOOKS = 20  # before yielding; about 10 us
-AWAKE = 300e-6  # seconds before the first nap, which no kernel makes shorter than 50 us
-LONGEST_NAP = 1e-3
 
 
 class StepRecord(NamedTuple):
@@ -36,6 +30,7 @@ class StepRecord(NamedTuple):
     executed: how many of them are executed
     digest:   of the tokens sampled so far: ranks of one DP group must agree
     leaving:  1 when told to shut down
+    next_prompts: what the next step brings of prompts: 0 none, 1 held back, 2 some
     """
 
     tokens: int = 0
@@ -45,6 +40,7 @@ class StepRecord(NamedTuple):
     executed: int = 0
     digest: int = 0
     leaving: int = 0
+    next_prompts: int = 0
 
 
 FIELDS = struct.Struct(f"<{len(StepRecord._fields)}q")
@@ -89,20 +85,7 @@ class SharedExchange:
         return (2 * rank + self._number % 2) * SLOT
 
     def _wait(self, rank: int) -> StepRecord:
-        record = self._look(rank)
-        for _ in range(LOOKS):
-            if record is not None:
-                return record
-            record = self._look(rank)
-        began = time.monotonic()
-        while record is None:
-            waited = time.monotonic() - began
-            if waited < AWAKE:
-                os.sched_yield()
-            else:
-                time.sleep(min(waited / 8, LONGEST_NAP))
-            record = self._look(rank)
-        return record
+        return next(record for _ in pauses() if (record := self._look(rank)) is not None)
 
     def _look(self, rank: int) -> StepRecord | None:
         """What `rank` says in this exchange, once it is there whole."""

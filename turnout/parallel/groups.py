@@ -66,16 +66,13 @@ class Group:
 class ProcessGroup(Group):
     """Ranks that talk through torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(
-        self, ranks: Sequence[int], rank: int, handle: dist.ProcessGroup, *, fixed_order: bool = False
-    ):
+    def __init__(self, ranks: Sequence[int], rank: int, handle: dist.ProcessGroup, *, fixed_order: bool):
         super().__init__(ranks, rank)
         self._handle, self._fixed_order = handle, fixed_order
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if (
-            x.device.type == "cpu" or self._fixed_order
-        ):  # gloo's own takes twice as long, and its order depends on the size
+        # gloo's own takes twice as long, and its order depends on the size
+        if x.device.type == "cpu" or self._fixed_order:
             return _all_reduce(self, x)
         self.calls += 1
         dist.all_reduce(x, group=self._handle)

@@ -18,19 +18,17 @@ import os
 import platform
 import select
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from turnout.parallel.waiting import pauses
+
 WORD = 8  # bytes: all numbers are int64
 SLOT = 4 << 20  # bytes of a slot's payload; memory is taken when first written
-LOOKS = 20  # before yielding the core
-AWAKE = 300e-6  # seconds before the first nap; then naps of an eighth of the wait so far, up to
-LONGEST_NAP = 1e-3
-PATIENCE = 50e-3  # before looking whether a rank has ended
+PATIENCE = 50e-3  # seconds before looking whether a rank has ended
 
 SUPPORTED = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
@@ -153,16 +151,9 @@ class SharedMemory:
     def _wait(self, rank: int) -> memoryview:
         """The header of `rank` in this round, once it is there."""
         header, number = self._header(rank), self._number
-        for _ in range(LOOKS):
+        for waited in pauses():
             if header[0] == number:
-                return header
-        began = time.monotonic()
-        while header[0] != number:
-            waited = time.monotonic() - began
-            if waited < AWAKE:
-                os.sched_yield()
-                continue
-            time.sleep(min(waited / 8, LONGEST_NAP))
+                break
             if waited > PATIENCE and self._ends.poll(0) and header[0] != number:
                 raise ConnectionError("a rank that this one was waiting for has ended")
         return header

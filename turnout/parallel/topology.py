@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from turnout.errors import Refusal
+from turnout.errors import Refusal, standing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class Topology:
     def of(cls, config: object, rank: int = 0) -> Topology:
         """`rank`'s place among ranks of the sizes that `config` has under the same names."""
         sizes = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "rank"}
+        sizes["enable_dp_attention"] = bool(sizes["enable_dp_attention"])
         return cls(**sizes, rank=rank)
 
     @property
@@ -103,52 +104,42 @@ class Topology:
 
     def refusals(self) -> list[Refusal]:
         """Everything that is wrong with the sizes, each with the value that would work."""
-        found = []
-        for flag, size in (
-            ("--dp-size", self.dp_size),
-            ("--ep-size", self.ep_size),
-            ("--nnodes", self.nnodes),
-        ):
-            if size < 1 or self.tp_size % size:
-                found.append(self._indivisible(flag, size))
-        if self.dp_size > 1 and not self.enable_dp_attention:
-            found.append(
-                Refusal(
-                    who="topology",
-                    asked=f"--dp-size {self.dp_size}",
-                    limit="data-parallel groups share the experts, so their attention must be data-parallel",
-                    remedy="add --enable-dp-attention, or drop --dp-size",
-                )
-            )
-        if self.enable_dp_lm_head and not self.enable_dp_attention:
-            found.append(
-                Refusal(
-                    who="topology",
-                    asked="--enable-dp-lm-head",
-                    limit="without data-parallel attention all ranks share requests and divide the head",
-                    remedy="add --enable-dp-attention with --dp-size, or drop --enable-dp-lm-head",
-                )
-            )
-        if not found and self.moe_dense_tp_size not in (0, 1, self.attention_tp):
-            found.append(
-                Refusal(
-                    who="topology",
-                    asked=f"--moe-dense-tp-size {self.moe_dense_tp_size}",
-                    limit="dense layers are divided over the ranks that share requests, or whole on each",
-                    remedy="use --moe-dense-tp-size 1"
-                    + (f" or {self.attention_tp}" if self.attention_tp > 1 else ""),
-                )
-            )
-        if not 0 <= self.rank < self.tp_size:
-            found.append(
-                Refusal(
-                    who="topology",
-                    asked=f"rank {self.rank}",
-                    limit=f"ranks run from 0 to {self.tp_size - 1}",
-                    remedy=f"use --tp-size {self.rank + 1} or more, or start fewer ranks",
-                )
-            )
-        return found
+        sizes = {"--dp-size": self.dp_size, "--ep-size": self.ep_size, "--nnodes": self.nnodes}
+        found = [
+            self._indivisible(flag, size) for flag, size in sizes.items() if size < 1 or self.tp_size % size
+        ]
+        attention = (
+            (
+                self.dp_size > 1 and not self.enable_dp_attention,
+                f"--dp-size {self.dp_size}",
+                "data-parallel groups share the experts, so their attention must be data-parallel",
+                "add --enable-dp-attention, or drop --dp-size",
+            ),
+            (
+                self.enable_dp_lm_head and not self.enable_dp_attention,
+                "--enable-dp-lm-head",
+                "without data-parallel attention all ranks share requests and divide the head",
+                "add --enable-dp-attention with --dp-size, or drop --enable-dp-lm-head",
+            ),
+        )
+        beyond = (
+            not 0 <= self.rank < self.tp_size,
+            f"rank {self.rank}",
+            f"ranks run from 0 to {self.tp_size - 1}",
+            f"use --tp-size {self.rank + 1} or more, or start fewer ranks",
+        )
+        found += standing("topology", attention)
+        dense = [] if found else [self._dense_obstacle()]  # divides by sizes that make sense
+        return found + standing("topology", [*dense, beyond])
+
+    def _dense_obstacle(self) -> tuple[bool, str, str, str]:
+        """A --moe-dense-tp-size by which dense layers cannot be divided, as `standing` takes it."""
+        return (
+            self.moe_dense_tp_size not in (0, 1, self.attention_tp),
+            f"--moe-dense-tp-size {self.moe_dense_tp_size}",
+            "dense layers are divided over the ranks that share requests, or whole on each",
+            "use --moe-dense-tp-size 1" + (f" or {self.attention_tp}" if self.attention_tp > 1 else ""),
+        )
 
     def _indivisible(self, flag: str, size: int) -> Refusal:
         return Refusal(

@@ -1,4 +1,4 @@
-"""How tokens spread over experts in the last minute, from the ranks' cumulative counts.
+"""How tokens spread over experts and ranks in the last minute, from the ranks' cumulative counts.
 
 Each question leaves a snapshot that later ones are compared with.
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-Counts = NDArray[np.int64]  # [MoE layer, expert]
+Counts = NDArray[np.int64]  # [MoE layer, expert], or [1, data-parallel rank]
 SECONDS = 60.0
 APART = 0.5  # seconds between snapshots
 HOT = 0.01  # the share of all experts that counts as hot
 
 
-class ExpertWindow:
-    """read: by rank, how often each [layer][expert] was chosen since that rank started."""
+class CountWindow:
+    """read: by rank, its counts since it started, e.g. how often each [layer][expert] was chosen."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class ServerProcess:
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._known = threading.Event()  # ready or ended
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "turnout.cli", "serve", config.model, *arguments(config)],
+            [sys.executable, "-m", "turnout", "serve", config.model, *arguments(config)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

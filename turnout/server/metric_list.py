@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from turnout.engine.messages import EngineStats
-from turnout.server.expert_window import Counts, ExpertWindow, balancedness, by_slice, hot_share
+from turnout.server.expert_window import Counts, CountWindow, balancedness, by_slice, hot_share
 from turnout.server.supervise.engine import EngineSupervisor
 
 PREFIX = "turnout:"
@@ -41,17 +41,14 @@ class View:
     """What the engine is like when somebody asks.
 
     experts: tokens of each [layer, expert], since the ranks started; recent: in the last minute.
+    by_rank: [1, data-parallel rank], tokens that each computed in the last minute.
     """
 
     engine: EngineSupervisor
     ranks: list[EngineStats]
     experts: Counts
     recent: Counts
-
-    @classmethod
-    def of(cls, engine: EngineSupervisor, window: ExpertWindow) -> View:
-        ranks = [engine.stats[rank] for rank in sorted(engine.stats)]
-        return cls(engine, ranks, window.totals(), window.recent())
+    by_rank: Counts
 
     def total(self, field: str) -> float:
         """The sum of a counter over all ranks."""
@@ -61,6 +58,29 @@ class View:
     def info(self) -> dict:
         """What rank 0 said when it was ready; empty before."""
         return self.engine.ready.info if self.engine.ready else {}
+
+
+class Viewer:
+    """Looks at an engine, and remembers the last minute."""
+
+    def __init__(self, engine: EngineSupervisor):
+        self._engine = engine
+        self._experts = CountWindow(lambda: engine.expert_tokens)
+        self._by_rank = CountWindow(
+            lambda: {0: [[stats.computed_tokens for stats in leading(self._ranks())]]}
+        )
+
+    def view(self) -> View:
+        experts = self._experts
+        return View(self._engine, self._ranks(), experts.totals(), experts.recent(), self._by_rank.recent())
+
+    def _ranks(self) -> list[EngineStats]:
+        return [self._engine.stats[rank] for rank in sorted(self._engine.stats)]
+
+
+def leading(ranks: list[EngineStats]) -> list[EngineStats]:
+    """Those that lead a data-parallel group."""
+    return [stats for stats in ranks if stats.pages_total]
 
 
 Labels = tuple[str, ...]
@@ -134,7 +154,7 @@ def kv_usage(view: View) -> float:
 
 def waiting_by_reason(view: View) -> dict[str, int]:
     """Sequences in the queues, by what the first of their queue lacks."""
-    found = dict.fromkeys(("running_requests", "kv_pages", "prefill_tokens"), 0)
+    found = dict.fromkeys(("running_requests", "kv_pages", "prefill_tokens", "other_ranks"), 0)
     for stats in view.ranks:
         if stats.waiting_for:
             found[stats.waiting_for] += stats.num_waiting
@@ -192,7 +212,8 @@ METRICS = (
         "num_requests_waiting_by_reason",
         Group.REQUESTS,
         "Waiting sequences, by what the first of a rank's queue lacks: a place among --max-running-requests, "
-        "KV pages, or tokens of --max-prefill-tokens; or restart, while the ranks start anew.",
+        "KV pages, tokens of --max-prefill-tokens, or prompts of other ranks (--prefill-delayer); or "
+        "restart, while the ranks start anew.",
         ("reason",),
         lambda view: [((reason,), count) for reason, count in waiting_by_reason(view).items()],
     ),
@@ -287,6 +308,18 @@ METRICS = (
     _per_rank("steps_total", Group.STEPS, "Forward passes.", "steps"),
     _per_rank("idle_steps_total", Group.STEPS, "Forward passes without a token of this rank.", "idle_steps"),
     _per_rank(
+        "uneven_steps_total",
+        Group.STEPS,
+        "Forward passes in which some data-parallel ranks computed prompts while others only decoded.",
+        "uneven_steps",
+    ),
+    _per_rank(
+        "held_prefill_steps_total",
+        Group.STEPS,
+        "Forward passes in which this rank held prompts back for those of other ranks (--prefill-delayer).",
+        "held_steps",
+    ),
+    _per_rank(
         "cuda_graph_steps_total",
         Group.STEPS,
         "Forward passes as CUDA graphs; the others ran eagerly.",
@@ -302,6 +335,12 @@ METRICS = (
     ),
     _per_rank(
         "rank_tokens_total", Group.STEPS, "Tokens of this rank that forwards computed.", "computed_tokens"
+    ),
+    _total(
+        "data_parallel_balancedness",
+        Group.STEPS,
+        "Mean over maximum of the tokens that data-parallel ranks computed in the last minute; 1 is even.",
+        lambda view: balancedness(view.by_rank).get(0),
     ),
     Metric(
         name="iteration_tokens_total",

@@ -17,8 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from turnout.server.expert_window import ExpertWindow
-from turnout.server.metric_list import METRICS, Kind, Metric, View
+from turnout.server.metric_list import METRICS, Kind, Metric, View, Viewer, leading
 from turnout.server.supervise.engine import EngineSupervisor
 
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
@@ -76,11 +75,10 @@ class EngineCollector(Collector):
     """What the engine reports, read when asked."""
 
     def __init__(self, engine: EngineSupervisor, model_name: str):
-        self._engine, self._model_name = engine, model_name
-        self._window = ExpertWindow(lambda: engine.expert_tokens)
+        self._viewer, self._model_name = Viewer(engine), model_name
 
     def collect(self) -> Iterator[Family]:
-        view = View.of(self._engine, self._window)
+        view = self._viewer.view()
         for metric in METRICS:
             if metric.name == STEP_TOKENS:
                 yield _step_tokens(metric, view, self._model_name)
@@ -101,7 +99,7 @@ def observed(metric: Metric) -> bool:
 
 def _step_tokens(metric: Metric, view: View, model_name: str) -> HistogramMetricFamily:
     """The ranks' own histograms, which have powers of two as bounds, added up."""
-    ranks = [stats for stats in view.ranks if stats.pages_total]  # those that lead a data-parallel group
+    ranks = leading(view.ranks)
     sizes = [sum(column) for column in zip(*(stats.step_sizes for stats in ranks), strict=True)]
     family = HistogramMetricFamily(metric.series, metric.help, labels=metric.labels)
     buckets, total = [], 0

@@ -29,7 +29,7 @@ class SequenceRecord:
     first_token: float | None = None
     last_token: float | None = None
     resumed: list[float] = field(default_factory=list)  # when the first token came from other ranks
-    preemptions: int = 0
+    preempted: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     def note(self, output: RequestOutput, now: float) -> None:
@@ -38,7 +38,7 @@ class SequenceRecord:
             self.resumed.append(now)
         self.waited = self.waited or output.waited
         self.cached_tokens = self.cached_tokens or output.cached_tokens
-        self.preemptions += output.preemptions
+        self.preempted += output.preempted
         if output.token_ids:
             self.output_ids += output.token_ids
             self.first_token, self.last_token = self.first_token or now, now

@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -99,6 +100,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allow_many_connections() -> None:
+    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class Supervisor:
     """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
 
@@ -106,8 +113,8 @@ class Supervisor:
         self,
         config: ServerConfig,
         listener: socket.socket,
-        secret: bytes = b"",
-        failure: Future[None] | None = None,
+        secret: bytes,
+        failure: Future[None] | None,
     ):
         """secret: of ranks that are to dial in, if any are. failure: ends the server with its exception."""
         self.config = config

@@ -74,7 +74,7 @@ def attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.latency.e2e": record.ended - record.arrival,
         "turnout.outcome": record.outcome,
         "turnout.cached_prompt_tokens": sum(sequence.cached_tokens for sequence in record.sequences),
-        "turnout.preemptions": sum(sequence.preemptions for sequence in record.sequences),
+        "turnout.preemptions": sum(len(sequence.preempted) for sequence in record.sequences),
         "turnout.resumptions": sum(len(sequence.resumed) for sequence in record.sequences),
     }
     if first.waited is not None:
@@ -95,6 +95,8 @@ def events(record: RequestRecord) -> Iterator[tuple[str, int, float]]:
             yield "first token", choice, sequence.first_token
         for at in sequence.resumed:
             yield "resumed", choice, at
+        for at in sequence.preempted:
+            yield "preempted", choice, at
         finished = sequence.finish_reason in ("stop", "length")
         yield "finished" if finished else "aborted", choice, sequence.last_token or record.ended
 

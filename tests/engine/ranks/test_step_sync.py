@@ -20,7 +20,7 @@ from tests.tiny import write_model
 
 SCHEDULES, FEW = 40, 10
 LONGEST, LONG = 6, 40  # tokens of an answer in the schedules, and of one that others join
-DEADLINE = 30  # seconds for one schedule, which takes a quarter of one
+DEADLINE = 60  # seconds for one schedule, which takes a quarter of one
 TINY = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32}
 DATA_PARALLEL = {"dp_size": 4, "ep_size": 4}
 PAIRS = {"dp_size": 2, "ep_size": 4}  # two ranks share the requests of each group
@@ -91,7 +91,7 @@ class Random:
 
 def assert_all_is_free(cluster: Cluster) -> None:
     """Every rank has nothing left of any request, and all computed the same steps."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:  # each reports once a second
         cluster.listen(0.1)
         counts = {stats.steps for stats in cluster.stats.values()}
@@ -105,7 +105,7 @@ def assert_all_is_free(cluster: Cluster) -> None:
 def test_random_schedules_answer_as_one_rank(
     ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
 ):
-    with Cluster(ranks(4), folder, model, timeout=SCHEDULES, **DATA_PARALLEL) as cluster:
+    with Cluster(ranks(4), folder, model, **DATA_PARALLEL) as cluster:
         schedules = Random(cluster, single, prompts)
         for seed in range(SCHEDULES):
             schedules.run(seed)
@@ -120,18 +120,19 @@ def test_ranks_that_share_requests_execute_commands_together(
     """Each command reaches the second rank of a pair up to 20 ms, some steps, after the first; the others may
     have stepped and rested meanwhile, and must not sleep over it.
     """
-    with Cluster(ranks(4), folder, model, **PAIRS, overlap_schedule="on") as cluster:
+    flags = {"overlap_schedule": "on", "prefill_delayer": "on"}
+    with Cluster(ranks(4), folder, model, **PAIRS, **flags) as cluster:
         schedules = Random(cluster, single, prompts, lag=0.02)
         for seed in range(FEW):
             schedules.run(seed)
         assert_all_is_free(cluster)
-        took = []
-        for number in range(5):
-            began = time.monotonic()
-            cluster.add(f"late {number}", prompts[0], dp_rank=0, lag=0.1, max_tokens=1)
-            cluster.wait([f"late {number}"])
+        took: list[float] = []
+        while sum(seconds < 0.9 for seconds in took) < 3:  # those that sleep need a second
+            began, id = time.monotonic(), f"late {len(took)}"
+            cluster.add(id, prompts[0], dp_rank=0, lag=0.1, max_tokens=1)
+            cluster.wait([id])
             took.append(time.monotonic() - began)
-        assert sorted(took)[2] < 0.9, took
+            assert len(took) < 20, took
 
 
 @pytest.mark.parametrize(
@@ -157,9 +158,10 @@ def test_near_ties_are_decided_while_others_work(
 def test_drafts_change_no_answer(
     ranks: Pools, folder: Path, model: Path, single: SingleRank, prompts: list[list[int]]
 ):
-    """Ranks with drafts, of different numbers, next to ranks that decode one token or nothing."""
+    """Ranks with drafts, of different numbers, next to ranks that decode one token or nothing. They measure
+    steps together before the first, and each by its own clock says how many prompt tokens it brings."""
     drafts = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
-    with Cluster(ranks(4), folder, model, **DATA_PARALLEL, **drafts) as cluster:
+    with Cluster(ranks(4), folder, model, **DATA_PARALLEL, **drafts, target_tpot=5.0) as cluster:
         schedules = Random(cluster, single, prompts + [prompt * 2 for prompt in prompts[:6]])
         for seed in range(FEW // 2):
             schedules.run(seed)
@@ -216,15 +218,19 @@ def test_one_request_among_idle_ranks(cluster: Cluster, single: SingleRank, prom
 
 
 def test_a_rank_joins_while_another_decodes(cluster: Cluster, single: SingleRank, prompts: list[list[int]]):
-    cluster.add("first", prompts[2], dp_rank=1, max_tokens=LONG)
+    """The first goes on until the second has its answer, which had no step of its own."""
+    cluster.add("first", prompts[2], dp_rank=1, max_tokens=400, ignore_eos=True)
     while "first" not in cluster.outputs:
         cluster.listen(0.1)
     cluster.add("second", prompts[-2], dp_rank=3, max_tokens=LONGEST)
-    cluster.wait(["first", "second"])
-    assert cluster.outputs["first"].token_ids == single.answer(prompts[2], LONG)
+    cluster.wait(["second"])
+    assert cluster.stats[3].idle_steps < cluster.stats[3].steps
+    cluster.abort("first")
+    cluster.wait(["first"])
+    both = min(LONG, len(cluster.outputs["first"].token_ids))
+    assert cluster.outputs["first"].token_ids[:both] == single.answer(prompts[2], both)
     assert cluster.outputs["second"].token_ids == single.answer(prompts[-2], LONGEST)
     assert_all_is_free(cluster)
-    assert cluster.stats[3].steps == LONG  # what the first needs alone: the second had no step of its own
     assert cluster.stats[1].idle_steps == 0 < cluster.stats[3].idle_steps
 
 
@@ -233,7 +239,7 @@ def test_the_only_request_is_aborted(cluster: Cluster, single: SingleRank, promp
     while "gone" not in cluster.outputs:
         cluster.listen(0.1)
     cluster.abort("gone")
-    cluster.wait(["gone"], 5)
+    cluster.wait(["gone"])
     assert cluster.outputs["gone"].finish_reason == "abort"
     assert_all_is_free(cluster)
     cluster.add("next", prompts[4], dp_rank=0, max_tokens=LONGEST)

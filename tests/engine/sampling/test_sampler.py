@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from turnout.engine.sampling.sampler import (
 )
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
+from turnout.errors import UserError
 
 V = 40
 CPU = torch.device("cpu")
@@ -249,3 +252,26 @@ def test_top_p_one_keeps_the_tail_that_rounding_would_cut() -> None:
     probs = torch.softmax(torch.linspace(10, -10, 4000), 0)[None]
     kept = _keep_top(probs, probs.sum(-1, keepdim=True), [SamplingParams(top_p=1.0)])
     assert torch.equal(kept, probs)
+
+
+def test_a_stop_string_by_itself_is_no_list_of_letters():
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("max_tokens", "5", "must be int"),
+        ("max_tokens", True, "must be int"),
+        ("temperature", None, "must be float"),
+        ("top_p", 2, "must lie in (0, 1]"),
+        ("seed", 2**70, "must fit a 64-bit integer"),
+        ("stop", [1], "must be tuple[str, ...]"),
+        ("logit_bias", {"1": 2}, "must be dict[int, float]"),
+    ],
+)
+def test_wrong_parameters_are_refused_where_they_are_made(name, value, rule):
+    with pytest.raises(UserError, match=re.escape(rule)) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name}=")

@@ -118,6 +118,28 @@ def test_a_machine_that_slows_down_gets_shorter_prompts():
     assert after == pytest.approx((0.018 - 1.5 * linear(20, 0)) / (1.5 * 12e-6), rel=0.1)
 
 
+def test_what_was_measured_beforehand_sizes_the_first_prompts():
+    times = StepTimes(0.020)
+    for decoding in (1, 2, 4, 8, 16, 32):
+        times.measured(decoding, 0, linear(decoding, 0))
+    for prompt in (16, 32, 64, 128, 256, 512, 1024):
+        times.measured(0, prompt, linear(0, prompt))
+    assert times.prompt_tokens(20, 8192) == pytest.approx((0.018 - linear(20, 0)) / 12e-6, rel=0.1)
+    assert worst(serve(times, linear), share=0.999) < 22
+
+
+def test_a_target_that_no_step_meets_is_told_before_any_request(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        core = make_core(target_tpot=0.001, chunked_prefill_size=64)
+    assert "--target-tpot 0.001: no step meets it: decoding 1 requests" in caplog.text
+    assert core.stats().computed_tokens == core.stats().pages_used == 0
+    measured = make_core(target_tpot=1e6, chunked_prefill_size=64).info()["measured_step_ms"]
+    assert [*measured["decode"]] == [1, 2, 4, 8]
+    assert [*measured["prefill"]] == [16, 32, 64]
+    assert all(time > 0 for times in measured.values() for time in times.values())
+    assert "measured_step_ms" not in make_core().info()
+
+
 def test_prompts_alone_have_no_target():
     assert StepTimes(0.001).prompt_tokens(0, 8192) == 8192
 

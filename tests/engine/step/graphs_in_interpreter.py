@@ -19,13 +19,18 @@ from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.test_cache_groups import SINKS
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.kernels import interpreter
+from turnout.attention.backends.triton.paged import TritonAttention
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
 from turnout.kernels.attention import delta_rule
 from turnout.models.interface import ModelShape
+from turnout.registry import ATTENTION_BACKENDS
 
 interpreter.prepare()
+ATTENTION_BACKENDS._loaded["triton"] = replace(
+    ATTENTION_BACKENDS.get("triton"), devices=frozenset({"cpu"}), dtypes=frozenset({"float32"})
+)
 two_batch_overlap.LEAST = 3  # so that some graphs are one batch and others two
 
 
@@ -74,14 +79,22 @@ def answers(
     """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
     draw, model = random.Random(seed), InTurns(shape=shape)
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
-    core._forward._kernels = True
+    assert all(isinstance(group, TritonAttention) for group in core._attention.groups)
     for states in core._attention.states:
         states.kernel, states.takes_chunks = delta_rule.step, False
         states.states.fill_(float("nan"))
     if graphs:
         drawn = 4 if overlap == "on" else 0
         replayed = Replayed(
-            model, core._attention, sizes=[1, 4], later=[2, 3], num_drawn=drawn, two_batches=True
+            model,
+            core._attention,
+            sizes=[1, 4],
+            later=[2, 3],
+            num_drawn=drawn,
+            dp_size=1,
+            two_batches=True,
+            pool=None,
+            progress=None,
         )
         core._forward.graphs, core._forward._drawn_R = replayed, replayed.drawn_R
     if prefill:

@@ -92,7 +92,9 @@ def with_prefill_graphs(core: EngineCore, sizes: list[int], *, stored: bool = Fa
     forward = core._forward
     dp_size = core.engine_plan.topology.dp_size
     with torch.inference_mode():
-        graphs = Rerun(core._model, core._attention, sizes=sizes, stored=stored, dp_size=dp_size)
+        graphs = Rerun(
+            core._model, core._attention, sizes=sizes, stored=stored, dp_size=dp_size, progress=None
+        )
     core._model.reset_counts()
     forward.prefill_graphs = graphs
     return graphs

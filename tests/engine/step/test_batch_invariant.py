@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_llm_ranks import started
+from tests.models.families import FAMILIES, build
+from tests.models.test_families_describe import PUBLISHED
 from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams, packages
@@ -93,6 +95,44 @@ def test_on_a_cpu(folder: Path):
     with LLM(str(folder), **(SETTINGS | CPU | {"deterministic": False})) as llm:
         alone, together = alone_and_together(llm)
     assert together != alone  # so the promise is not kept by chance
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    [
+        ("deepseek_v4", "ngram"),
+        pytest.param("deepseek_v32", "ngram", marks=pytest.mark.more),
+        pytest.param("qwen3_next", "none", marks=pytest.mark.more),
+    ],
+)
+def test_of_layers_that_keep_more_than_keys_and_values(family: str, drafts: str, tmp_path: Path):
+    """Entries of whole windows, choices by an index, recurrent states: other cuts, snapshots and drafts."""
+    build(tmp_path, FAMILIES[family])
+    flags = SETTINGS | CPU | {"page_size": 8}
+    with LLM(str(tmp_path), **flags) as llm:
+        alone = [answers(llm, [i])[0] for i in range(5)]
+    flags |= {"chunked_prefill_size": 5, "max_running_requests": 2, "speculative_algorithm": drafts}
+    flags |= {"state_snapshot_interval": 16} if family != "deepseek_v32" else {}
+    with LLM(str(tmp_path), **flags) as llm:
+        assert answers(llm, [2, 3, 0, 1, 4]) == [alone[i] for i in (2, 3, 0, 1, 4)]
+        assert llm.stats().cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("deepseek-v4-flash", "entries are made of whole windows, in products that depend on how"),
+        ("deepseek-v3.2", "latent attention on CUDA has products by head that are not batch-invariant"),
+    ],
+)
+def test_what_is_not_invariant_on_cuda_is_refused(name: str, limit: str):
+    sizes = {"tp_size": 8, "dp_size": 8, "ep_size": 8, "enable_dp_attention": True}
+    config = Config(model=str(PUBLISHED / f"{name}.json"), deterministic=True, **sizes)
+    with pytest.raises(PlanRefused) as refused:
+        resolve(config, hardware.named("h200"))
+    assert [r.remedy for r in refused.value.refusals if limit in r.limit] == [
+        "leave --deterministic out, or use --device cpu"
+    ]
 
 
 def on_rank(rank: Rank, config: Config) -> tuple[Found, Found]:

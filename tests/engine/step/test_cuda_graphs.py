@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -18,9 +13,10 @@ import torch
 
 from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
+from tests.kernels import interpreted
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import cache_groups
-from turnout.attention.torch import PagedAttention
+from turnout.attention.torch import TorchAttention
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import first_sizes, graph_sizes
 from turnout.engine.ranks.step_sync import StepSync
@@ -115,7 +111,7 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
 
 
 def paged(pages: int, running: int) -> AttentionCaches:
-    group = PagedAttention(
+    group = TorchAttention(
         *cache_groups(SHAPE.attention),
         num_pages=pages,
         page_size=PAGE,
@@ -183,14 +179,5 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
 )
 def test_what_a_graph_would_replay_decodes_as_the_model_does(runs: tuple[str, ...]):
     """In Triton's interpreter, with padding, rows that come and go, and two batches in turns."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.step.graphs_in_interpreter", *runs],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = interpreted.printed("tests.engine.step.graphs_in_interpreter", *runs)
     assert found == {run: {"tokens": True, "turns": True} for run in runs}

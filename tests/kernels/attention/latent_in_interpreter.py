@@ -6,7 +6,6 @@ In float32: the interpreter's products of bfloat16 are wrong.
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import torch
 
@@ -14,7 +13,6 @@ from tests.attention import test_sparse_latent as sparse
 from tests.attention.test_latent import Chunk, drawn, paged, sequence
 from tests.kernels import interpreter
 from turnout.attention.latent import LatentAttention
-from turnout.attention.triton import RowAttention, step_attention
 from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
@@ -64,7 +62,7 @@ def steps() -> bool:
     """Steps of decoding tokens, drafts and chunks, and rows of a graph, give what torch gives."""
     whole, decoded = drawn(90), drawn(90, seed=1)
     decoded.up = whole.up
-    reference, kernels = paged(), paged()
+    reference, kernels = paged(), paged(backend="triton")
     requests = {group: (sequence(0, 0, 23), sequence(1, 30, 23)) for group in (reference, kernels)}
 
     def chunk(group: LatentAttention, row: int, start: int, end: int) -> Chunk:
@@ -77,9 +75,9 @@ def steps() -> bool:
         q = torch.cat([x.q_LHD[a:b] for x, a, b in parts])
         latent = torch.cat([x.latent_LC[a:b] for x, a, b in parts])
         found = []
-        for group, make in ((reference, reference.laid_out), (kernels, partial(step_attention, kernels))):
+        for group in (reference, kernels):
             own, other = chunk(group, 1, begin, end), chunk(group, 0, first, last)
-            step = make([own], [other]) if begin else make([], [own, other])
+            step = group.laid_out([own], [other]) if begin else group.laid_out([], [own, other])
             found.append(step.latent(0, q, latent, whole.up))
         right &= torch.allclose(*found, atol=2e-5)
     # One token more, and two rows of padding.
@@ -87,7 +85,7 @@ def steps() -> bool:
     rows = torch.tensor([1, kernels.spare_row, kernels.spare_row])
     kernels.table[1, 16] = slots[0] // kernels.page_size
     slots_N = torch.tensor([*slots, kernels.spare_slot, kernels.spare_slot])
-    graph = RowAttention(kernels, slots_N, kernels.table[rows], torch.tensor([65, 0, 0]))
+    graph = kernels.rows(slots_N, kernels.table[rows], torch.tensor([65, 0, 0]))
     q, latent = decoded.q_LHD[[64, 0, 0]], decoded.latent_LC[[64, 0, 0]]
     padded = graph.latent(0, q, latent, whole.up)
     wanted = reference.laid_out([chunk(reference, 1, 64, 65)], []).latent(0, q[:1], latent[:1], whole.up)
@@ -102,7 +100,7 @@ def sparse_steps() -> bool:
     whole, decoded = drawn(28), drawn(28, seed=1)
     decoded.up = whole.up
     indices = sparse.drawn_index(28, 0), sparse.drawn_index(28, 1)
-    group = sparse.paged()
+    group = sparse.paged(backend="triton")
     requests = sequence(0, 0, 7), sequence(1, 30, 7)
     wanted = [sparse.expected(x, index) for x, index in zip((whole, decoded), indices, strict=True)]
 
@@ -114,14 +112,14 @@ def sparse_steps() -> bool:
             q, latent, up, index = sparse.both(
                 whole, decoded, slice(first, last), slice(begin, end), list(indices)
             )
-            step = step_attention(group, [], [other, own])
+            step = group.laid_out([], [other, own])
             expected = torch.cat((wanted[0][first:last], wanted[1][begin:end]))
         else:
             q, latent, up, index = sparse.both(
                 decoded, whole, slice(begin, end), slice(first, last), [indices[1], indices[0]]
             )
             chunks = [other] if last > first else []
-            step = step_attention(group, [own], chunks)
+            step = group.laid_out([own], chunks)
             expected = torch.cat((wanted[1][begin:end], wanted[0][first:last]))
         chosen, shared = step.latent(0, q, latent, up, index), step.latent(1, q, latent, up)
         right &= torch.allclose(chosen, expected.float(), atol=2e-5) and torch.equal(chosen, shared)
@@ -129,7 +127,7 @@ def sparse_steps() -> bool:
     group.table[1, 6] = slots[0] // group.page_size
     rows = torch.tensor([1, group.spare_row])
     slots_N = torch.tensor([*slots, group.spare_slot])
-    graph = RowAttention(group, slots_N, group.table[rows], torch.tensor([25, 0]))
+    graph = group.rows(slots_N, group.table[rows], torch.tensor([25, 0]))
     q, latent, up, index = sparse.both(decoded, decoded, slice(24, 25), slice(0, 1), [indices[1], indices[1]])
     found = graph.latent(0, q, latent, up, index)
     right &= torch.equal(found, graph.latent(1, q, latent, up))

@@ -84,5 +84,5 @@ def test_queries_and_latents_on_a_gpu(rows: int, query_rank: int):
     seen: Any = Seen()
     out = layer(x, {spec.rope: (cos, sin)}, seen)
     assert out.shape[-2:] == (rows, H)
-    for found, wanted in zip(seen.given, layer._composed(x, cos, sin), strict=True):
+    for found, wanted in zip(seen.given, layer._composed(x, cos, sin)[:2], strict=True):
         torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)

@@ -7,6 +7,7 @@ Tensors lie where a step's do: what is sent to the device in one transfer begins
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor
 from tests.kernels.bound import bound
 from turnout.engine.warmup import prompt_sizes
 from turnout.kernels.attention import decode, delta_rule, index, latent, prefill
-from turnout.kernels.common import latent_rows, pack, route, row_gemm, rows, split_gemm
+from turnout.kernels.common import (
+    latent_rows,
+    normed_row,
+    pack,
+    route,
+    row_gemm,
+    rows,
+    split_gemm,
+    token_mask,
+)
 
 MOST, RUNNING = 4096, 256
 BF16, HQ, HKV, D, PAGE, H, E = torch.bfloat16, 32, 4, 128, 16, 2048, 128
@@ -31,7 +41,7 @@ def b16(*shape: int) -> Tensor:
 
 def sent(size: int) -> list[Tensor]:
     """Positions, slots, pages, owners and tiles of a prompt of so many tokens, one behind the other as
-    `attention.torch.to_device` sends them."""
+    `attention.paged.to_device` sends them."""
     places, pages = torch.arange(size), torch.zeros(1, -(-size // PAGE), dtype=torch.int64)
     parts = [places, places, pages, places, prefill.tiles([(0, 0, size, 0)], HQ // HKV)]
     packed = torch.cat([part.reshape(-1) for part in parts])
@@ -137,9 +147,40 @@ def row_attention(size: int) -> None:
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)
 
 
+def windowed_attention(size: int) -> None:
+    """With sinks, of layers that see the last 128 tokens."""
+    some: dict[str, Any] = {"page_size": PAGE, "scale": 0.1, "window": 128, "sinks_H": torch.empty(HQ)}
+    _, _, pages, _, tiles = sent(size)
+    q = b16(size, HQ, D)
+    prefill.attend(q, CACHE, tiles, pages, torch.empty_like(q), **some)
+    size = min(size, RUNNING)
+    table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    splits = decode.spans(size, HKV, 128, 132)
+    decode.attend(b16(size, HQ, D), CACHE, table, ends, splits=splits, **some)
+
+
+def chosen_attention(size: int) -> None:
+    """Over the 2048 slots that each token of a step or of a chunk chose."""
+    slots, ends = torch.zeros(size, 2048, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+    splits = latent.spans(size, 16, 2048, 132)
+    sizes = {"latent_dim": 512, "page_size": 1, "splits": splits, "scale": 0.1}
+    latent.attend(b16(size, 16, 576), LATENTS, slots, ends, **sizes)
+
+
+def grammar_masks(size: int) -> None:
+    size = min(size, RUNNING)
+    token_mask.forbid_tokens(torch.empty(size, 5000), torch.empty(size, 157, dtype=torch.int32))
+
+
+def normed_products(size: int) -> None:
+    """Of a step of one token."""
+    for delta in (None, b16(size, H), b16(4, size, H)):
+        normed_row.normed_parts(b16(size, H), delta, GAIN, 1e-6, b16(2 * H, H))
+
+
 PARTS = (
     norm, rotate, sums, routing, low_ranks, products, fp8_products, wire, states, index_scores,
-    prompt_attention, row_attention,
+    prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks, normed_products,
 )  # fmt: skip
 
 

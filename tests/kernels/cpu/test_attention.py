@@ -29,8 +29,8 @@ class Sequences:
             torch.cat([x[row, start : start + length] for row, start, length in chunks])
             for x in (self.q, self.k, self.v)
         )
-        planned = attention.Chunks(chunks, self.group, window)
-        return attention.attend(q, k, v, self.cache, planned, self.table, PAGE, scale=SCALE, sinks_H=sinks)
+        cache = attention.Cache(self.cache, self.table, PAGE, window=window, scale=SCALE)
+        return attention.attend(q, k, v, attention.Chunks(chunks, self.group, window), cache, sinks)
 
     def expected(self, row: int) -> torch.Tensor:
         q, k, v = (x[row].transpose(0, 1) for x in (self.q, self.k, self.v))
@@ -76,9 +76,8 @@ def test_pages_in_order_or_not_change_no_bit():
 def test_no_tokens():
     sequences = Sequences(1, 4, 8, 4, 32)
     none = torch.empty(0, 8, 32), torch.empty(0, 4, 32), torch.empty(0, 4, 32)
-    out = attention.attend(
-        *none, sequences.cache, attention.Chunks([], 2), sequences.table, PAGE, scale=SCALE
-    )
+    cache = attention.Cache(sequences.cache, sequences.table, PAGE, window=0, scale=SCALE)
+    out = attention.attend(*none, attention.Chunks([], 2), cache)
     assert out.shape == (0, 8, 32)
 
 

@@ -80,7 +80,7 @@ def test_as_the_reference_computes_them(kind, activation, biased):
     torch.manual_seed(1)
     experts = weights(kind, activation, biased)
     mine = layer(experts, activation)
-    for tokens in (0, 1, 5, 40):  # up to 20 rows of an expert: tiles of every height
+    for tokens in (0, 1, 5, 40, 130):  # tiles of every height, and experts with many rows
         x = torch.randn(tokens, H)
         ids = torch.rand(tokens, E).topk(K).indices.int() if tokens else torch.empty(0, K, dtype=torch.int32)
         ids[::4, 1] = -1
@@ -115,18 +115,20 @@ def test_a_factor_kept_apart_from_decoded_weights():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_threads_and_batches_change_no_bit(monkeypatch):
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "nvfp4"])
+def test_threads_and_batches_change_no_bit(kind, monkeypatch):
     torch.manual_seed(2)
-    experts = weights("nvfp4", Activation(), False)
+    experts = weights(kind, Activation(), False)
     mine = layer(experts, Activation())
-    x, ids, factors = torch.randn(33, H), torch.rand(33, E).topk(K).indices.int(), torch.rand(33, K)
+    N = 130
+    x, ids, factors = torch.randn(N, H), torch.rand(N, E).topk(K).indices.int(), torch.rand(N, K)
 
     def run(rows: slice) -> torch.Tensor:
         pairs = kernels.sort_pairs(ids[rows], factors[rows], 0, E)
         return kernels.run(mine, x[rows], pairs, len(x[rows]))
 
     whole = run(slice(None))
-    for start, stop in ((0, 1), (7, 9), (11, 33)):
+    for start, stop in ((0, 1), (7, 9), (11, 60)):
         assert torch.equal(run(slice(start, stop)), whole[start:stop])
     monkeypatch.setattr(kernels, "threads_for", lambda multiplications: 3)
     assert torch.equal(run(slice(None)), whole)

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 
 from tests.kernels import interpreter
-from turnout.kernels.hopper.sort import count_pairs, place_pairs, sum_pairs, sum_places, tile_slabs
+from turnout.kernels.hopper.sort import count_pairs, place_pairs, sum_pairs, sum_places, tile_batched_experts
 
 interpreter.prepare()
 results = {}
@@ -71,7 +71,7 @@ results["padding"] = sorts(32, 8, 8, 0, 8, ids=torch.full((32,), -1, dtype=torch
 
 counts = torch.tensor([0, 5, 9, 1], dtype=torch.int32)
 tiles = torch.zeros(64, dtype=torch.int32)
-tile_slabs[(1,)](counts, tiles, 9, 4, 4, 8)
+tile_batched_experts[(1,)](counts, tiles, 9, 4, 4, 8)
 wanted = [[1, 9, 13], [1, 13, 14], [2, 18, 22], [2, 22, 26], [2, 26, 27], [3, 27, 28]]
 results["batched"] = int(tiles[0]) == 6 and tiles[4:28].view(-1, 4)[:, :3].tolist() == wanted
 

@@ -71,12 +71,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def without(package: Path, folder: Path, backend: str) -> Path:
+def without(package: Path, folder: Path, backend: str, of: str = "moe") -> Path:
     """`package`, in `folder`, less a backend's folder and its line in the registry."""
     copy = shutil.copytree(package, folder / "without")
-    shutil.rmtree(copy / "turnout" / "moe" / "backends" / backend)
+    shutil.rmtree(copy / "turnout" / of / "backends" / backend)
     registry = copy / "turnout" / "registry.py"
-    lines, removed = re.subn(rf'^ *"{backend}": .*\n', "", registry.read_text(), flags=re.MULTILINE)
+    line = rf'^ *"\S+": "turnout\.{of}\.backends\.{backend}\..*\n'
+    lines, removed = re.subn(line, "", registry.read_text(), flags=re.MULTILINE)
     assert removed == 1, "a backend is one line of the registry"
     registry.write_text(lines)
     return copy
@@ -124,3 +125,17 @@ def test_a_backend_can_be_deleted(package, tmp_path, backend, flag, names, taken
     assert run(root, "layer.py", flag, f"moe.backends.{backend}", *names).split() == taken.split()
     planned = run(root, "-m", "turnout.cli", "plan", "demo", "--device", "cpu", "--json")
     assert f'"runner": "{taken.split()[0]}"' in planned
+
+
+@pytest.mark.parametrize(
+    ("backend", "hardware", "taken"),
+    [
+        ("cpu", "cpu", "torch"),
+        pytest.param("triton", "h200", "torch", marks=pytest.mark.more),
+        pytest.param("flash_attn_4", "h200", "triton", marks=pytest.mark.more),
+    ],
+)
+def test_an_attention_backend_can_be_deleted(package, tmp_path, backend, hardware, taken):
+    root = without(package, tmp_path, backend, of="attention")
+    planned = run(root, "-m", "turnout.cli", "plan", "demo", "--hardware", hardware, "--json")
+    assert f'"backend": "{taken}"' in planned

@@ -11,9 +11,11 @@ from tests.moe.broken import BROKEN, offer
 from tests.moe.build import make_experts, make_plan, make_spec
 from tests.moe.made_up import CPU, dispatcher, make, runner
 from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan, PlanRequest
 from turnout.moe.planning.runner_by_batch_size import ALL
 from turnout.moe.reference import experts_reference
+from turnout.moe.routing import route
 from turnout.moe.runner_by_batch_size import RunnerByBatchSize, make_runner
 from turnout.parallel.hardware import GB
 
@@ -97,6 +99,25 @@ def watched(cls, called: list[int]):
         return own(self, batch)
 
     return call
+
+
+def test_a_runner_that_takes_few_tokens_at_once_does_so_up_to_its_bound():
+    """On a CPU, router and norm included, until the other runner's sizes begin."""
+    spec = make_spec()
+    plan = replace(make_plan(spec), runner_by_batch_size=((4, "numba"), (ALL, "torch")))
+    experts, draw = make_experts(spec), torch.Generator().manual_seed(2)
+    router_EH = torch.randn(spec.num_experts, spec.hidden_size, generator=draw)
+    layer = MoELayer(spec, plan, router_weight=router_EH, experts=experts)
+    gain_H = torch.randn(spec.hidden_size, generator=draw)
+    for tokens, at_once in ((1, True), (4, True), (5, False), (0, False)):
+        x_TH = torch.randn(tokens, spec.hidden_size, generator=draw)
+        found = layer.of_sum(x_TH, None, gain_H, 1e-6, None)
+        assert (found is not None) is at_once
+        normed_TH = torch.nn.functional.rms_norm(x_TH, (spec.hidden_size,), gain_H, 1e-6)
+        ids_TK, weights_TK = route(normed_TH @ router_EH.T, spec.routing, spec.top_k)
+        wanted_TH = experts_reference(normed_TH, ids_TK, weights_TK, experts, spec.activation)
+        out_TH = layer(normed_TH) if found is None else found[1]
+        torch.testing.assert_close(out_TH, wanted_TH, rtol=1e-4, atol=1e-4)
 
 
 def test_updates_reach_both(monkeypatch: pytest.MonkeyPatch):

@@ -124,6 +124,8 @@ def test_a_body_that_waits_for_permission_is_refused_before_it_is_sent(root: str
 
 def test_unknown_routes_and_methods(http: httpx.Client):
     assert refused(http.get("/v2/models"), 404)["type"] == "not_found_error"
+    for wrong in ("/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion"):
+        assert "did you mean /v1/chat/completions?" in refused(http.post(wrong, json={}), 404)["message"]
     for path, allowed in (
         (COMPLETIONS, {"POST"}),
         ("/health", {"GET", "HEAD"}),

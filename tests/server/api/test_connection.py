@@ -14,6 +14,25 @@ from turnout.server.api.anthropic.answer import PING
 from turnout.server.api.connection import COMMENT, EventStream
 
 
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Time passes only when every task waits for it, and then at once: how loaded the machine is changes
+    nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def pass_time(timeout: float | None) -> Any:
+            self._now += timeout or 0.0
+            return select(None if timeout is None else 0)
+
+        self._selector.select = pass_time
+
+    def time(self) -> float:
+        return self._now
+
+
 def send_all(parts: list[tuple[float, bytes]], slow: float = 0.0, waiting: bytes = COMMENT) -> list[bytes]:
     """What a client gets of parts, each of which comes after so many seconds; it takes `slow` for each."""
     sent: list[bytes] = []
@@ -34,7 +53,8 @@ def send_all(parts: list[tuple[float, bytes]], slow: float = 0.0, waiting: bytes
             sent.append(message["body"])
 
     stream = EventStream(produce(), on_end=lambda: ended.append(True), waiting=waiting)
-    asyncio.run(stream({"type": "http"}, receive, send))
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(stream({"type": "http"}, receive, send))
     assert ended == [True]
     return sent
 

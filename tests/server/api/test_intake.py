@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import json
+import signal
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tests.server.processes import eventually
 from tests.tiny import write_tokenizer
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
@@ -154,7 +156,7 @@ def test_large_requests_delay_nobody_and_leave_no_memory_behind(root: str, http:
     assert found == [(400, code) for _, _, code in REQUESTS] * 4
     assert health.count > 20
     # 12.8 s when bodies were parsed by it; a second or so on two cores that run other tests too
-    assert health.longest < 4, "the server's loop was blocked"
+    assert health.longest < 8, "the server's loop was blocked"
     assert peak < before + 150 * MB
     assert server.memory_info().rss < before + 50 * MB
 
@@ -226,7 +228,7 @@ def small_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 def connect(root: str) -> socket.socket:
     address = urlsplit(root)
-    return socket.create_connection((address.hostname, address.port), timeout=10)
+    return socket.create_connection((address.hostname, address.port), timeout=60)
 
 
 def until_closed(client: socket.socket) -> bytes:
@@ -251,7 +253,7 @@ def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: by
         start = time.monotonic()
 
         def trickle() -> None:
-            for i in range(200):  # 10 s
+            for i in range(1200):  # 60 s
                 try:
                     client.sendall(b"X-%d: a\r\n" % i)
                 except OSError:
@@ -260,7 +262,7 @@ def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: by
 
         threading.Thread(target=trickle, daemon=True).start()
         head, _, body = until_closed(client).partition(b"\r\n\r\n")
-        assert time.monotonic() - start < 5  # what trickles in does not prolong it
+        assert time.monotonic() - start < 30  # what trickles in does not prolong it
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "did not arrive" in json.loads(body)["error"]["message"]
 
@@ -287,7 +289,9 @@ def test_a_body_that_nobody_reads_does_not_keep_the_connection(small_server: str
 def test_a_client_that_reads_no_answer_is_disconnected(small_server: str):
     with closing(connect(small_server)) as client:
         client.sendall(b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n")
-        time.sleep(2)
+        client.recv(1, socket.MSG_PEEK)  # it answers
+        own = client.getsockname()
+        assert eventually(lambda: own not in [c.raddr for c in psutil.Process().net_connections("tcp")])
         assert len(until_closed(client)) < 64 * MB
 
 
@@ -357,10 +361,13 @@ def test_the_process_is_started_anew_when_it_dies(folder: Path):
         bodies = LargeBodies(start_of(folder))
         _, prompts = await bodies.prepare(CompletionBody, large("abc"))
         ids = [[7] * 500] * 2048
-        task = asyncio.create_task(bodies.prepare(CompletionBody, json.dumps({"prompt": ids}).encode()))
-        await asyncio.sleep(0.02)
         process = bodies._process
         assert process is not None
+        await bodies._warming  # which leaves a process that is there already
+        assert bodies._process is process
+        process.send_signal(signal.SIGSTOP)  # so that it has not answered when it dies
+        task = asyncio.create_task(bodies.prepare(CompletionBody, json.dumps({"prompt": ids}).encode()))
+        await asyncio.sleep(0.02)
         process.kill()
         with pytest.raises(ApiError, match="has died") as caught:
             await task
@@ -397,7 +404,7 @@ def test_only_so_many_large_bodies_are_held(monkeypatch: pytest.MonkeyPatch):
             start = time.monotonic()
             answers = await asyncio.gather(*(hold(reader) for _ in range(3)), return_exceptions=True)
             assert [isinstance(a, ApiError) and a.status == 503 for a in answers] == [True] * 3
-            assert 0.1 < time.monotonic() - start < 2
+            assert 0.1 < time.monotonic() - start < 8  # of the 10 s that it is otherwise
         await hold(reader)
 
     async def hold(reader: Intake) -> None:

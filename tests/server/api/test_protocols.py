@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import openai
 import pydantic
@@ -18,6 +17,9 @@ from turnout.config import ServerConfig
 from turnout.server.api.app import create_app
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import EngineSupervisor
+
+if TYPE_CHECKING:
+    import anthropic
 
 PARAMETERS = {
     "type": "object",
@@ -46,6 +48,8 @@ def gpt(scripted: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def claude(scripted: str) -> anthropic.Anthropic:
+    import anthropic  # which takes a second: not for every worker that collects this file
+
     return anthropic.Anthropic(base_url=scripted, api_key="unused", max_retries=0, timeout=60)
 
 
@@ -103,6 +107,8 @@ def test_a_streamed_response_adds_up_to_the_whole(gpt: openai.OpenAI):
         kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
         for kind in ("reasoning_text", "output_text", "function_call_arguments")
     }
+    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert arguments == ['{"a": 19, ', '"b": 23', "}"]
     assert deltas["reasoning_text"] == THOUGHT
     assert deltas["output_text"] == TEXT == whole.output_text
     assert json.loads(deltas["function_call_arguments"]) == ARGUMENTS
@@ -129,6 +135,14 @@ def test_a_response_that_is_cut_off(gpt: openai.OpenAI):
         "max_output_tokens",
     )
     assert last.response.output == [done.item]
+
+
+def test_a_streamed_call_of_a_response_that_is_cut_off_is_incomplete(gpt: openai.OpenAI):
+    events = list(gpt.responses.create(**RESPONSE, input=QUESTION, max_output_tokens=8, stream=True))
+    assert not [event for event in events if event.type == "response.function_call_arguments.done"]
+    call = events[-1].response.output[-1]
+    assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"a": 19, ')
+    assert events[-1].response.status == "incomplete"
 
 
 def test_messages_in_a_loop_that_runs_its_tool(claude: anthropic.Anthropic):
@@ -163,6 +177,9 @@ def test_a_streamed_message_adds_up_to_the_whole(claude: anthropic.Anthropic):
         "message_stop",
     ]
     assert (start.message.content, start.message.stop_reason) == ([], None)
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    arguments = [delta.partial_json for delta in deltas if delta.type == "input_json_delta"]
+    assert arguments == ['{"a": 19, ', '"b": 23', "}"]
     with claude.messages.stream(**MESSAGE, messages=ASK) as stream:
         final = stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
@@ -271,9 +288,17 @@ def test_messages_force_a_call(claude: anthropic.Anthropic, choice: Any):
     Pick.model_validate(call.input)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "pick"}])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "pick"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]},
+    ],
+)
 def test_responses_force_a_call(gpt: openai.OpenAI, choice: Any):
-    tools: Any = [{"type": "function", "name": "pick", "parameters": PICK}]
+    others = RESPONSE["tools"] if isinstance(choice, dict) else []
+    tools: Any = [*others, {"type": "function", "name": "pick", "parameters": PICK}]
     answer = gpt.responses.create(
         model="scripted", input=QUESTION, tools=tools, tool_choice=choice, parallel_tool_calls=False
     )
@@ -327,6 +352,8 @@ def test_an_assistants_last_message_is_gone_on_with(claude: anthropic.Anthropic)
 
 
 def test_every_protocol_has_a_queue_and_salts_its_prefixes(claude: anthropic.Anthropic, gpt: openai.OpenAI):
+    import anthropic
+
     late = {"extra_body": {"priority": 1}}
     with pytest.raises(anthropic.BadRequestError, match="--scheduling-policy priority"):
         claude.messages.create(**MESSAGE, messages=ASK, **late)
@@ -405,6 +432,8 @@ REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is kept between requests"),
     ({"tools": [{"type": "file_search"}]}, "tools.0: type 'file_search' is not one of"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+    ({"tools": RESPONSE["tools"] * 513}, "tools: 513 are too many"),
+    ({"tool_choice": {"type": "custom", "name": "patch"}}, "tool_choice: type 'custom' is not one of"),
     ({"tools": [{"type": "function"}]}, "name: required"),
     ({"input": []}, "input"),
     ({"input": [{"type": "web_search_call", "id": "1"}]}, "input.0: type 'web_search_call' is not one of"),
@@ -427,6 +456,7 @@ REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
         "'c' is not the id of a call",
     ),
     ({"background": True}, "background: "),
+    ({"top_logprobs": 2}, "top_logprobs: no log-probabilities are returned here"),
     ({"max_output_tokens": 0}, "max_output_tokens: "),
 ]
 
@@ -459,6 +489,8 @@ def test_anthropics_clients_have_a_header_for_the_key():
 
 
 def test_errors_that_the_clients_know(claude: anthropic.Anthropic, gpt: openai.OpenAI):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="serves 'scripted'"):
         claude.messages.create(**MESSAGE | {"model": "other"}, messages=ASK)
     with pytest.raises(anthropic.BadRequestError, match="the context holds"):

@@ -79,8 +79,8 @@ def test_a_stream_adds_up_to_the_whole(agent: openai.OpenAI):
     assert (begun.index, begun.type, begun.function.name) == (0, "function", "add")
     assert begun.id
     assert all((call.index, call.id, call.function.name) == (0, None, None) for call in more)
-    arguments = "".join(call.function.arguments for call in (begun, *more))
-    assert json.loads(arguments) == ARGUMENTS
+    # As the model writes them; the last brace waits until the call is complete.
+    assert [call.function.arguments for call in (begun, *more)] == ["", '{"a": 19, ', '"b": 23', "}"]
     assert json.loads(whole.message.tool_calls[0].function.arguments) == ARGUMENTS
     assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "tool_calls"
     usage = parts[-1].usage
@@ -140,6 +140,46 @@ def test_a_call_that_is_cut_off_is_text(web: httpx.Client, max_tokens: int):
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("max_tokens", [7, 8, 9, 10])
+def test_a_streamed_call_that_is_cut_off_is_never_json(agent: openai.OpenAI, max_tokens: int):
+    parts = list(agent.chat.completions.create(**FIELDS, stream=True, max_tokens=max_tokens))
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
+    arguments = "".join(call.function.arguments for call in calls)
+    expected = {7: "", 8: '{"a": 19, ', 9: '{"a": 19, "b": 23}', 10: '{"a": 19, "b": 23'}
+    assert arguments == expected[max_tokens]  # in the last a mark that is not whole
+    begun = max_tokens >= 8
+    assert bool(calls) == begun
+    said = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert said.startswith(TEXT)
+    assert ("<tool_call>" in said) != begun
+    assert parts[-1].choices[0].finish_reason == "length"
+
+
+def test_a_streamed_call_that_was_no_json_can_be_sent_back(web: httpx.Client):
+    """With the error that its client found, so that the model can try again."""
+    lengths = []
+    for arguments in ("{}", '{"a": 1,,', '{"a": "'):
+        call = CALL | {"function": {"name": "add", "arguments": arguments}}
+        told = [QUESTION, {"role": "assistant", "tool_calls": [call]}]
+        told.append({"role": "tool", "tool_call_id": call["id"], "content": "no JSON: 2"})
+        reply = web.post("/tokenize", json={"messages": told, "tools": [ADD]})
+        assert reply.status_code == 200, reply.text
+        lengths.append(reply.json()["count"])
+        assert ask(web, messages=told)["message"]["content"] is not None
+    assert lengths[0] < lengths[2] < lengths[1]  # the model sees what it wrote
+
+
+def test_streamed_calls_keep_apart_and_only_one_comes_where_one_is_wanted(agent: openai.OpenAI):
+    for parallel, expected in ((True, [{"a": 1, "b": 2}, {"a": 3, "b": 4}]), (False, [{"a": 1, "b": 2}])):
+        arguments: dict[int, str] = {}
+        fields = FIELDS | {"messages": user("Add both!"), "parallel_tool_calls": parallel}
+        for part in agent.chat.completions.create(**fields, stream=True):
+            for call in part.choices[0].delta.tool_calls or ():
+                arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
+        assert [json.loads(arguments[index]) for index in sorted(arguments)] == expected
+        assert part.choices[0].finish_reason == "tool_calls"
+
+
 PICK = {
     "type": "function",
     "function": {
@@ -171,6 +211,27 @@ def test_a_forced_call(web: httpx.Client, choice: Any, thinks: bool):
     assert json.loads(call["function"]["arguments"])["color"] in ("red", "blue")
     assert answer["message"].get("reasoning") == (THOUGHT if thinks else None)
     assert answer["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_allowed_tools_are_called(web: httpx.Client, mode: str):
+    """The model would call `add`, of which it is told as before."""
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "pick"}}]}
+    fields = {
+        "tools": [ADD, PICK],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
+        "parallel_tool_calls": False,
+        "max_tokens": 1500,
+        "seed": 1,
+    }
+    bodies = [FIELDS | fields, FIELDS | fields | {"tool_choice": None}]
+    replies = [web.post("/v1/chat/completions", json=body).json() for body in bodies]
+    (answer,), (free,) = (reply["choices"] for reply in replies)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "pick"
+    assert free["message"]["tool_calls"][0]["function"]["name"] == "add"
+    assert replies[0]["usage"]["prompt_tokens"] == replies[1]["usage"]["prompt_tokens"]
+    assert (TEXT in (answer["message"]["content"] or "")) is (mode == "auto")
 
 
 def test_what_looks_like_a_token_in_a_schema_is_text(web: httpx.Client):
@@ -269,6 +330,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: required"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    (
+        {"tools": [{"type": "custom", "custom": {"name": "patch"}}]},
+        "tools.0.type: tools of free-form text (custom) are not served; offer a function with one parameter",
+    ),
     ({"tools": [ADD, ADD]}, "two have the name 'add'"),
     ({"tools": [ADD] * 513}, "tools: 513 are too many; at most 512"),
     (
@@ -281,6 +346,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        "'sub' is not the name of a tool (add)",
+    ),
+    ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools: required"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: type 'any' is not one of"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tools: List should have at least 1 item",
+    ),
+    (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "sub"}}],
+                },
+            }
+        },
         "'sub' is not the name of a tool (add)",
     ),
     ({"tools": [], "tool_choice": "required"}, "there are no tools"),

@@ -14,11 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.processes import eventually, started
+from tests.server.processes import await_reports, eventually, started
 from tests.server.test_metrics import families
 from turnout.config import ServerConfig
 from turnout.server.api.service import Service
 from turnout.server.dashboard.feed import Feed
+from turnout.server.launch import ServerProcess
 from turnout.server.supervise.engine import EngineSupervisor
 
 KEY = "s3cret"
@@ -26,9 +27,14 @@ PARTS = ("main.js", "style.css", "uPlot.iife.min.js", "icon.svg")
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_folder: Path) -> Iterator[str]:
-    with started(tiny_folder, api_key=KEY) as (_, root):
-        yield root
+def guarded_server(tiny_folder: Path) -> Iterator[tuple[ServerProcess, str]]:
+    with started(tiny_folder, api_key=KEY) as both:
+        yield both
+
+
+@pytest.fixture
+def guarded(guarded_server: tuple[ServerProcess, str]) -> str:
+    return guarded_server[1]
 
 
 def messages(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,8 +83,9 @@ def test_pages_may_load_nothing_from_elsewhere(http: httpx.Client):
 EXPERT_TOKENS = [2 * (3 + 20 - 1)] * 2  # by layer: top-2 of 3 prompt tokens and all but the last of 20
 
 
-def test_the_feed_says_what_metrics_say(http: httpx.Client):
+def test_the_feed_says_what_metrics_say(root: str, http: httpx.Client):
     body = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True}
+    await_reports(root)
     with http.stream("GET", "/dashboard/events") as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         feed = messages(reply.iter_lines())
@@ -88,7 +95,7 @@ def test_the_feed_says_what_metrics_say(http: httpx.Client):
         _, first = next(feed)
         assert http.post("/v1/completions", json=body).status_code == 200
         counts, rates = np.zeros(16, int), []
-        for _, (_, tick) in zip(range(20), feed, strict=False):
+        for _, (_, tick) in zip(range(60), feed, strict=False):
             rates.append(tick["rates"]["generation_tokens_total"])
             counts += np.frombuffer(base64.b64decode(tick["experts"] or ""), "<u4") if tick["experts"] else 0
             if counts.sum() == sum(EXPERT_TOKENS):
@@ -121,17 +128,19 @@ def test_nothing_ticks_while_nobody_looks():
         for viewer in viewers:
             await viewer.aclose()
         assert not feed._viewers
-        await asyncio.wait_for(ticking, 10)
+        await asyncio.wait_for(ticking, 60)
         assert feed._ticking is None
 
     asyncio.run(look())
 
 
-def test_a_server_that_leaves_does_not_wait_for_viewers(tiny_folder: Path):
-    with started(tiny_folder) as (server, root), httpx.stream("GET", f"{root}/dashboard/events") as reply:
+def test_a_server_that_leaves_does_not_wait_for_viewers(guarded_server: tuple[ServerProcess, str]):
+    """The last test here: it ends the server."""
+    (server, root), bearer = guarded_server, {"Authorization": f"Bearer {KEY}"}
+    with httpx.stream("GET", f"{root}/dashboard/events", headers=bearer) as reply:
         feed = messages(reply.iter_lines())
         next(feed)
         server.process.terminate()
         assert all(name in ("about", "tick") for name, _ in feed)  # until the stream ends, in order
-        assert eventually(lambda: server.process.poll() is not None, 4)
+        assert eventually(lambda: server.process.poll() is not None, 20)  # of 30 s that it may drain
         assert server.process.returncode == 0

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.server.processes import Background, eventually, has_ended, is_ready
+from tests.server.processes import Background, eventually, free_port, has_ended, is_ready
 from tests.serving import tiny_config
 from turnout.server.launch import ServerProcess
 from turnout.server.supervise.rank_protocol import PORTS
@@ -24,26 +24,11 @@ PROMPTS = ["pears", "plums and pears", "12 apples", "one apple less"]
 TOKENS = 400
 
 
-def free_ports() -> int:
-    """The first of as many free ports as a head needs."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                for place in range(1, PORTS):
-                    with socket.socket() as other:
-                        other.bind(("127.0.0.1", port + place))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 class Dialled:
     """A head and its ranks."""
 
     def __init__(self, folder: Path, secret: Path):
-        self.address, self.secret = f"127.0.0.1:{free_ports()}", secret
+        self.address, self.secret = f"127.0.0.1:{free_port(PORTS)}", secret
         self.config = tiny_config(
             folder,
             **TWO_RANKS,
@@ -120,7 +105,7 @@ def test_a_killed_one_is_replaced_by_one_that_dials_in(dialled: Dialled, served:
     orphan = process_of(served, 0)
     killed = next(rank for rank in dialled.ranks if rank.pid == starter_of(orphan).pid)
     killed.kill()
-    assert eventually(lambda: not is_ready(served), 5)
+    assert eventually(lambda: not is_ready(served))  # until another rank dials in
     assert eventually(lambda: has_ended(orphan))
     dialled.rank()
     for stream in running:
@@ -132,14 +117,17 @@ def test_a_killed_one_is_replaced_by_one_that_dials_in(dialled: Dialled, served:
 
 @pytest.mark.more
 def test_a_spare_takes_over(dialled: Dialled, served: str):
+    """It has imported what a rank needs before there is a place for it."""
     spare = dialled.rank()
-    assert eventually(lambda: psutil.Process(spare.pid).net_connections())
+    assert eventually(lambda: psutil.Process(spare.pid).children())
+    (fork_server,) = psutil.Process(spare.pid).children()
+    assert eventually(lambda: any("libtorch_cpu" in m.path for m in fork_server.memory_maps()))
     running = Background(served, tokens=TOKENS)
     worker = process_of(served, 1)
     starter_of(worker).terminate()  # told to stop, it says so
     assert running.result()[-1] == "[DONE]"
     assert "it was told to stop" in httpx.get(f"{served}/server_info").json()["last_failure"]
-    assert spare.pid in {starter_of(process_of(served, rank)).pid for rank in (0, 1)}
+    assert fork_server.pid in {process_of(served, rank).ppid() for rank in (0, 1)}
 
 
 def test_those_without_the_secret_are_refused(dialled: Dialled, served: str, tmp_path: Path):
@@ -165,7 +153,7 @@ def test_those_with_other_weights_are_refused(dialled: Dialled, served: str, tmp
 @pytest.mark.more
 def test_where_there_is_no_head(dialled: Dialled, root: str):
     """Neither nothing at all nor a server of something else."""
-    said = dialled.refusal("--startup-timeout", "1", head=f"127.0.0.1:{free_ports()}")
+    said = dialled.refusal("--startup-timeout", "1", head=f"127.0.0.1:{free_port(PORTS)}")
     assert "within 1 s: Connect call failed" in said
     said = dialled.refusal("--startup-timeout", "1", head=root.removeprefix("http://"))
     assert "within 1 s: it does not speak as Turnout does" in said
@@ -174,7 +162,7 @@ def test_where_there_is_no_head(dialled: Dialled, root: str):
 
 def test_a_second_head_is_told_of_the_first(dialled: Dialled, served: str):
     second = ServerProcess(dialled.config, show=False)
-    assert second.process.wait(60) == 2
+    assert second.process.wait(120) == 2
     second.stop()
     assert f"--dist-init-addr {dialled.address}: cannot listen there" in second.last_lines()
     assert "stop another head that does" in second.last_lines()
@@ -185,8 +173,8 @@ def test_told_to_stop_the_head_sends_all_home(dialled: Dialled, served: str):
     serving = [rank for rank in dialled.ranks if rank.poll() is None]
     workers = [process_of(served, rank) for rank in (0, 1)]
     assert dialled.head.stop() == 0
-    assert [rank.wait(20) for rank in serving] == [0] * len(serving)
-    assert all(has_ended(worker) for worker in workers)
+    assert [rank.wait(60) for rank in serving] == [0] * len(serving)
+    assert eventually(lambda: all(has_ended(worker) for worker in workers))
 
 
 @pytest.mark.more

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.server.processes import (
     Background,
+    await_reports,
     eventually,
     folder_of,
     has_ended,
@@ -25,11 +27,12 @@ from tests.server.processes import (
     started,
 )
 from tests.serving import tiny_config
+from turnout.parallel.health import Board
 from turnout.server.launch import ServerProcess
 from turnout.server.supervise.watchdog import SILENT_SECONDS
 
 DP2_EP2 = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
-NOTICED = 2.0  # seconds
+NOTICED = 20.0  # seconds; below one on a quiet machine, where tools.chaos measures it
 RECOVERED = 60.0  # a few seconds on a quiet machine
 PROMPTS = [f"{i} pears and {i * i} plums" * (1 + i % 3) for i in range(8)]
 
@@ -52,7 +55,8 @@ def ready(two_ranks: Served) -> Iterator[Served]:
 
 
 def shared_memory() -> set[str]:
-    return {segment.name for segment in Path("/dev/shm").iterdir()}
+    """Of Turnout and torch: what else runs here has segments that come and go."""
+    return {segment.name for name in ("turnout*", "torch*") for segment in Path("/dev/shm").glob(name)}
 
 
 def weights_mapped(rank: psutil.Process) -> int:
@@ -76,12 +80,12 @@ def texts(root: str, prompts: list[str], **fields: Any) -> list[str]:
 
 
 def info(root: str) -> dict[str, Any]:
-    return httpx.get(f"{root}/server_info").json()
+    return httpx.get(f"{root}/server_info", timeout=60).json()
 
 
 def metric(root: str, name: str) -> dict[str, float]:
     """Values of a metric by its labels, leaving out the model's name, which all have."""
-    lines = httpx.get(f"{root}/metrics").text.splitlines()
+    lines = httpx.get(f"{root}/metrics", timeout=60).text.splitlines()
     values = (line.rpartition(" ") for line in lines if line.startswith(name))
     plain = (
         (labels.removeprefix(name).replace('model_name="tiny"', ""), value) for labels, _, value in values
@@ -138,7 +142,7 @@ def test_experts_are_counted_once(ready: Served):
         chosen = metric(root, "turnout:expert_tokens_total")
         return sum(sum(of.values()) for of in tokens), sum(chosen.values())
 
-    time.sleep(1.2)  # experts are reported once a second
+    await_reports(root, ranks=2)
     tokens, chosen = counted()
     complete(root, "x" * 50, max_tokens=11)
     assert eventually(lambda: counted()[0] == tokens + 61)
@@ -149,13 +153,13 @@ def test_experts_are_counted_once(ready: Served):
 def test_a_request_starts_at_once_on_resting_ranks(ready: Served):
     """Unless woken they look around a second after the last step, so each request would take 0.7 s."""
     _, root = ready
-    took = []
-    for i in range(4):
+    took: list[float] = []
+    while not took or min(took) > 0.5:
+        assert len(took) < 20, took
         time.sleep(0.3)
         start = time.monotonic()
-        complete(root, f"wake {i}", max_tokens=1)
+        complete(root, f"wake {len(took)}", max_tokens=1)
         took.append(time.monotonic() - start)
-    assert min(took) < 0.5, took
 
 
 def whole(stream: Background) -> bool:
@@ -181,10 +185,10 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
         assert all(whole(stream) for stream in running)
         assert len(meanwhile.result()) == len(PROMPTS)
     assert eventually(lambda: is_ready(root), RECOVERED)
-    assert all(has_ended(rank) for rank in old)
+    assert eventually(lambda: all(has_ended(rank) for rank in old))
     assert all(weights_mapped(rank) == mapped for rank in ranks_of(server))
     assert not folder.exists()
-    assert shared_memory() == before
+    assert eventually(lambda: shared_memory() <= before)
     assert info(root)["restarts"] == restarts + 1
     assert metric(root, "turnout:resumed_requests_total")[""] == prompts[""] + len(running)
 
@@ -205,12 +209,12 @@ def test_a_stopped_rank_is_found_and_named(ready: Served):
     old = ranks_of(server)
     running = streams(root)
     old[1].suspend()
-    assert eventually(lambda: not is_ready(root), SILENT_SECONDS + NOTICED)
+    refusal(root, SILENT_SECONDS + NOTICED)
     why = info(root)["last_failure"]
-    assert "rank 1 does not run: no heartbeat for 3 s" in why
+    assert re.search(r"rank 1 does not run: no heartbeat for \d+ s", why), why
     assert re.search(rf"on host {socket.gethostname()}, in phase \w+ of step \d+, while rank 0 was", why), why
     assert all(whole(stream) for stream in running)
-    assert all(has_ended(rank) for rank in old)
+    assert eventually(lambda: all(has_ended(rank) for rank in old))
 
 
 def test_a_slow_rank_is_no_stalled_one(ready: Served):
@@ -219,11 +223,15 @@ def test_a_slow_rank_is_no_stalled_one(ready: Served):
     restarts, slow = info(root)["restarts"], ranks_of(server)[1]
     running = streams(root)
     end = time.monotonic() + 2 * SILENT_SECONDS
+    board = Board(folder_of(server) / "board", 2)
     while time.monotonic() < end:
         slow.suspend()
         time.sleep(0.6)
+        beats = board.read(1).beats
         slow.resume()
         time.sleep(0.3)
+        assert eventually(lambda: board.read(1).beats > beats)  # noqa: B023
+    board.close()
     assert all(stream.result()[-1] == "[DONE]" for stream in running)
     assert info(root)["restarts"] == restarts
 
@@ -241,12 +249,12 @@ def test_told_to_stop_the_server_owes_its_answers_even_if_a_rank_dies(two_ranks:
     server, root = two_ranks
     before, running = shared_memory(), streams(root)
     server.process.terminate()
-    assert eventually(lambda: not is_ready(root))
+    refusal(root, NOTICED)
     ranks_of(server)[0].kill()
     assert all(whole(stream) for stream in running)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert "the ranks are ready again, and 2 requests go on" in server.last_lines()
-    assert shared_memory() <= before
+    assert eventually(lambda: shared_memory() <= before)
 
 
 def test_ranks_that_share_requests_and_do_not_outlive_a_killed_server(tiny_folder: Path, root: str):
@@ -258,7 +266,7 @@ def test_ranks_that_share_requests_and_do_not_outlive_a_killed_server(tiny_folde
         server.process.kill()
         assert eventually(lambda: all(has_ended(rank) for rank in ranks))
         assert eventually(lambda: not folder.exists())
-    assert shared_memory() <= before
+    assert eventually(lambda: shared_memory() <= before)
 
 
 def test_starts_that_come_to_nothing_are_given_up(tiny_folder: Path):
@@ -267,11 +275,12 @@ def test_starts_that_come_to_nothing_are_given_up(tiny_folder: Path):
     try:
         seen: set[int] = set()
         while server.process.poll() is None:
-            for process in psutil.Process(server.process.pid).children():
-                seen.add(process.pid)
-                process.kill()
+            with suppress(psutil.NoSuchProcess):  # its parent knew of the end before us
+                for process in psutil.Process(server.process.pid).children():
+                    seen.add(process.pid)
+                    process.kill()
             time.sleep(0.01)
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert len(seen) == 5
         server.stop()
         assert "error: the engine process was killed by SIGKILL" in server.last_lines()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 
+from tests.server.processes import free_port
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.server.supervise import rank_protocol
 from turnout.server.supervise.rank_agent import hello
 from turnout.server.supervise.rank_protocol import Hello
-from turnout.server.supervise.remote_ranks import RemoteRank, on_hosts, share_gpus
+from turnout.server.supervise.remote_ranks import RemoteRank, RemoteRanks, on_hosts, share_gpus
 
 HEAD = ServerConfig(model="/models/demo", tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000")
 
@@ -80,3 +82,29 @@ def test_where_the_head_is():
     assert rank_protocol.head_address(HEAD) == ("127.0.0.1", 5000)
     with pytest.raises(UserError, match="--dist-init-addr nowhere"):
         rank_protocol.head_address(dataclasses.replace(HEAD, dist_init_addr="nowhere.invalid:5000"))
+
+
+def test_a_head_to_which_no_rank_comes_says_what_it_waited_for():
+    """And why it refused whoever else did."""
+    port = free_port(rank_protocol.PORTS)
+    address = f"127.0.0.1:{port}"
+    config = dataclasses.replace(HEAD, dist_init_addr=address, startup_timeout=1)
+
+    async def wait_in_vain() -> None:
+        ranks = RemoteRanks(config, b"pears and plums, and then some plums")
+        await ranks.open()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            await reader.read()
+            await ranks.placed()
+        finally:
+            writer.close()
+            await ranks.close(None)
+
+    with pytest.raises(UserError) as caught:
+        asyncio.run(asyncio.wait_for(wait_in_vain(), 60))
+    said = str(caught.value)
+    assert "not enough ranks came within --startup-timeout 1 s: 0 of 1" in said
+    assert "refused: 127.0.0.1: it does not speak as Turnout does" in said
+    assert f"`turnout rank --head {address} --secret-file FILE`" in said

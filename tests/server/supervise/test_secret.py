@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ def meet(rank: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
             writer.close()
             return result, await said
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return asyncio.run(asyncio.wait_for(main(), 60))
 
 
 async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> object:
@@ -99,7 +100,8 @@ def test_lines_can_be_neither_repeated_nor_changed_nor_sent_back(forge: str):
 def test_strangers_and_other_versions(greeting: bytes, why: str):
     async def rank(reader, writer):
         writer.write(greeting)
-        await reader.read()
+        with suppress(ConnectionResetError):  # if the head had not read all when it closed
+            await reader.read()
 
     assert meet(rank) == (None, why)
 

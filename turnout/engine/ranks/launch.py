@@ -104,7 +104,7 @@ def _start(
             quiet = stack.enter_context(_log(folder, rank).open("wb"))
         launcher.start(
             rank,
-            ["-m", "turnout.cli", *arguments],
+            ["-m", "turnout", *arguments],
             lambda rank, code: exits.put((rank, code)),
             environment=network_environment() | {name: str(value) for name, value in told.items()},
             stdin=subprocess.DEVNULL if quiet else None,

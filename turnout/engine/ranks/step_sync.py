@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turnout.engine.scheduler.prefill_delayer import Prompts
 from turnout.parallel.exchange import SingleRankExchange, StepExchange, StepRecord
 from turnout.parallel.topology import Topology
 from turnout.vocabulary import Phase
@@ -25,6 +26,8 @@ class SyncedStep:
     """phase: of the busiest rank; None if no rank has work.
 
     tokens:   how many each data-parallel rank brings
+    phases:   of each data-parallel rank, as `phase`
+    prefill_due: whether prompts that a rank holds back (scheduler/prefill_delayer.py) run in the next step
     commands: how many of the commands received so far every rank of this data-parallel group has
     pending:  whether some rank has commands that it is yet to execute
     leaving:  whether all stop here, since one was told to
@@ -35,6 +38,13 @@ class SyncedStep:
     commands: int
     pending: bool
     leaving: bool
+    phases: tuple[Phase | None, ...] = ()
+    prefill_due: bool = False
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some ranks compute prompts while others only decode."""
+        return Phase.DECODE in self.phases and Phase.PREFILL in self.phases
 
     @property
     def step_phase(self) -> Phase:
@@ -64,8 +74,9 @@ class StepSync:
         """Whether this rank speaks for its data-parallel group."""
         return self.topology.attention_tp_rank == 0
 
-    def sync(self, tokens: int, phase: Phase | None) -> SyncedStep:
-        """This rank would bring `tokens` to a forward of `phase` (None: it has no work). Collective.
+    def sync(self, tokens: int, phase: Phase | None, next_prompts: Prompts = Prompts.NONE) -> SyncedStep:
+        """This rank would bring `tokens` to a forward of `phase` (None: it has no work), and `next_prompts`
+        to the one after it. Collective.
 
         Raises RuntimeError if ranks that share requests have sampled different tokens.
         """
@@ -77,12 +88,21 @@ class StepSync:
                 executed=self.executed,
                 digest=self._digest,
                 leaving=self.leaving,
+                next_prompts=next_prompts,
             )
         )
         self._check_digests(records)
+        return self.agreed(records)
+
+    def agreed(self, records: Sequence[StepRecord]) -> SyncedStep:
+        """What follows from the records of all ranks."""
+        leading = records[:: self.topology.attention_tp]
+        prompts = [record.next_prompts for record in records if record.tokens or record.next_prompts]
         return SyncedStep(
             phase=PHASES[max(record.phase for record in records)],
-            tokens=tuple(record.tokens for record in records[:: self.topology.attention_tp]),
+            tokens=tuple(record.tokens for record in leading),
+            phases=tuple(PHASES[record.phase] for record in leading),
+            prefill_due=Prompts.DUE in prompts or (bool(prompts) and all(prompts)),
             commands=min(record.received for record in records[self._group]),
             pending=any(record.executed < record.received for record in records),
             leaving=any(record.leaving for record in records),

@@ -24,7 +24,7 @@ def greedy(logits_SV: Tensor, *, near_ties: bool, low_S: Tensor | None = None) -
     return _on_device(logits_SV, near_ties, low_S)
 
 
-def _on_device(logits_SV: Tensor, near_ties: bool, low_S: Tensor | None = None) -> Tensor:
+def _on_device(logits_SV: Tensor, near_ties: bool, low_S: Tensor | None) -> Tensor:
     """`max` hands on a NaN, so that one pass finds the token and tells whether the row can be trusted."""
     values_S, ids_S = logits_SV.max(dim=-1)
     columns = [ids_S, values_S.isfinite()]

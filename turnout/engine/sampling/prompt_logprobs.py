@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turnout.engine.sampling.sampler import Scores
 from turnout.engine.scheduler.scheduler import Chunk, with_rows
+from turnout.engine.transfers import on_device
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
 SCORED_ROWS = 128
@@ -36,6 +37,6 @@ def score_prompts(
             until = min(at + SCORED_ROWS, end)
             rows_SH = hidden_NH[first_row + at - chunk.start : first_row + until - chunk.start]
             scores_SV = torch.log_softmax(make_logits(rows_SH), dim=-1)
-            ids_S = torch.tensor(request.tokens[at + 1 : until + 1], device=scores_SV.device)
+            ids_S = on_device(request.tokens[at + 1 : until + 1], torch.int64, scores_SV.device)
             counts = [request.sampling.prompt_logprobs or 0] * (until - at)
             request.prompt_logprobs += Scores(range(until - at), scores_SV, ids_S, counts).read()

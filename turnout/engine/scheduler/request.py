@@ -59,7 +59,7 @@ class Request:
     added_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0  # first; time.monotonic() as all of these
     timed: bool = False  # whether its output said how long it waited
-    preemptions: int = 0
+    preempted: list[float] = field(default_factory=list)  # when, each time.time()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # of `tokens`, for drafts
     proposed: list[int] = field(default_factory=list)  # drafts of a draft layer, where the model has one

@@ -18,11 +18,12 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from turnout.engine.scheduler.kv_cache import KVCache
+from turnout.engine.scheduler.prefill_delayer import PrefillDelayer, Prompts
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.step_times import StepTimes
 from turnout.engine.speculative.switch import DraftSwitch
@@ -35,6 +36,7 @@ class Lack(StrEnum):
     SLOTS = "running_requests"
     PAGES = "kv_pages"
     PREFILL = "prefill_tokens"
+    RANKS = "other_ranks"
 
 
 class Chunk(NamedTuple):
@@ -97,7 +99,8 @@ class Scheduler:
     tokens_per_request: what a decoding request may bring to a step, its drafts included. states_per_request:
     slots of states that a request has: one, or one for each of these tokens. by_priority: lower priorities
     count as earlier arrivals. times: of steps, where these have a target.
-    switch: says which steps bring drafts; None: all do.
+    switch: says which steps bring drafts; None: all do. delayer: says which steps admit no request; None: all
+    do.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Scheduler:
         by_priority: bool = False,
         times: StepTimes | None = None,
         switch: DraftSwitch | None = None,
+        delayer: PrefillDelayer | None = None,
     ):
         self.kv = kv
         self.max_running = max_running
@@ -122,12 +126,12 @@ class Scheduler:
         self.tokens_per_request, self._states_per_request = tokens_per_request, states_per_request
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first, as in `waiting`
-        self.times, self.switch = times, switch
+        self.times, self.switch, self.delayer = times, switch, delayer
         self.only_decoding = 0  # requests of the last schedule, if it had nothing else
         self._by_priority = by_priority
         self._arrivals = 0
         self.preemptions = 0
-        self._lacks_pages = False  # as of the last schedule
+        self._lacks_pages = self._holds_prompts = False  # as of the last schedule
         self._rows = list(range(max_running - 1, -1, -1))
 
     @property
@@ -142,6 +146,8 @@ class Scheduler:
             return Lack.NOTHING
         if self._lacks_pages:
             return Lack.PAGES
+        if self._holds_prompts:
+            return Lack.RANKS
         return Lack.SLOTS if len(self.running) >= self.max_running else Lack.PREFILL
 
     def refuse(self, num_prompt: int, max_tokens: int) -> str | None:
@@ -177,19 +183,32 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, at most one per request; [] if there is nothing to do."""
-        self._lacks_pages = False
+        lacked_pages, self._lacks_pages = self._lacks_pages, False
         decoding = sum(request.remaining == 1 for request in self.running)
         budget = min(self.prefill_tokens, self.step_tokens - decoding)
         if self.times is not None:
             budget = self.times.prompt_tokens(decoding, budget)
         chunks, budget, preempted = self._continue_running(budget)
         self._lacks_pages |= preempted
-        if not preempted:
+        self._holds_prompts = not (preempted or lacked_pages) and self._hold(decoding)
+        if not (preempted or self._holds_prompts):
             chunks += self._admit(budget)
         self.only_decoding = decoding if decoding == len(chunks) else 0
         if self.tokens_per_request == 1 or (self.switch and not self.switch.drafts(decoding)):
             return chunks
         return self._with_drafts(chunks)
+
+    def next_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
+        """What other ranks should know of the step after the one of `chunks`, which was just scheduled."""
+        if self.delayer is None:
+            return Prompts.NONE
+        ends = {chunk.request.id: chunk.known_end for chunk in chunks}
+        unfinished = any(
+            request.length - ends.get(request.id, request.computed) > 1 for request in self.running
+        )
+        if unfinished or self.lack == Lack.PREFILL:
+            return Prompts.DUE
+        return self.delayer.says() if self._holds_prompts else Prompts.NONE
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
         """Record that the forward of `chunks` is done; pages that it filled become reusable.
@@ -234,6 +253,11 @@ class Scheduler:
         if not self.kv.grow(request, chunk.end + len(drafts)):
             drafts = drafts[: request.room - chunk.end]
         return tuple(drafts)
+
+    def _hold(self, decoding: int) -> bool:
+        """Whether the request that could be admitted now waits for other ranks."""
+        able = bool(self.waiting) and len(self.running) < self.max_running
+        return able and self.delayer is not None and self.delayer.holds(decoding)
 
     def _continue_running(self, budget: int) -> tuple[list[Chunk], int, bool]:
         """Chunks of running requests, the prefill budget left, and whether anyone was preempted."""
@@ -290,7 +314,7 @@ class Scheduler:
         self._vacate(victim)
         insort(self.waiting, victim, key=_order)
         self.preemptions += 1
-        victim.preemptions += 1
+        victim.preempted.append(time.time())
         return victim
 
     def _vacate(self, request: Request) -> None:

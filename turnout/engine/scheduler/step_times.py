@@ -4,7 +4,7 @@ A step takes `base` seconds, `row` more for each request that decodes and `token
 The first two are fitted to steps without prompts, the last to what steps with prompts took beyond that; old
 steps count less and less, so the estimates follow contexts that grow and machines that others share.
 `token` falls as chunks grow, since few tokens read as many weights as many; so does the estimate, chunk by
-chunk. Torch-free.
+chunk. What was measured before any request came (warmup.py) is where estimates begin. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class StepTimes:
         if self._last is not None and self._steps:
             self._learn(now - self._last)
         self._last = now
+        self._steps = self._decoding = self._prompt = 0
+
+    def measured(self, decoding: int, prompt: int, seconds: float) -> None:
+        """A step that was run by itself, for its time."""
+        self._steps, self._decoding, self._prompt = 1, decoding, prompt
+        self._learn(seconds)
         self._steps = self._decoding = self._prompt = 0
 
     def rest(self, now: float) -> None:

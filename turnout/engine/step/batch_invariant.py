@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
-from turnout.attention.torch import to_device
-from turnout.attention.triton import RowAttention
+from turnout.attention.paged import to_device
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.models.interface import Model, Step
@@ -41,7 +40,7 @@ def forward(model: Model, attention: AttentionCaches, chunks: Sequence[Chunk], s
     for group in attention.groups:
         rows = to_device(group.place_rows(chunks), attention.device)
         places_N, slots_N, table_BP, owners_N = rows
-        parts.append(RowAttention(group, slots_N, table_BP[owners_N], places_N + 1))
+        parts.append(group.rows(slots_N, table_BP[owners_N], places_N + 1))
     (ids_N,) = to_device([ids_N], attention.device)
     step = Step(
         input_ids=ids_N,

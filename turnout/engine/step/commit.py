@@ -210,7 +210,7 @@ class StepCommit:
         elif request.num_output >= request.sampling.max_tokens:
             output.finish_reason = "length"
         if output.finish_reason:
-            output.preemptions = request.preemptions
+            output.preempted = request.preempted
 
     def _conclude(self, request: Request, output: RequestOutput, *, drafted: bool) -> None:
         """`request` has its tokens of this step; drafted: KV pages may be there for more than it kept."""

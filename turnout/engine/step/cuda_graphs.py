@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
+from turnout.attention.paged import PagedAttention
 from turnout.attention.states import Rows
-from turnout.attention.torch import PagedAttention
-from turnout.attention.triton import RowAttention
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.two_batch_overlap import split
@@ -79,12 +78,12 @@ class DecodeGraphs:
         attention: AttentionCaches,
         *,
         sizes: Sequence[int],
-        later: Sequence[int] = (),
-        num_drawn: int = 0,
-        dp_size: int = 1,
-        two_batches: bool = False,
-        pool: Any = None,
-        progress: ProgressFn | None = None,
+        later: Sequence[int],
+        num_drawn: int,
+        dp_size: int,
+        two_batches: bool,
+        pool: Any,
+        progress: ProgressFn | None,
     ):
         """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
 
@@ -181,7 +180,7 @@ class DecodeGraphs:
         rows_FB, tables = part
         ids_B, positions_B, ends_B, slots_B, *_ = rows_FB
         attentions = [
-            RowAttention(group, slots_B, table_BP, ends_B)
+            group.rows(slots_B, table_BP, ends_B)
             for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
         ]
         return Step(

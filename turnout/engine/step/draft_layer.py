@@ -28,6 +28,7 @@ from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
+from turnout.engine.transfers import on_device
 from turnout.models.interface import DraftingModel
 
 
@@ -55,7 +56,7 @@ class LayerDrafter:
         step, hidden_NH = computed.step, computed.hidden_NH
         assert step is not None, "steps whose tokens drafts follow are computed by calls"
         following = [_following(chunk.request, place) for chunk, _ in rows for place in _places(chunk)]
-        ids_N = torch.tensor(following, dtype=torch.int64, device=hidden_NH.device)
+        ids_N = on_device(following, torch.int64, hidden_NH.device)
         hidden_NH = self._model.draft(replace(step, input_ids=ids_N), hidden_NH)
         drafting: list[Request] = []
         last: list[int] = []
@@ -66,7 +67,7 @@ class LayerDrafter:
             if self._drafts_for(request) and place in _places(chunk):
                 drafting.append(request)
                 last.append(first_row + place - chunk.start)
-        hidden_SH = hidden_NH[last]
+        hidden_SH = hidden_NH[on_device(last, torch.int64, hidden_NH.device)]
         self._choose(drafting, hidden_SH)
         for _ in range(self._num_steps - 1):
             drafting, hidden_SH = self._once_more(drafting, hidden_SH)
@@ -95,11 +96,12 @@ class LayerDrafter:
                 kept.append(i)
                 chunks.append(Chunk(request, place, place + 1))
         requests = [drafting[i] for i in kept]
+        hidden_SH = hidden_SH[on_device(kept, torch.int64, hidden_SH.device)]
         tokens = self._step_sync.share_count(len(requests))
         if not any(tokens):
-            return [], hidden_SH[kept]
+            return [], hidden_SH
         ids = [request.proposed[-1] for request in requests]
-        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids, tokens), hidden_SH[kept])
+        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids, tokens), hidden_SH)
         for request in requests:
             self._kv.trim(request)  # the pages are others' until the drafts are verified
         return requests, hidden_SH

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
-from turnout.attention.torch import to_device
-from turnout.attention.triton import has_kernels, step_attention
+from turnout.attention.paged import to_device
 from turnout.engine.cuda_graph_policy import first_sizes, graph_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.overlap_policy import why_no_overlap
@@ -26,6 +25,7 @@ from turnout.engine.step import batch_invariant
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for, prefill_graph_for
 from turnout.engine.step.prefill_graphs import PrefillGraphs
 from turnout.engine.step.two_batch_overlap import split, split_chunks
+from turnout.engine.transfers import on_device
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
@@ -46,7 +46,6 @@ class Forward:
     ):
         """Captures graphs, if there are to be any; collective among the ranks of a model."""
         self._model, self._attention = model, attention
-        self._kernels = all(has_kernels(group) for group in attention.groups)
         self._deterministic = engine_plan.config.deterministic
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank = engine_plan.topology.dp_rank
@@ -61,7 +60,7 @@ class Forward:
                     model,
                     attention,
                     sizes=prefill_graph_sizes(engine_plan.budget),
-                    stored=self._kernels,
+                    stored=engine_plan.stores_in_place,
                     dp_size=engine_plan.topology.dp_size,
                     progress=progress,
                 )
@@ -135,12 +134,15 @@ class Forward:
 
     def logits(self, computed: Computed, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Of rows [S] of a forward: logits [S, V], and what is best among them, if that is known."""
-        whole = len(rows) == len(computed.hidden_NH)
-        if computed.logits_NV is None or computed.best_2N is None:
-            return self._model.logits(computed.hidden_NH if whole else computed.hidden_NH[rows]), None
-        if whole:
-            return computed.logits_NV, computed.best_2N
-        return computed.logits_NV[rows], computed.best_2N[:, rows]
+        hidden_NH, logits_NV, best_2N = computed.hidden_NH, computed.logits_NV, computed.best_2N
+        if len(rows) < len(hidden_NH):
+            rows_S = on_device(rows, torch.int64, hidden_NH.device)  # a list as an index waits for the device
+            hidden_NH = hidden_NH[rows_S]
+            if logits_NV is not None and best_2N is not None:
+                return logits_NV[rows_S], best_2N[:, rows_S]
+        if logits_NV is None or best_2N is None:
+            return self._model.logits(hidden_NH), None
+        return logits_NV, best_2N
 
     def _step(self, phase: Phase, part: Chunks, tokens: tuple[int, ...], second: Step | None) -> Step:
         """A micro-batch of these chunks; tokens: of each data-parallel rank."""
@@ -173,12 +175,11 @@ class Forward:
         self, decoding: Sequence[Chunk], others: Sequence[Chunk], places: Sequence[int]
     ) -> tuple[Tensor, Attention]:
         """The positions of the chunks' tokens on the device, and attention for them."""
-        if self._kernels:
-            fused = [step_attention(group, decoding, others) for group in self._attention.groups]
-            recurrent = [states.laid_out(decoding, others) for states in self._attention.states]
-            return fused[0].places_N, self._attention.together(fused, recurrent)
-        (places_N,) = to_device([_integers(places)], self._attention.device)
-        return places_N, self._attention.laid_out(decoding, others)
+        attention = self._attention.laid_out(decoding, others)
+        places_N = attention.places_N
+        if places_N is None:
+            (places_N,) = to_device([_integers(places)], self._attention.device)
+        return places_N, attention
 
 
 def _cut(whole: Chunks, count: int) -> tuple[Chunks, Chunks]:

@@ -164,8 +164,8 @@ class PrefillGraphs:
         *,
         sizes: Sequence[int],
         stored: bool,
-        dp_size: int = 1,
-        progress: ProgressFn | None = None,
+        dp_size: int,
+        progress: ProgressFn | None,
     ):
         """Captures each of `sizes`, ascending, in tokens; collective among the ranks of a model.
 

@@ -191,46 +191,58 @@ class Chunks:
     def __init__(self, chunks: Sequence[tuple[int, int, int]], group_size: int, window: int = 0) -> None:
         """chunks: (row of the page table, first position, length) of each. group_size: G. window: how many
         tokens each sees, itself included; 0: all of its context."""
-        self.window = window
-        self.chunks_C3 = torch.tensor(chunks, dtype=torch.int64)
-        self.count = len(chunks)
+        self._chunks_C3 = torch.tensor(chunks, dtype=torch.int64)
+        # Of a token and a position that it sees, or more.
         self.pairs = sum(
             min(start + length, length + window if window else start + length) * length
             for _, start, length in chunks
-        )  # (token, position), or more
+        )
         most = sum(-(-length * group_size // ROWS) for _, _, length in chunks)
-        self.groups_MF = torch.empty(most, FIELDS, dtype=torch.int64)
-        _cut(self.chunks_C3.data_ptr(), self.count, group_size, self.groups_MF.data_ptr())
+        self._groups_MF = torch.empty(most, FIELDS, dtype=torch.int64)
+        addresses = self._chunks_C3.data_ptr(), self._groups_MF.data_ptr()
+        _cut(addresses[0], len(chunks), group_size, addresses[1])
+        self.bound = addresses[0], len(chunks), addresses[1], most
+
+
+class Cache:
+    """The pages of one layer as kernels see them."""
+
+    def __init__(
+        self, cache_HX: Tensor, table_RP: Tensor, page_size: int, *, window: int, scale: float
+    ) -> None:
+        """cache: float32 [Hkv, slots * 2 * D]; table: int64 [R, P]; page_size: tokens, a multiple of BLOCK.
+        window: as of `Chunks`. scale: of scores."""
+        self._keeps = cache_HX, table_RP
+        self.window, self.scale = window, scale
+        # Page table, its width, blocks of a page, the pages and bytes of a head of them.
+        self.pages = (
+            table_RP.data_ptr(), table_RP.shape[1], page_size // BLOCK, cache_HX.data_ptr(),
+            cache_HX.stride(0) * 4,
+        )  # fmt: skip
 
 
 def attend(
     q_NHD: Tensor,
     k_NHD: Tensor,
     v_NHD: Tensor,
-    cache_HX: Tensor,
     chunks: Chunks,
-    table_RP: Tensor,
-    page_size: int,
-    *,
-    scale: float,
+    cache: Cache,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Stores k and v [N, Hkv, D], then attends with q: float32 [N, Hq, D].
 
-    A token's heads lie side by side in q, k and v. cache: [Hkv, slots * 2 * D], this layer's; table: int64
-    [R, P]; page_size: tokens, a multiple of BLOCK. scale: of scores. sinks: float32 [Hq], contiguous.
+    A token's heads lie side by side in q, k and v. cache: this layer's. sinks: float32 [Hq], contiguous.
     """
-    N, Hq, D = q_NHD.shape
-    Hkv, P, page_blocks = len(cache_HX), table_RP.shape[1], page_size // BLOCK
-    table, cache, head = table_RP.data_ptr(), cache_HX.data_ptr(), cache_HX.stride(0) * 4
+    (N, Hq, D), Hkv = q_NHD.shape, k_NHD.shape[1]
+    chunks_C3, C, groups_MF, M = chunks.bound
     out_NHD = torch.empty(N, Hq, D)
     _store(
         k_NHD.data_ptr(), k_NHD.stride(0) * 4, v_NHD.data_ptr(), v_NHD.stride(0) * 4,
-        chunks.chunks_C3.data_ptr(), chunks.count, table, P, page_blocks, cache, head, Hkv, D,
+        chunks_C3, C, *cache.pages, Hkv, D,
     )  # fmt: skip
     parallel(
         _attend, threads_for(2 * chunks.pairs * Hq * D), q_NHD.data_ptr(), q_NHD.stride(0) * 4,
-        chunks.groups_MF.data_ptr(), len(chunks.groups_MF), table, P, page_blocks, cache, head, Hq, Hkv, D,
-        chunks.window, 0 if sinks_H is None else sinks_H.data_ptr(), out_NHD.data_ptr(), scale,
+        groups_MF, M, *cache.pages, Hq, Hkv, D,
+        cache.window, 0 if sinks_H is None else sinks_H.data_ptr(), out_NHD.data_ptr(), cache.scale,
     )  # fmt: skip
     return out_NHD

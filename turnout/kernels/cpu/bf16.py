@@ -33,6 +33,7 @@ from turnout.kernels.cpu.vectors import (
     LANES,
     constant,
     load_as,
+    number,
     spread,
     store_as,
     vector,
@@ -74,10 +75,6 @@ class _BFloats(ir.Type):
 
 
 BF16_V, BF16_PAIRS_V = _BFloats(LANES), _BFloats(2 * LANES)
-
-
-def _number(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 def _tile(index: int) -> ir.Constant:
@@ -133,21 +130,21 @@ def _tiles_code(b: ir.IRBuilder, rows_at: list, panels: list, steps: ir.Value, s
     b.branch(loop)
     b.position_at_end(loop)
     k = b.phi(I64)
-    k.add_incoming(_number(0), before)
-    step = b.mul(k, _number(TILE))
+    k.add_incoming(number(0), before)
+    step = b.mul(k, number(TILE))
     for tile, at in zip(row_tiles, rows_at, strict=True):
-        _amx(b, "tileloadd64", _tile(tile), _address(b, b.add(at, step)), _number(64))
+        _amx(b, "tileloadd64", _tile(tile), _address(b, b.add(at, step)), number(64))
     for p, (tile, at) in enumerate(zip(panel_tiles, panels, strict=True)):
-        _amx(b, "tileloadd64", _tile(tile), _address(b, b.add(at, step)), _number(64))
+        _amx(b, "tileloadd64", _tile(tile), _address(b, b.add(at, step)), number(64))
         for r, row_tile in enumerate(row_tiles):
             _amx(b, "tdpbf16ps", _tile(places.index((r, p))), _tile(row_tile), _tile(tile))
-    following = b.add(k, _number(1))
+    following = b.add(k, number(1))
     k.add_incoming(following, loop)
     b.cbranch(b.icmp_signed("<", following, steps), loop, end)
     b.position_at_end(end)
     for place, (r, p) in enumerate(places):
-        to = b.add(sums, _number(r * TILE_ROWS * SUMS_PITCH + p * 64))
-        _amx(b, "tilestored64", _tile(place), _address(b, to), _number(SUMS_PITCH))
+        to = b.add(sums, number(r * TILE_ROWS * SUMS_PITCH + p * 64))
+        _amx(b, "tilestored64", _tile(place), _address(b, to), number(SUMS_PITCH))
 
 
 @intrinsic
@@ -160,14 +157,14 @@ def _tiles(
             return context.get_dummy_value()
         rows, pitch, tiles, *panel_at, panels, steps, sums = args
         done = b.append_basic_block("done")
-        which = b.add(b.mul(tiles, _number(8)), panels)
+        which = b.add(b.mul(tiles, number(8)), panels)
         choice = b.switch(which, done)
         for row_tiles, most in ((1, 4), (2, 2)):
             for count in range(1, most + 1):
                 block = b.append_basic_block(f"tiles_{row_tiles}_{count}")
-                choice.add_case(_number(8 * row_tiles + count), block)
+                choice.add_case(number(8 * row_tiles + count), block)
                 b.position_at_end(block)
-                at = [b.add(rows, b.mul(pitch, _number(r))) for r in range(row_tiles)]
+                at = [b.add(rows, b.mul(pitch, number(r))) for r in range(row_tiles)]
                 _tiles_code(b, at, panel_at[:count], steps, sums)
                 b.branch(done)
         b.position_at_end(done)
@@ -187,26 +184,26 @@ def _dot(b: ir.IRBuilder, total: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value
 def _dots_code(b: ir.IRBuilder, row_at: list, panels: list, steps: ir.Value, sums: ir.Value) -> None:
     """Sums of a few rows of a tile with panels, all of which stay in registers for the whole of K."""
     before, loop, end = b.block, b.append_basic_block("along_k"), b.append_basic_block("dots_done")
-    pairs = b.mul(steps, _number(STEP // 2))
+    pairs = b.mul(steps, number(STEP // 2))
     b.branch(loop)
     b.position_at_end(loop)
     k = b.phi(I64)
-    k.add_incoming(_number(0), before)
+    k.add_incoming(number(0), before)
     places = [(r, p) for r in range(len(row_at)) for p in range(len(panels))]
     held = [b.phi(F32_V) for _ in places]
-    weights = [load_as(b, b.add(at, b.mul(k, _number(64))), I32_V) for at in panels]
-    inside = b.add(b.mul(b.lshr(k, _number(4)), _number(TILE)), b.mul(b.and_(k, _number(15)), _number(4)))
+    weights = [load_as(b, b.add(at, b.mul(k, number(64))), I32_V) for at in panels]
+    inside = b.add(b.mul(b.lshr(k, number(4)), number(TILE)), b.mul(b.and_(k, number(15)), number(4)))
     values = [spread(b, load_as(b, b.add(at, inside), I32)) for at in row_at]
     after = [_dot(b, old, values[r], weights[p]) for (r, p), old in zip(places, held, strict=True)]
     for old, new in zip(held, after, strict=True):
         old.add_incoming(constant(0.0), before)
         old.add_incoming(new, loop)
-    following = b.add(k, _number(1))
+    following = b.add(k, number(1))
     k.add_incoming(following, loop)
     b.cbranch(b.icmp_signed("<", following, pairs), loop, end)
     b.position_at_end(end)
     for (r, p), new in zip(places, after, strict=True):
-        store_as(b, b.add(sums, _number(r * SUMS_PITCH + p * 64)), new)
+        store_as(b, b.add(sums, number(r * SUMS_PITCH + p * 64)), new)
 
 
 DOT_ROWS = 6  # the most rows at a time, with two panels
@@ -221,13 +218,13 @@ def _dots(_: Any, rows: Any, count: Any, one: Any, two: Any, panels: Any, steps:
             return context.get_dummy_value()
         rows, count, one, two, panels, steps, sums = args
         done = b.append_basic_block("done")
-        choice = b.switch(b.add(b.mul(count, _number(2)), panels), done)
+        choice = b.switch(b.add(b.mul(count, number(2)), panels), done)
         for height in range(1, DOT_ROWS + 1):
             for width in (1, 2):
                 block = b.append_basic_block(f"dots_{height}_{width}")
-                choice.add_case(_number(2 * height + width), block)
+                choice.add_case(number(2 * height + width), block)
                 b.position_at_end(block)
-                row_at = [b.add(rows, _number(64 * r)) for r in range(height)]
+                row_at = [b.add(rows, number(64 * r)) for r in range(height)]
                 _dots_code(b, row_at, [one, two][:width], steps, sums)
                 b.branch(done)
         b.position_at_end(done)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from turnout.kernels.cpu.jit import inline, kernel
-from turnout.kernels.cpu.panels import Panels, panels_at_once, readable
+from turnout.kernels.cpu.panels import Panels, panels_at_once, readable, unpacks
 from turnout.kernels.cpu.threads import parallel, threads_for
-from turnout.kernels.cpu.tiles import BF16_PANEL, ROWS, groups, products
+from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL, ROWS, groups, products
 from turnout.kernels.cpu.vectors import (
     LANES,
     exp,
@@ -96,19 +96,18 @@ def _rows_of(x, pitch, token, first, last, rows):
         put_i64(rows + 8 * (p - first), x + get_i64(token + 8 * p) * pitch)
 
 
-@kernel("void(" + "int64, " * 14 + "int64, float32, float32, float32, int64, int64, int64)")
+@kernel("void(" + "int64, " * 14 + "int64, float32, float32, float32, int64, int64, int64, int64)")
 def _up(
     counter, x, pitch, starts, token, E, w, kind, panel, scales, scale, factors, H, B,
-    activation, alpha, beta, limit, bias, space, a
+    activation, alpha, beta, limit, bias, space, room, a
 ):  # fmt: skip
     """a [P, 16 B] = activation of each pair's token times w [E, halves * B] panels [H, 16].
 
-    panel, scale: bytes of a panel and of its scales. bias: float32 [E, halves * B * 16], or 0. space: two
-    unpacked panels for each thread.
+    panel, scale: bytes of a panel and of its scales. bias: float32 [E, halves * B * 16], or 0. space:
+    `room` bytes for each thread, for panels that it unpacks.
     """
     rows, gates, ups = stack(ROW_ADDRESSES), stack(TILE), stack(TILE)
-    gate_space = space + take(counter + 8) * H * 128
-    up_space = gate_space + H * 64
+    gate_space = space + take(counter + 8) * room
     halves = 1 if activation == RELU2 else 2
     blocks = (B + COLUMNS - 1) // COLUMNS
     while True:
@@ -119,25 +118,32 @@ def _up(
         start, end = get_i64(starts + 8 * e), get_i64(starts + 8 * e + 8)
         if start == end:
             continue
-        tiles, at_once = groups(end - start), panels_at_once(kind, end - start)
+        unpacked = unpacks(kind, end - start)
+        read, stride = (F32_PANEL, 64 * H) if unpacked else (kind, panel)
+        tiles, at_once = groups(end - start), panels_at_once(unpacked, end - start, H)
         factor = get_f32(factors + 4 * e) if factors else ONE
         after = splat(factor if kind <= BF16_PANEL else ONE)  # others were unpacked with it
         b, until = block * COLUMNS, min(block * COLUMNS + COLUMNS, B)
         while b < until:
             count = min(at_once, until - b)
             i = e * halves * B + b
-            gate_at = readable(kind, w + i * panel, scales + i * scale, factor, H, gate_space)
+            gate_at = readable(
+                unpacked, kind, w + i * panel, panel, scales + i * scale, scale, factor, H, count, gate_space
+            )
             up_at = gate_at
             if halves == 2:
                 i += B
-                up_at = readable(kind, w + i * panel, scales + i * scale, factor, H, up_space)
+                up_at = readable(
+                    unpacked, kind, w + i * panel, panel, scales + i * scale, scale, factor, H, count,
+                    gate_space + at_once * H * 64,
+                )  # fmt: skip
             for tile in range(tiles):
                 first = start + tile * (end - start) // tiles
                 last = start + (tile + 1) * (end - start) // tiles
                 _rows_of(x, pitch, token, first, last, rows)
-                products(kind, last - first, rows, gate_at, panel, count, H, gates, PITCH)
+                products(read, last - first, rows, gate_at, stride, count, H, gates, PITCH)
                 if halves == 2:
-                    products(kind, last - first, rows, up_at, panel, count, H, ups, PITCH)
+                    products(read, last - first, rows, up_at, stride, count, H, ups, PITCH)
                 for p in range(first, last):
                     for c in range(count):
                         at = (p - first) * PITCH + c * 64
@@ -149,18 +155,18 @@ def _up(
             b += count
 
 
-@kernel("void(" + "int64, " * 18 + "int64)")
+@kernel("void(" + "int64, " * 19 + "int64)")
 def _down(
     counter, a, starts, token, weight, E, T, w, kind, panel, scales, scale, factors, inner, B, columns, bias,
-    space, out
+    space, room, out
 ):  # fmt: skip
     """out [T, 16 B] = per token the sum over its pairs, by expert, of weight * (a [P, inner] times w[e]).
 
     w: [E, B] panels [inner, 16]. columns: panels of a unit of work. bias: float32 [E, 16 B], or 0.
-    space: for each thread an unpacked panel.
+    space: `room` bytes for each thread, for panels that it unpacks.
     """
     rows, sums = stack(ROW_ADDRESSES), stack(TILE)
-    space += take(counter + 8) * inner * 64
+    space += take(counter + 8) * room
     blocks = (B + columns - 1) // columns
     while True:
         job = take(counter)
@@ -174,20 +180,25 @@ def _down(
             start, end = get_i64(starts + 8 * e), get_i64(starts + 8 * e + 8)
             if start == end:
                 continue
-            tiles, at_once = groups(end - start), panels_at_once(kind, end - start)
+            unpacked = unpacks(kind, end - start)
+            read, stride = (F32_PANEL, 64 * inner) if unpacked else (kind, panel)
+            tiles, at_once = groups(end - start), panels_at_once(unpacked, end - start, inner)
             factor = get_f32(factors + 4 * e) if factors else ONE
             after = splat(factor if kind <= BF16_PANEL else ONE)  # others were unpacked with it
             b = begin
             while b < until:
                 count = min(at_once, until - b)
                 i = e * B + b
-                panels_at = readable(kind, w + i * panel, scales + i * scale, factor, inner, space)
+                panels_at = readable(
+                    unpacked, kind, w + i * panel, panel, scales + i * scale, scale, factor, inner, count,
+                    space,
+                )  # fmt: skip
                 for tile in range(tiles):
                     first = start + tile * (end - start) // tiles
                     last = start + (tile + 1) * (end - start) // tiles
                     for p in range(first, last):
                         put_i64(rows + 8 * (p - first), a + p * inner * 4)
-                    products(kind, last - first, rows, panels_at, panel, count, inner, sums, PITCH)
+                    products(read, last - first, rows, panels_at, stride, count, inner, sums, PITCH)
                     for p in range(first, last):
                         factor_p = splat(get_f32(weight + 4 * p))
                         to = out + (get_i64(token + 8 * p) * B + b) * 64
@@ -211,6 +222,11 @@ class Layer:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float = math.inf
+
+    def scratch(self, rows: int) -> int:
+        """Float32 values that a thread needs to unpack panels, where an expert gets up to `rows` rows."""
+        halves = 1 if self.activation == "relu2" else 2
+        return max(halves * self.w13.scratch(rows), self.w2.scratch(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,20 +268,20 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int) -> Tensor:
     inner = layer.w2.inputs
     a_PI, out_RH = torch.empty(pairs.count, inner), torch.empty(rows, layer.w2.outputs)
     threads = threads_for(pairs.count * 3 * inner * H)
-    unpacked = max(2 * H, inner) * LANES if layer.w13.unpacked or layer.w2.unpacked else 0
-    space = torch.empty(threads, unpacked)
+    room = layer.scratch(pairs.count)
+    space = torch.empty(threads, room)
     parallel(
         _up, threads, x_RH.data_ptr(), 4 * H, pairs.starts.data_ptr(), pairs.token.data_ptr(), E,
         *matrices(layer.w13), H, inner // LANES,
         ACTIVATIONS[layer.activation], layer.alpha, layer.beta, layer.limit, address(layer.b13),
-        space.data_ptr(), a_PI.data_ptr(),
+        space.data_ptr(), 4 * room, a_PI.data_ptr(),
     )  # fmt: skip
     blocks = layer.w2.outputs // LANES
     columns = blocks if threads == 1 else max(COLUMNS, blocks // (4 * threads))
     parallel(
         _down, threads, a_PI.data_ptr(), pairs.starts.data_ptr(), pairs.token.data_ptr(),
         pairs.weight.data_ptr(), E, rows, *matrices(layer.w2), inner, blocks, columns,
-        address(layer.b2), space.data_ptr(), out_RH.data_ptr(),
+        address(layer.b2), space.data_ptr(), 4 * room, out_RH.data_ptr(),
     )  # fmt: skip
     return out_RH
 

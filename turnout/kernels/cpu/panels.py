@@ -1,8 +1,9 @@
 """Stacks of matrices as the products here read them: panels of 16 outputs, in the format of the weights.
 
-Panels of float32 and bfloat16 are multiplied as they lie. Others are unpacked to float32 before, one panel at
-a time, into memory that stays in the L2 cache until the rows of its expert are done: 16 weights in about 15
-instructions. What comes out is what `formats` decodes, to the last bit.
+Panels of float32 are multiplied as they lie, and so are those of bfloat16 with few rows. Others are unpacked
+to float32 before, a few panels at a time, into memory that stays in the L2 cache until the rows of their
+expert are done: 16 weights in about 15 instructions. What comes out is what `formats` decodes, to the last
+bit.
 
 Legend: E matrices, N outputs, K inputs, B panels, 16 B = N.
 """
@@ -45,6 +46,8 @@ PACKED = {
 }
 NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
 MXFP4_SCALE = np.float32(2.0**14)
+WIDENED_ROWS = 48  # rows from which bfloat16 panels are unpacked too, which each tile would widen anew
+UNPACKED = 2**19  # bytes of panels that are unpacked at a time, so that those of gate and up fit an L2 cache
 
 
 @part
@@ -53,7 +56,10 @@ def unpack(kind, panel, scales, factor, K, to):
 
     factor: float32 that multiplies an NVFP4 panel.
     """
-    if kind == F16:
+    if kind == BF16_PANEL:
+        for k in range(K):
+            store(to + k * 64, load_bf16(panel + k * 32))
+    elif kind == F16:
         for k in range(K):
             store(to + k * 64, load_f16(panel + k * 32))
     elif kind == FP8:
@@ -80,20 +86,27 @@ def unpack(kind, panel, scales, factor, K, to):
 
 
 @inline
-def readable(kind, panel, scales, factor, K, scratch):
-    """Where `products` reads the panel: where it is, or unpacked at `scratch`."""
-    if kind > BF16_PANEL:
-        unpack(kind, panel, scales, factor, K, scratch)
-        return scratch
-    return panel
+def unpacks(kind, rows):
+    """Whether panels are unpacked for products with so many rows of an expert."""
+    return kind > BF16_PANEL or (kind == BF16_PANEL and AVX512 and rows >= WIDENED_ROWS)
 
 
 @inline
-def panels_at_once(kind, rows):
-    """How many panels a loop over tiles gives each of them: few, that they stay in the L1 cache, but enough
-    for tiles of few rows, and with AVX512 of any."""
-    if kind > BF16_PANEL or (rows >= 4 and not AVX512):
-        return 1
+def readable(unpacked, kind, panel, stride, scales, scale, factor, K, count, scratch):
+    """Where `products` reads `count` panels, `stride` bytes apart: there, or unpacked at `scratch`."""
+    if not unpacked:
+        return panel
+    for i in range(count):
+        unpack(kind, panel + i * stride, scales + i * scale, factor, K, scratch + i * K * 64)
+    return scratch
+
+
+@inline
+def panels_at_once(unpacked, rows, K):
+    """How many panels a loop over tiles gives each of them: few, that they stay in a cache, but enough for
+    tiles of few rows, and with AVX512 of any."""
+    if unpacked:
+        return max(min(UNPACKED // (64 * K), 4), 1) if AVX512 else 1
     return 4 if rows == 1 or AVX512 else 2
 
 
@@ -132,10 +145,11 @@ class Panels:
     def packed(self) -> bool:
         return self.data.dtype == torch.uint8
 
-    @property
-    def unpacked(self) -> bool:
-        """Whether products need them unpacked."""
-        return self.kind in (F16, NVFP4, MXFP4, FP8, INT4)
+    def scratch(self, rows: int) -> int:
+        """Float32 values that one thread unpacks at a time for products with `rows` rows of an expert."""
+        if not unpacks(self.kind, rows):
+            return 0
+        return panels_at_once(True, rows, self.inputs) * self.inputs * LANES
 
     def write(self, expert: int, weight_NK: Tensor, factor: Tensor | float = 1.0) -> None:
         """Store one matrix, of any float dtype, that is meant to be multiplied by `factor`."""
@@ -146,9 +160,7 @@ class Panels:
             self.data[expert].copy_(_across(weight_NK))
         self.factors[expert] = factor
 
-    def write_packed(
-        self, expert: int, codes: Tensor, scale: Tensor, factor: Tensor | float | None = None
-    ) -> None:
+    def write_packed(self, expert: int, codes: Tensor, scale: Tensor, factor: Tensor | float | None) -> None:
         """Store one matrix of 4 bits. codes: uint8 [N, K / 2], even columns of K in the low nibble; scale:
         e4m3 [N, K / 16], or uint8 or bfloat16 [N, K / 32]; factor: NVFP4's global scale."""
         nibbles_NK = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)

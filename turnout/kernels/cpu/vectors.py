@@ -67,6 +67,11 @@ def spread(b: Builder, scalar: ir.Value) -> ir.Value:
     return b.shuffle_vector(first, undefined, ir.Constant(I32_V, [0] * LANES))
 
 
+def number(value: int) -> ir.Constant:
+    """An int64."""
+    return ir.Constant(I64, value)
+
+
 def constant(value: float) -> ir.Constant:
     return ir.Constant(F32_V, [value] * LANES)
 
@@ -341,8 +346,7 @@ def take(_: Any, counter: Any) -> Any:
     """The int64 at address `counter`, which grows by one; no two threads get the same."""
 
     def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
-        one = ir.Constant(I64, 1)
-        return b.atomic_rmw("add", pointer(b, args[0], I64), one, "monotonic")
+        return b.atomic_rmw("add", pointer(b, args[0], I64), number(1), "monotonic")
 
     return types.int64(types.int64), build
 

@@ -23,14 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.hopper.decode import bits, scale_words
 from turnout.kernels.hopper.find import held_pairs, of_number, pairs_layout
 from turnout.kernels.hopper.gemm_few import axes4, decode, strips_layout
+from turnout.kernels.hopper.rows_fp8 import power_of_two
 from turnout.kernels.hopper.tile import activate
 
 VARYING = ["n_rows", "out_columns", "k_blocks", "n_blocks", "top_k", "first_expert", "num_experts"]
-
-
-@gluon.constexpr_function
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function

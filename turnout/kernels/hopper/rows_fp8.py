@@ -17,11 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from turnout.kernels.common import sizes
 
-@gluon.constexpr_function
-def power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
+power_of_two = gluon.constexpr_function(sizes.power_of_two)
 
 
 @gluon.jit

@@ -118,7 +118,7 @@ def place_pairs(
 
 
 @triton.jit(do_not_specialize=["capacity", "tile_tokens"])
-def tile_slabs(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr):
+def tile_batched_experts(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl.constexpr):
     """The table of tiles for rows [E, capacity], of which the first counts[e] rows are in use."""
     e = tl.arange(0, EP)
     rows = tl.minimum(tl.load(counts_ptr + e, mask=e < E, other=0), capacity)

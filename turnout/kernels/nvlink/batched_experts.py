@@ -33,7 +33,7 @@ def find_places(ids_ptr, places_ptr, counts_ptr, pairs, first, C, PAIRS: tl.cons
 
 
 @triton.jit
-def spread_rows(row_ptr, ids_ptr, places_ptr, slab_ptr, W, K: tl.constexpr, WORDS: tl.constexpr):
+def spread_rows(row_ptr, ids_ptr, places_ptr, batched_ptr, W, K: tl.constexpr, WORDS: tl.constexpr):
     """Row n, of W words, to each of its places."""
     n = tl.program_id(0).to(tl.int64)
     for k in range(K):
@@ -42,7 +42,7 @@ def spread_rows(row_ptr, ids_ptr, places_ptr, slab_ptr, W, K: tl.constexpr, WORD
             for start in range(0, W, WORDS):
                 w = start + tl.arange(0, WORDS)
                 word = tl.load(row_ptr + n * W + w, mask=w < W, other=0)
-                tl.store(slab_ptr + place * W + w, word, mask=w < W)
+                tl.store(batched_ptr + place * W + w, word, mask=w < W)
 
 
 @triton.jit

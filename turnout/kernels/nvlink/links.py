@@ -87,12 +87,8 @@ class Links:
         """y [room * R, H] and out of the compute dtype, the latter contiguous; received_ids as `dispatch`
         left them. format: what results are sent in, "bf16" (the compute dtype) or "fp8"."""
         T, itemsize = len(out_TH), out_TH.dtype.itemsize
-        y, out, columns, stride = (
-            y.to(out_TH.dtype),
-            out_TH,
-            4,
-            self.hidden + self.hidden // GROUPS["fp8"] * 4,
-        )
+        y, out, columns = y.to(out_TH.dtype), out_TH, 4
+        stride = self.hidden + self.hidden // GROUPS["fp8"] * 4
         if format == "bf16":
             y, out, columns, stride = _words(y), _words(out), 4 // itemsize, self.hidden * itemsize
         pieces, parts = self._cut(room, room, max(1, SUMMED // len(self.addresses)))

@@ -1,4 +1,4 @@
-"""What the kernels say to peers' memory and wait for in their own, how long, and whom they blame (Triton).
+"""Flags between ranks: polling a rank's own memory with a time limit, and which peer was waited for (Triton).
 
 Every warp of a program polls for itself, so all agree, in a barrier that counts, whether to look again:
 without it, warps that saw a flag early met the others in the wrong barrier and took rows for padding that had

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, ValuesView
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from turnout.errors import UserError
 from turnout.moe.capabilities.capability import Backend, DispatcherCapability, RunnerCapability
-from turnout.registry import BACKENDS
+from turnout.registry import BACKENDS, load
 
 C = TypeVar("C", RunnerCapability, DispatcherCapability)
 
@@ -59,12 +58,6 @@ class Declared(Generic[C]):
     def load(self, name: str) -> Any:
         """The class that implements `name`; raises UserError naming the known ones."""
         return load(self[name].implementation)
-
-
-def load(target: str) -> Any:
-    """What "package.module:attribute" names."""
-    module, _, attribute = target.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 RUNNERS: Declared[RunnerCapability] = Declared("MoE runner", lambda backend: backend.runners)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from turnout.errors import Refusal, listed
+from turnout.errors import Refusal, listed, standing
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability, generations
 from turnout.moe.capabilities.limits import OTHER_DISPATCHER
 from turnout.moe.planning.sharding_rules import parallel_layout, shards
@@ -81,26 +81,25 @@ def dispatcher_refusals(
 ) -> list[Refusal]:
     """Why `dispatcher` cannot work between these ranks, whatever the runner."""
     who = f"dispatcher {dispatcher.name}"
-    found = _place_refusals(who, dispatcher, hardware, OTHER_DISPATCHER)
-    if topology.nnodes > 1 and not dispatcher.multi_host:
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"--nnodes {topology.nnodes}",
-                limit="works within one host",
-                remedy="use --nnodes 1, or --moe-a2a-backend collective or none",
-            )
-        )
-    if dispatcher.peer_access and topology.tp_size > 1 and not hardware.peer_access:
-        found.append(
-            Refusal(
-                who=who,
-                asked=f"{topology.tp_size} ranks on GPUs of this machine",
-                limit="they cannot reach each other's memory (`nvidia-smi topo -p2p r` shows who can)",
-                remedy="use --moe-a2a-backend collective or none",
-            )
-        )
-    return found + dispatcher.limits.refusals(who, spec, topology, compute_dtype)
+    obstacles = (
+        (
+            topology.nnodes > 1 and not dispatcher.multi_host,
+            f"--nnodes {topology.nnodes}",
+            "works within one host",
+            "use --nnodes 1, or --moe-a2a-backend collective or none",
+        ),
+        (
+            dispatcher.peer_access and topology.tp_size > 1 and not hardware.peer_access,
+            f"{topology.tp_size} ranks on GPUs of this machine",
+            "they cannot reach each other's memory (`nvidia-smi topo -p2p r` shows who can)",
+            "use --moe-a2a-backend collective or none",
+        ),
+    )
+    return [
+        *_place_refusals(who, dispatcher, hardware, OTHER_DISPATCHER),
+        *standing(who, obstacles),
+        *dispatcher.limits.refusals(who, spec, topology, compute_dtype),
+    ]
 
 
 def _place_refusals(

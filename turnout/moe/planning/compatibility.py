@@ -16,7 +16,7 @@ def compatibility_refusals(
     runner: RunnerCapability,
     dispatcher: DispatcherCapability,
     spec: MoESpec,
-    wanted: str = "auto",
+    wanted: str,
     *,
     dp_size: int = 1,
 ) -> list[Refusal]:

@@ -54,6 +54,8 @@ def describe(
     values = {
         "device": hardware.name,
         "host": platform.node() if hardware.device == "cpu" else "",  # a CPU's name tells too little
+        "processor": hardware.processor,
+        "units": [*sorted(hardware.vector_flags), str(hardware.bf16_units)],
         "architecture": hardware.architecture,
         "compute_dtype": compute_dtype,
         "activations": activations,

@@ -28,6 +28,7 @@ class Parsing:
     thoughts: the family that says how the model reasons, whether or not answers hold it apart
     names:    ids of added tokens in the marks of reasoning and calls
     calls:    the form that calls must have, and whether the answer consists of them
+    streams:  arguments of calls are handed out while the model writes them
     """
 
     parsers: Parsers = field(default_factory=Parsers)
@@ -37,6 +38,7 @@ class Parsing:
     thoughts: Family | None = None
     names: Mapping[str, int] = field(default_factory=dict)
     calls: Restrictions = field(default_factory=dict)
+    streams: bool = False
 
     @classmethod
     def of(cls, body: ChatBody, model: Parsers, tokenizer: Tokenizer) -> Self:
@@ -62,6 +64,7 @@ class Parsing:
             thoughts=model.reasoning,
             names=names,
             calls=restricted_calls(body, model.calls, names) if body.offered else {},
+            streams=bool(body.stream),
         )
 
     def thinking(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Reasoning | None:
@@ -73,7 +76,8 @@ class Parsing:
     def parser(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> Parser | None:
         if self.parsers == Parsers():
             return None
-        return self.parsers.parser(self.schemas, _end(tokenizer, prompt_ids))
+        opening = _end(tokenizer, prompt_ids)
+        return self.parsers.parser(self.schemas, opening, streams_arguments=self.streams)
 
 
 def _end(tokenizer: Tokenizer, prompt_ids: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from turnout.server.api.errors import ApiError, invalid, json_response
 from turnout.server.api.generation import Generation
 from turnout.server.api.openai_responses.answer import ResponseAnswer
 from turnout.server.api.openai_responses.body import ResponsesBody
-from turnout.server.api.openapi import describe
+from turnout.server.api.openapi import OPERATIONS, describe
 from turnout.server.api.preparation import check_model
 from turnout.server.api.profiling import ProfileBody
 from turnout.server.api.protocol import (
@@ -42,6 +43,7 @@ GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to 
 PROFILE_BYTES = 4096  # of a body that says what to record
 RESPONSE_FORMAT = "response_format"  # of chat; what other protocols call it:
 FORMATS = {"/v1/messages": "output_config.format", "/v1/responses": "text.format"}
+PATHS = [operation.path for operation in OPERATIONS]
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
@@ -65,6 +67,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_control_routes(service), dependencies=[Depends(check_key)])
     app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
+    app.include_router(_token_routes(service), dependencies=[Depends(check_key)])
     handle_errors(app)
     return app
 
@@ -210,15 +213,22 @@ def _generation_routes(service: Service) -> APIRouter:
         whole = partial(collect_message, generation, body, model)
         return await _send(service, request, generation, parts, whole, waiting=PING)
 
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        raise invalid("this server generates text and makes no embeddings; ask one of an embedding model")
+
+    return router
+
+
+def _token_routes(service: Service) -> APIRouter:
+    """Between text and token ids, without the engine."""
+    router = APIRouter()
+
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         service.check_open()
         _, (_, (ids,)) = await service.intake.read(CountBody, request)
         return json_response({"input_tokens": len(ids)})
-
-    @router.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        raise invalid("this server generates text and makes no embeddings; ask one of an embedding model")
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -282,8 +292,11 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
-        refusal = ApiError(error.status_code, f"{where}: {error.detail}", headers=error.headers)
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            near = get_close_matches(request.url.path, PATHS, 1)
+            said += f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists what there is"
+        refusal = ApiError(error.status_code, said, headers=error.headers)
         return answer(request, refusal)
 
     @app.exception_handler(ClientDisconnect)

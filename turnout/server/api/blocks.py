@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from turnout.server.api.parsing.parts import Call, Part, merged
+from turnout.server.api.parsing.parts import Arguments, Call, Part, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,10 @@ class Blocks:
     def push(self, parts: Sequence[Part]) -> list[Step]:
         steps: list[Step] = []
         for part in merged(parts):
-            if self._present and (isinstance(part, Call) or type(self._present[0]) is not type(part)):
+            goes_on = isinstance(part, Arguments) or (
+                self._present and type(self._present[0]) is type(part) is not Call
+            )
+            if self._present and not goes_on:
                 steps += self.end()
             if not self._present:
                 self._index += 1

@@ -58,7 +58,7 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def response(self, *, anthropic: bool = False) -> Response:
+    def response(self, *, anthropic: bool) -> Response:
         body = self.anthropic_body() if anthropic else self.body()
         return json_response(body, self.status, HEADERS.get(self.status, {}) | self.headers)
 

@@ -11,7 +11,7 @@ from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
-from turnout.server.api.parsing.parts import Call, Parser, Part, Text
+from turnout.server.api.parsing.parts import Call, Parser, Part, Text, ends_call
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import Observer, RequestRecord
 from turnout.server.supervise.engine import EngineSupervisor
@@ -80,11 +80,11 @@ class Generation:
         engine: EngineSupervisor,
         metrics: Metrics,
         choices: Sequence[Choice],
-        record: RequestRecord | None = None,
-        observers: Sequence[Observer] = (),
+        record: RequestRecord | None,
+        observers: Sequence[Observer],
         *,
-        cache_salt: str = "",
-        priority: int = 0,
+        cache_salt: str,
+        priority: int,
     ):
         """key: what the engine calls it, unique; id: what the client calls it, which need not be.
 
@@ -261,10 +261,10 @@ def _parts(choice: Choice, piece: TextDelta) -> list[Part]:
     parts = choice.parser.push(piece.text)
     if piece.finish_reason is not None:
         parts += choice.parser.finish(cut=piece.finish_reason == "length")
-    calls = [at for at, part in enumerate(parts) if isinstance(part, Call)]
-    choice.has_calls = choice.has_calls or bool(calls)
-    if calls and choice.one_call:
-        del parts[calls[0] + 1 :]
+    choice.has_calls = choice.has_calls or any(isinstance(part, Call) for part in parts)
+    ends = [at for at, part in enumerate(parts) if ends_call(part)]
+    if ends and choice.one_call:
+        del parts[ends[0] + 1 :]
         piece.stopped, piece.finish_reason, piece.stop_reason = True, "stop", None
     if choice.has_calls and piece.finish_reason == "stop":
         piece.finish_reason = "tool_calls"

@@ -23,13 +23,13 @@ from starlette.requests import Request
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.tokenizer import Tokenizer
+from turnout.malloc import release_freed_memory
 from turnout.server.api.body import Body
 from turnout.server.api.connection import read_body, while_connected
 from turnout.server.api.errors import ApiError, unavailable
 from turnout.server.api.large_bodies import BODIES, REPLY, REQUEST, Reply, Start
 from turnout.server.api.preparation import prepare
 from turnout.server.api.sizes import Limits
-from turnout.server.memory import release_freed_memory
 
 SMALL = 32 * 2**10  # bytes; the event loop parses as many in some milliseconds
 SHORT = 4 * 2**10  # bytes; as many are tokenised at once, more on a thread
@@ -118,6 +118,7 @@ class LargeBodies:
         self._turn = asyncio.Lock()
         self._process: Process | None = None
         self._job: asyncio.Task[Any] = asyncio.create_task(self._warm_up())
+        self._warming = self._job
 
     async def prepare(self, cls: type[B], raw: bytes | bytearray) -> tuple[B, Any]:
         """See `preparation.prepare`. Raises ApiError also with 503 if the process fails or takes too long."""
@@ -132,13 +133,16 @@ class LargeBodies:
         return prepared
 
     async def close(self) -> None:
-        self._job.cancel()
-        await asyncio.wait({self._job})
+        tasks = {self._warming, self._job}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await self._end()
 
     async def _warm_up(self) -> None:
         async with self._turn:
-            self._process = await self._launch()
+            if self._process is None:  # no body has come before this task had its turn
+                self._process = await self._launch()
 
     async def _ask(self, kind: int, raw: bytes | bytearray) -> Reply:
         try:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from turnout.engine.tokenizer import Tokenizer
+from turnout.malloc import map_large_blocks, release_freed_memory
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.body import Body
 from turnout.server.api.errors import ApiError
@@ -34,7 +35,6 @@ from turnout.server.api.preparation import prepare
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.sizes import Limits
-from turnout.server.memory import map_large_blocks, release_freed_memory
 
 BODIES: tuple[type[Body], ...] = (
     CompletionBody,

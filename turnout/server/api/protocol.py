@@ -180,19 +180,18 @@ class GenerationBody(StructuredFields, QueueFields):
         grammar: what `structured.compiled` made of this body.
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON}
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            logit_bias=self.logit_bias,
-            grammar=grammar,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
-            **{name: value for name, value in given.items() if value is not None},
-            **self.reported(),
-        )
         try:
-            params.check()
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                stop=tuple(self.stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logit_bias=self.logit_bias,
+                grammar=grammar,
+                include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
+                **{name: value for name, value in given.items() if value is not None},
+                **self.reported(),
+            )
         except UserError as error:
             raise invalid(str(error), str(error).split("=", 1)[0]) from None
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

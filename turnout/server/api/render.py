@@ -11,7 +11,7 @@ from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Choice, Delta, Generation
-from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
+from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text, merged
 from turnout.server.api.protocol import ChatBody, CompletionBody
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
@@ -100,7 +100,7 @@ class ChatRenderer:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """One for each kind of text, two for each call: its name, then its arguments."""
+        """One for each kind of text; of each call one with its name, then those with its arguments."""
         if not _says_something(delta):
             return []
         contents = [
@@ -138,12 +138,14 @@ class ChatRenderer:
             return [{"content": part.text}]
         if isinstance(part, Reasoning):
             return [{"reasoning_content": part.text, "reasoning": part.text}]
+        if isinstance(part, Arguments):
+            index = self._num_calls[choice.index] - 1
+            return [{"tool_calls": [{"index": index, "function": {"arguments": part.text}}]}]
         index = self._num_calls.get(choice.index, 0)
         self._num_calls[choice.index] = index + 1
         name = {"name": part.name, "arguments": ""}
-        begun = {"index": index, "id": part.id, "type": "function", "function": name}
-        arguments = {"index": index, "function": {"arguments": part.arguments}}
-        return [{"tool_calls": [begun]}, {"tool_calls": [arguments]}]
+        begun = {"tool_calls": [{"index": index, "id": part.id, "type": "function", "function": name}]}
+        return [begun] if part.open else [begun, *self._contents(choice, Arguments(part.arguments))]
 
     def answer(self, choice: Choice, total: Delta) -> dict[str, Any]:
         reasoning = "".join(part.text for part in total.parts if isinstance(part, Reasoning))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from turnout.server.api.body import Body
-from turnout.server.api.generation import Choice, Delta
 from turnout.server.api.protocol import CompletionBody, RequestId, TokenId
 from turnout.server.api.sizes import MAX_PROMPTS
+
+if TYPE_CHECKING:  # the process of large bodies reads this file, and needs no engine and no metrics
+    from turnout.server.api.generation import Choice, Delta
 
 MAX_LABELS = 1024
 _TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from turnout.engine.grammar import (
     among_text,
@@ -59,8 +59,16 @@ class Function(Body):
     strict: bool | None = None
 
 
+def _no_free_form(kind: Any) -> Any:
+    if kind == "custom":
+        raise ValueError(
+            "tools of free-form text (custom) are not served; offer a function with one parameter, a text"
+        )
+    return kind
+
+
 class Tool(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], BeforeValidator(_no_free_form)]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -85,11 +93,31 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+class AllowedFunction(Body):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AllowedList(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """The model is told of all tools, so that prefixes stay the same, and may call only these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
+
+
+Choice = Annotated[ToolChoice | AllowedTools, Field(discriminator="type")]
+
+
 class ToolFields(Body):
     """What a request says about tools."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -98,11 +126,10 @@ class ToolFields(Body):
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"tools: two have the name {twice!r}; names must differ")
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            known = ", ".join(names) or "there are none"
-            raise ValueError(
-                f"tool_choice: {self.tool_choice.function.name!r} is not the name of a tool ({known})"
-            )
+        for name in self.chosen or ():
+            if name not in names:
+                known = ", ".join(names) or "there are none"
+                raise ValueError(f"tool_choice: {name!r} is not the name of a tool ({known})")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required, but there are no tools")
         return self
@@ -112,19 +139,42 @@ class ToolFields(Body):
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def chosen(self) -> list[str] | None:
+        """Names of the only tools that may be called, if the choice names any."""
+        match self.tool_choice:
+            case ToolChoice(function=function):
+                return [function.name]
+            case AllowedTools(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return None
+
+    @property
+    def must_call(self) -> bool:
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice not in ("auto", "none", None)
+
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+        """Arguments that are not JSON, which streams hand out as the model wrote them, stay as they are."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except ValueError:
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
 
     @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> CalledFunction:
+    def _arguments_are_no_other_json_than_an_object(self) -> CalledFunction:
         try:
             value = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+        except ValueError:
+            return self
+        except RecursionError:
             value = None
         if not isinstance(value, dict):
             raise ValueError(f"arguments of {self.name!r}: must be the text of a JSON object")
@@ -144,24 +194,23 @@ class ToolCall(Body):
 
 
 def restricted_calls(fields: ToolFields, family: Family | None, special: Mapping[str, int]) -> Restrictions:
-    """The calls that `tool_choice` wants or, where the model may choose, strict tools among other text, as
-    the family writes them; none if neither is asked for.
+    """The calls that `tool_choice` wants or, where the model may choose, those of strict tools or of allowed
+    ones among other text, as the family writes them; none if nothing of this is asked for.
 
     special: tokens (to their ids) in the family's marks. Raises ApiError 400 where something else restricts
     the answer as well.
     """
-    forced = fields.tool_choice not in ("auto", "none", None)
+    forced, chosen = fields.must_call, fields.chosen
     also = list(fields.restrictions()) if isinstance(fields, StructuredFields) else []
     if forced and also:
         raise invalid(
             f"tool_choice and {also[0]} both say what the answer must be; give one of them", also[0]
         )
     strict = any(tool.function.strict for tool in fields.offered)
-    if family is None or also or not (forced or strict):
+    if family is None or also or not (forced or chosen or strict):
         return {}
-    chosen = fields.tool_choice.function.name if isinstance(fields.tool_choice, ToolChoice) else None
-    tools = [tool for tool in fields.offered if chosen in (None, tool.function.name)]
-    parallel = chosen is None and fields.parallel_tool_calls is not False
+    tools = [tool for tool in fields.offered if chosen is None or tool.function.name in chosen]
+    parallel = not isinstance(fields.tool_choice, ToolChoice) and fields.parallel_tool_calls is not False
     write = partial(_calls, family, tools, forced=forced, parallel=parallel)
 
     def make() -> str:

@@ -12,8 +12,8 @@ import numpy as np
 
 from turnout.engine.messages import EngineStats
 from turnout.server.api.service import Service
-from turnout.server.expert_window import Counts, ExpertWindow
-from turnout.server.metric_list import METRICS, View, waiting_by_reason
+from turnout.server.expert_window import Counts
+from turnout.server.metric_list import METRICS, Viewer, waiting_by_reason
 
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
@@ -28,7 +28,7 @@ class Sampler:
 
     def __init__(self, service: Service):
         self._service = service
-        self._window = ExpertWindow(lambda: service.engine.expert_tokens)
+        self._viewer = Viewer(service.engine)
         self._histograms: dict[str, deque[tuple[float, Buckets]]] = {name: deque() for name in LATENCIES}
         self._values: dict[str, float] = {}
         self._ranks: dict[int, EngineStats] = {}
@@ -53,7 +53,7 @@ class Sampler:
         """Now, and what changed since the last call."""
         now = time.monotonic()
         passed = now - self._time if self._time else 0.0
-        engine, view = self._service.engine, View.of(self._service.engine, self._window)
+        engine, view = self._service.engine, self._viewer.view()
         values = {
             metric.name: value
             for metric in METRICS

@@ -160,7 +160,7 @@ class EngineSupervisor:
 
     @property
     def profiling(self) -> bool:
-        """Whether a profile was started whose traces nobody has asked for."""
+        """Whether a profile was started whose traces were not asked for yet."""
         return self._group is not None and self._group.profiling
 
     def start_profile(self, command: StartProfile) -> None:

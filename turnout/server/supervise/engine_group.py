@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -39,6 +40,7 @@ from turnout.engine.messages import (
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import Topology
+from turnout.server.supervise.admission import Admission
 from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
 from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.local_ranks import Host, Rendezvous
@@ -49,6 +51,7 @@ LAST_WORDS_SECONDS = 0.5  # how long an ended process's messages may still be on
 ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
 STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.25  # between looks at the board
+LOST_SECONDS = 5.0  # how long after a rank could not be told something its end may become known
 UNREACHED_SECONDS = 0.01  # between attempts to reach a rank whose connection is being made
 
 log = logging.getLogger("turnout.server")
@@ -76,17 +79,20 @@ class EngineGroup:
         self._config = config
         self._hosts = hosts
         self._host_of = {rank: host for host in hosts for rank in host.ranks}
-        self._receivers: dict[str, Receiver] = {}  # in the order of submission
+        self._receivers: dict[str, Receiver] = {}
         known = 0 if config.disable_prefix_cache else KNOWN_PAGES
         self._router = Router(config.dp_size, config.page_size, known_pages=known)
+        self._admissions: list[Admission] = []  # by data-parallel rank, once all are ready
         self._announced: dict[int, Ready] = {}
         self._killed: set[int] = set()  # by a signal
+        self._unreached: set[int] = set()  # ranks that could not be told something
+        self._reports = Counter[int]()  # of each rank, as many as have come
         self.profiling = False
         self._profiled: dict[int, bytes] = {}  # traces that have come, by rank
         self._traces: asyncio.Future[list[bytes]] | None = None
         self._said: list[Failed] = []
         self._verdict: EngineFailed | None = None
-        self._news = asyncio.Event()  # something of the three above, or the end of a rank
+        self._news = asyncio.Event()  # something of the two above, or the end or loss of a rank
         self._stopping = False
         self._context = zmq.Context()
         self._secret = secret
@@ -107,17 +113,8 @@ class EngineGroup:
         return bool(self._receivers)
 
     def computed(self) -> list[str]:
-        """Ids of the requests that may be in the present step: those that each rank got first."""
-        planned = self.ready.info.get("config", {}) if self.ready else {}
-        running = planned.get("max_running_requests", self._config.max_running_requests)
-        room = [running] * self.topology.dp_size
-        found = []
-        for id in self._receivers:
-            dp_rank = self._router.rank_of(id)
-            room[dp_rank] -= 1
-            if room[dp_rank] >= 0:
-                found.append(id)
-        return found
+        """Ids of the requests that may be in the present step."""
+        return [id for admission in self._admissions for id in admission.admitted]
 
     def pid(self, rank: int) -> int | None:
         return self._host_of[rank].pid(rank)
@@ -163,6 +160,8 @@ class EngineGroup:
         self._receivers[request.id] = receiver
         left = request.sampling.max_tokens - len(request.output_ids)
         dp_rank = self._router.place(request.id, request.prompt_ids, left, request.cache_salt)
+        by_priority = self._config.scheduling_policy == "priority"
+        self._admissions[dp_rank].add(request.id, request.priority if by_priority else 0)
         owners = self._sharing(dp_rank)
         self._tell(owners, request)
         self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
@@ -173,7 +172,7 @@ class EngineGroup:
         for id in ids:
             if self._receivers.pop(id, None) is not None:
                 by_rank.setdefault(self._router.rank_of(id), []).append(id)
-                self._router.finished(id, complete=False)
+                self._forget(id, complete=False)
         for dp_rank, of_rank in by_rank.items():
             self._tell(self._sharing(dp_rank), Abort(of_rank))
 
@@ -240,8 +239,11 @@ class EngineGroup:
     def _tell(self, ranks: Iterable[int], command: Command) -> None:
         payload = encoder.encode(command)
         for rank in ranks:
-            with suppress(zmq.ZMQError):  # the process has ended, as `run` is about to find
+            try:
                 self._send(rank, payload)
+            except zmq.ZMQError:  # the process has ended, as `run` is about to find, or just its connection
+                self._unreached.add(rank)
+                self._news.set()
 
     def _send(self, rank: int, payload: bytes) -> None:
         """Raises ZMQError if there is no connection to `rank`."""
@@ -279,6 +281,9 @@ class EngineGroup:
             if self._said and not silent and waited >= ECHO_SECONDS:
                 said = self._said[0]
                 return EngineFailed(f"{said.message}{self._circumstances(said.rank)}", spoken=True)
+            if self._unreached and not silent and waited >= LOST_SECONDS:
+                rank = min(self._unreached)
+                return EngineFailed(f"{self._name(rank)} cannot be reached{self._circumstances(rank)}")
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), ECHO_SECONDS / 3)
@@ -329,6 +334,9 @@ class EngineGroup:
 
     def _deliver(self, event: Outputs) -> None:
         stats = event.stats
+        if event.number != self._reports[stats.rank]:  # nothing of this rank counts any more
+            return self.fail(self._lost(stats.rank))
+        self._reports[stats.rank] += 1
         self.stats[stats.rank] = stats
         if stats.expert_tokens is not None:
             self.expert_tokens[stats.rank] = stats.expert_tokens
@@ -339,8 +347,13 @@ class EngineGroup:
             self._router.produced(output.id, len(output.token_ids))
             if output.finish_reason is not None:
                 del self._receivers[output.id]
-                self._router.finished(output.id, complete=output.finish_reason in ("stop", "length"))
+                self._forget(output.id, complete=output.finish_reason in ("stop", "length"))
             receiver(output)
+
+    def _forget(self, id: str, *, complete: bool) -> None:
+        """The request `id` needs nothing more. complete: see Router."""
+        self._admissions[self._router.rank_of(id)].remove(id)
+        self._router.finished(id, complete=complete)
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         """Wait for all ranks to be ready, then for one to stall."""
@@ -357,6 +370,8 @@ class EngineGroup:
         for rank in range(self.topology.tp_size):
             await self._reach(rank)
         self.ready = self._announced[0]
+        running = self.ready.info["config"]["max_running_requests"]
+        self._admissions = [Admission(running) for _ in range(self.topology.dp_size)]
         on_ready()
         while True:
             if stall := self._look(busy=self.busy):
@@ -365,6 +380,10 @@ class EngineGroup:
 
     def _stalled(self, stall: Stall) -> EngineFailed:
         return EngineFailed(f"{stall}{self._circumstances(stall.rank)}")
+
+    def _lost(self, rank: int) -> EngineFailed:
+        lost = f"message {self._reports[rank]} of {self._name(rank)} was lost on its way to the server"
+        return EngineFailed(f"{lost}{self._circumstances(rank)}")
 
     def _look(self, *, busy: bool) -> Stall | None:
         readings = {rank: reading for host in self._hosts for rank, reading in host.readings().items()}

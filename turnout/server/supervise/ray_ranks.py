@@ -24,7 +24,7 @@ from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.topology import divisors
 from turnout.server.supervise.ledger import EngineFailed
-from turnout.server.supervise.rank_agent import serve_heads
+from turnout.server.supervise.rank_agent import serve_heads, visible_gpus
 from turnout.server.supervise.rank_protocol import PORTS, Hello
 
 OLDEST = "2.50"
@@ -47,7 +47,7 @@ class RayRanks:
         _join_or_start(self._ray, config)
         resources = self._ray.cluster_resources()
         self._kind = "GPU" if config.device != "cpu" and resources.get("GPU") else "CPU"
-        nnodes = _count_hosts(self._ray, self._kind, config)
+        nnodes = count_hosts(self._ray, self._kind, config)
         address = f"{self._ray.util.get_node_ip_address()}:{_free_port()}"
         self.config = replace(config, nnodes=nnodes, dist_init_addr=address)
         self.secret = secrets.token_bytes(32)
@@ -148,14 +148,14 @@ def _join_or_start(ray: Any, config: ServerConfig) -> None:
             raise UserError(f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {error}") from None
     log.info("no Ray cluster is running here: starting one of this host")
     cpus = os.cpu_count() or 1
-    if config.device == "cpu":  # ranks may share cores, as they do without Ray
+    if config.device == "cpu" or not visible_gpus():  # ranks may share cores, as they do without Ray
         cpus = max(cpus, config.tp_size)
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # else a process for each CPU, unused
     os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: ranks would wait for whatever else runs
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
 
 
-def _count_hosts(ray: Any, kind: str, config: ServerConfig) -> int:
+def count_hosts(ray: Any, kind: str, config: ServerConfig) -> int:
     """The fewest that can hold all ranks, as many on each. Raises UserError."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     room = [int(node["Resources"].get(kind, 0)) for node in nodes]

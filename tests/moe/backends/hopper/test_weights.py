@@ -9,7 +9,7 @@ import torch
 
 from tests.moe.backends.hopper.unfold import from_fragments, unpair_rows
 from tests.moe.build import make_experts, make_spec
-from turnout.moe.backends.hopper.fragments import Fragments
+from turnout.moe.backends.hopper.fragments import FOLD_CODES, Fragments
 from turnout.moe.backends.hopper.weights import Matrix
 
 CPU = torch.device("cpu")
@@ -67,7 +67,8 @@ def peak(action) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_preparing_and_changing_weights_takes_less_than_a_layer_besides(format: str):
+def test_preparing_and_changing_weights_takes_as_many_bytes_as_are_folded_at_once(format: str):
+    """However large the layer is: some are larger than the memory that is left."""
     spec = make_spec("swiglu", format, hidden_size=1024, intermediate_size=1024, num_experts=64)
     experts = make_experts(spec, dtype=torch.bfloat16)
     device = torch.device("cuda")
@@ -75,7 +76,8 @@ def test_preparing_and_changing_weights_takes_less_than_a_layer_besides(format: 
         experts, w13=experts.w13.to(device), w2=experts.w2.to(device), b13=experts.b13.to(device),
         b2=experts.b2.to(device),
     )  # fmt: skip
+    bound = 20 * FOLD_CODES["cuda"]  # bytes; measured 17 a weight
     for weights, bias, paired in ((experts.w13, experts.b13, True), (experts.w2, experts.b2, False)):
         matrix = Matrix(weights, bias, paired, device)
-        assert peak(lambda: Matrix(weights, bias, paired, device)) < experts.nbytes  # noqa: B023
-        assert peak(lambda: matrix.load(weights, bias)) < experts.nbytes  # noqa: B023
+        assert peak(lambda: Matrix(weights, bias, paired, device)) < bound  # noqa: B023
+        assert peak(lambda: matrix.load(weights, bias)) < bound  # noqa: B023

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.server.api.parsing.formats import PUBLISHED, render
 from turnout.server.api.parsing import harmony, tagged
-from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
+from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text, merged
 from turnout.server.api.parsing.registry import CALL_PARSERS, Parsers
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -68,10 +69,18 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 def parse(family: str, pieces: list[str], opening: str = "", *, length: bool = False) -> list[Part]:
-    parser = Parsers(CALL_PARSERS[family], CALL_PARSERS[family]).parser(SCHEMAS, opening)
+    return merged(parts_of(family, pieces, opening, length=length))
+
+
+def parts_of(
+    family: str, pieces: list[str], opening: str = "", *, length: bool = False, streams: bool = False
+) -> list[Part]:
+    """As they are handed out."""
+    parsers = Parsers(CALL_PARSERS[family], CALL_PARSERS[family])
+    parser = parsers.parser(SCHEMAS, opening, streams_arguments=streams)
     assert parser is not None
     found = [part for piece in pieces for part in parser.push(piece)]
-    return merged(found + parser.finish(cut=length))
+    return found + parser.finish(cut=length)
 
 
 def plain(parts: list[Part]) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -90,14 +99,14 @@ def expressible(family: str, calls: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @QUICK
-@given(reasoning=TEXT, content=TEXT, calls=CALLS, at=st.lists(st.integers(0, 500), max_size=8))
+@given(st.booleans(), TEXT, TEXT, CALLS, st.lists(st.integers(0, 500), max_size=8))
 def test_a_rendered_answer_is_read_back(
-    family: str, reasoning: str, content: str, calls: list[dict[str, Any]], at: list[int]
+    family: str, streams: bool, reasoning: str, content: str, calls: list[dict[str, Any]], at: list[int]
 ):
     if not expressible(family, calls):
         return
     written = render(family, reasoning=reasoning, content=content, calls=calls)
-    read = plain(parse(family, cut(written, at)))
+    read = plain(merged(parts_of(family, cut(written, at), streams=streams)))
     assert read == (reasoning, content, [(call["name"], call["arguments"]) for call in calls])
 
 
@@ -108,11 +117,14 @@ def test_every_cut_in_two_and_single_characters(family: str):
         {"name": "f", "arguments": {}},
     ]
     written = render(family, reasoning="Hm.\n\nYes.", content="Look:", calls=calls)
-    expected = plain(parse(family, [written]))
-    assert expected == ("Hm.\n\nYes.", "Look:", [(call["name"], call["arguments"]) for call in calls])
-    assert plain(parse(family, list(written))) == expected
-    for at in range(len(written)):
-        assert plain(parse(family, [written[:at], written[at:]])) == expected
+    expected = ("Hm.\n\nYes.", "Look:", [(call["name"], call["arguments"]) for call in calls])
+    for streams in (False, True):
+        for pieces in (
+            [written],
+            list(written),
+            *([written[:at], written[at:]] for at in range(len(written))),
+        ):
+            assert plain(merged(parts_of(family, pieces, streams=streams))) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +154,92 @@ def test_noise_raises_nothing_and_depends_on_no_cut(family: str, data: st.DataOb
     assert plain(parse(family, cut(noise, at))) == read
     for _, arguments in read[2]:
         assert isinstance(arguments, dict)
+
+
+# Families that write arguments as JSON, so that these can be handed out while they are written.
+WRITES_JSON = ["deepseek_v3", "deepseek_v31", "gpt_oss", "kimi_k2", "qwen3"]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_are_handed_out_while_they_are_written(family: str):
+    arguments = {"a_string": 'x = {"y": 1}\\ "}"', "a_array": [{"k": []}], "a_object": {}}
+    calls = [{"name": "f", "arguments": arguments}, {"name": "get_weather", "arguments": {}}]
+    written = render(family, reasoning="", content="", calls=calls)
+    parts = parts_of(family, list(written), streams=True)
+    begun = [at for at, part in enumerate(parts) if isinstance(part, Call)]
+    if family not in WRITES_JSON:
+        assert not any(isinstance(part, Arguments) for part in parts)
+        return
+    given = [part.text for part in parts[: begun[1]] if isinstance(part, Arguments)]
+    assert "".join(given) == json.dumps(arguments)
+    assert len(given) > 0.8 * len(json.dumps(arguments))  # a character each, but for escapes
+    assert not any(map(is_json, itertools.accumulate(given[:-1])))
+    assert [isinstance(part, Arguments) and part.last for part in parts].count(True) == 2
+
+
+@pytest.mark.parametrize("family", WRITES_JSON)
+def test_an_unfinished_call_that_is_handed_out_is_left_open_and_never_json(family: str):
+    calls = [{"name": "f", "arguments": {"a_string": "x}", "a_object": {"k": 1}}}]
+    written = render(family, reasoning="", content="Go.", calls=calls)
+    whole = json.dumps(calls[0]["arguments"])
+    lengths = []
+    for at in range(len(written)):
+        pieces = list(written[:at])
+        found = merged(parts_of(family, pieces, length=True, streams=True))
+        found_calls = [part for part in found if isinstance(part, Call)]
+        lengths.append(len(found_calls[0].arguments) if found_calls else 0)
+        for call in found_calls:
+            assert whole.startswith(call.arguments)
+            assert is_json(call.arguments) is not call.open
+        if not found_calls and "Go." in written[:at]:
+            assert plain(found)[1].startswith("Go.")
+    assert {*range(2, len(whole))} <= set(lengths)
+
+
+@pytest.mark.parametrize("family", WRITES_JSON)
+@QUICK
+@given(data=st.data())
+def test_what_is_handed_out_depends_on_no_cut(family: str, data: st.DataObject):
+    """Broken arguments, functions that are not offered, several calls, in any pieces."""
+    calls = [{"name": "f", "arguments": {"a_string": "x\\", "a_array": [1]}}]
+    pieces = [*render(family, reasoning="r", content="c", calls=calls).split("x"), *PIECES, "]", "g", "f"]
+    noise = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    at, length = data.draw(st.lists(st.integers(0, 300), max_size=6)), data.draw(st.booleans())
+
+    def read(pieces: list[str]) -> list[Any]:
+        found = merged(parts_of(family, pieces, length=length, streams=True))
+        return [replace(part, id="") if isinstance(part, Call) else part for part in found]
+
+    expected = read([noise])
+    assert read(cut(noise, at)) == expected
+    assert read(list(noise)) == expected
+    # The same calls are read where none is handed out before it is whole, or they are not JSON.
+    whole = [part for part in parse(family, [noise], length=length) if isinstance(part, Call)]
+    streamed = [part for part in expected if isinstance(part, Call) and is_json(part.arguments)]
+    for call in whole:
+        assert any(
+            (call.name, json.loads(call.arguments)) == (other.name, json.loads(other.arguments))
+            for other in streamed
+        )
+
+
+def test_arguments_that_are_no_json_after_all_are_handed_out_as_written():
+    broken = '<tool_call>{"name": "f", "arguments": {"a": 1,, "b": "}"}}</tool_call> So.'
+    call, text = merged(parts_of("qwen3", list(broken), streams=True))
+    assert isinstance(call, Call)
+    assert (call.name, call.arguments, call.open) == ("f", '{"a": 1,, "b": "}"}}', False)
+    assert text == Text(" So.")
+    unknown = '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>'
+    (call,) = parts_of("qwen3", list(unknown), streams=True)  # which is not offered
+    assert call == Call("g", '{"a": 1}', call.id)
 
 
 MALFORMED = {

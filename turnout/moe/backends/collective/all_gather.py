@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from turnout.moe.backends.collective.results import Results
+from turnout.moe.backends.collective.results import Results, own_share
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
 from turnout.parallel.groups import shares
@@ -33,7 +33,7 @@ class Sizes:
     shares: Sequence[int]
 
 
-class BroadcastExchange:
+class AllGatherExchange:
     """An `exchange.Exchange` that sends everything to everyone."""
 
     def __init__(self, setup: DispatchSetup) -> None:
@@ -48,9 +48,7 @@ class BroadcastExchange:
         """Everyone's tokens, packed rows [A, W], and the sizes by which their results return."""
         ranks, world = self._groups.attention_tp, self._groups.world
         brought = [count for own in tokens for count in shares(own, ranks.size)]
-        share = shares(len(x_TH), ranks.size)
-        start = sum(share[: ranks.rank])
-        mine = slice(start, start + share[ranks.rank])
+        share, mine = own_share(len(x_TH), ranks)
         rows_TW = self.wire.pack(x_TH[mine], topk_ids_TK[mine], topk_weights_TK[mine])
         return world.all_gather(rows_TW, brought), Sizes(brought, share)
 

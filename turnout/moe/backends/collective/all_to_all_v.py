@@ -1,4 +1,4 @@
-"""The ragged all-to-all: every token to the ranks that hold an expert it chose, and the results back.
+"""All-to-all-v: every token to the ranks that hold an expert it chose, and the results back.
 
 A token goes once to a rank, however many of its experts are there, and to all ranks that share them
 (expert TP), each of which computes its shard's part. Ranks that share tokens (attention TP) send an even
@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turnout.moe.backends.collective.results import Results
+from turnout.moe.backends.collective.results import Results, own_share
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
-from turnout.parallel.groups import shares
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Receipt:
     shares: Sequence[int]
 
 
-class RaggedExchange:
+class AllToAllVExchange:
     """An `exchange.Exchange` that sends only what is needed."""
 
     def __init__(self, setup: DispatchSetup) -> None:
@@ -65,9 +64,7 @@ class RaggedExchange:
 
         How many others bring, `tokens`, does not say how many of them are sent here.
         """
-        share = shares(len(x_TH), self._groups.attention_tp.size)
-        start = sum(share[: self._groups.attention_tp.rank])
-        mine = slice(start, start + share[self._groups.attention_tp.rank])
+        share, mine = own_share(len(x_TH), self._groups.attention_tp)
         wanted_RT = self._wanted(topk_ids_TK[mine])
         world = self._groups.world
         sent_R = wanted_RT.sum(1)

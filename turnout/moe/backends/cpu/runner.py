@@ -23,12 +23,13 @@ from torch import Tensor
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.cpu import experts as kernels
+from turnout.kernels.cpu.decoder_layer import ExpertsHalf
 from turnout.kernels.cpu.panels import PAIRS, Panels
 from turnout.moe.backends.cpu.declaration import RUNNER
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
-from turnout.moe.spec import MoESpec
-from turnout.vocabulary import Bf16Units, Format, WeightStorage
+from turnout.moe.spec import MoESpec, Routing
+from turnout.vocabulary import Bf16Units, Format, RoutingKind, WeightStorage
 
 
 class NumbaRunner:
@@ -62,6 +63,26 @@ class NumbaRunner:
         for mine, new in ((self._layer.b13, experts.b13), (self._layer.b2, experts.b2)):
             if mine is not None and new is not None:
                 mine.copy_(new)
+
+    def with_router(
+        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+    ) -> ExpertsHalf | None:
+        """See `RoutedExperts`."""
+        kinds = RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX
+        if self._units != Bf16Units.NONE or routing.kind not in kinds or routing.on_input:
+            return None
+        if router_weight.dtype != torch.float32 or self._dtype != torch.float32:
+            return None
+        return ExpertsHalf(
+            self._layer,
+            router_EH=router_weight,
+            counts_E=counts,
+            top_k=top_k,
+            of_all=routing.kind == RoutingKind.SOFTMAX_TOPK,
+            renormalize=routing.renormalize,
+            scaling=routing.scaling_factor,
+            first=self._first,
+        )
 
     def same_bits(self, tokens: int) -> range:
         return range(self._max_tokens + 1)

@@ -16,7 +16,7 @@ Legend: T tokens, k top-k, H hidden, Hp hidden as padded for the kernels, I inte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ class Prepared:
     w13: Tensor
     w2: Tensor
     inner: int  # I, unpacked and padded
-    scales: list[Tensor] = field(default_factory=list)
-    options: dict[str, bool] = field(default_factory=dict)
-    b13: Tensor | None = None
-    b2: Tensor | None = None
+    scales: list[Tensor]
+    options: dict[str, bool]
+    b13: Tensor | None
+    b2: Tensor | None
 
     @property
     def hidden(self) -> int:

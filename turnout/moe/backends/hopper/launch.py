@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.spec import Activation
 
@@ -154,8 +155,3 @@ def boxes_of(rows: Tensor, box: list[int], *, bits: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor.from_tensor(rows, box, NVMMASharedLayout(128, bits, 2))
-
-
-def power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
-    return 1 << max(0, n - 1).bit_length()

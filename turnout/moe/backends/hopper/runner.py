@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from turnout.formats.experts import ExpertWeights
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper.declaration import RUNNER
 from turnout.moe.backends.hopper.kernels import batched_experts_rule, choose
-from turnout.moe.backends.hopper.launch import Batch, Gemm, Workspace, power_of_two
+from turnout.moe.backends.hopper.launch import Batch, Gemm, Workspace
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
 from turnout.moe.backends.hopper.weights import Matrix
@@ -148,7 +149,7 @@ class HopperRunner:
         return choose(self.shape, self._table, tokens, batch_invariant=self._deterministic)
 
     def _batched_experts(self, batch: ExpertsBatch) -> Tensor:
-        from turnout.kernels.hopper.sort import tile_slabs
+        from turnout.kernels.hopper.sort import tile_batched_experts
 
         E, C, H = batch.hidden.data.shape
         out_ECH = torch.zeros(E, C, H, dtype=torch.bfloat16, device=self._device)
@@ -157,7 +158,7 @@ class HopperRunner:
         space = self._space(Layout.BATCHED_EXPERTS, C)
         x_RH = batch.hidden.data.to(torch.bfloat16).reshape(E * C, H)
         tiles = batched_experts_rule(self.shape, C)
-        tile_slabs[(1,)](batch.counts, space.tiles, C, E, tiles.block_m, power_of_two(E + 1))
+        tile_batched_experts[(1,)](batch.counts, space.tiles, C, E, tiles.block_m, power_of_two(E + 1))
         self._gemms(
             tiles, space, x_RH, out_ECH.view(E * C, H), pairs=E * C, table=space.tiles, weights=None, top_k=1,
             unsorted=False, most_tiles=E * -(-C // tiles.block_m),

@@ -6,7 +6,7 @@ rank are filled in and the others are padding. A captured step may be replayed f
 lives, with more or fewer tokens on every rank.
 
 All layers share a region: each dispatch is followed by its combine before the next. Plans that have two
-batches under way have two regions, taken in turn, or whichever is free where one batch passes in chunks.
+batches in flight have two regions, taken in turn, or whichever is free where one batch is sent in chunks.
 
 Legend: T tokens of this rank's share, k top-k, H hidden, R ranks.
 """
@@ -39,7 +39,7 @@ from turnout.vocabulary import Format
 class Region:
     """Symmetric memory for `capacity` tokens of each rank, and where its parts begin.
 
-    epochs: int64 [2] on the device: the last exchange that was combined, and the one under way.
+    epochs: int64 [2] on the device: the last exchange that was combined, and the one in flight.
     """
 
     memory: SymmetricMemory
@@ -65,8 +65,11 @@ class Region:
 
 @dataclass(eq=False)
 class Regions:
-    """One for each batch that may be under way. `begun` counts exchanges, which are the same on all ranks;
-    `away`: places of those that did not come back yet; `compiled`: wire formats whose kernels are."""
+    """A region for each batch that may be in flight.
+
+    begun: how many exchanges were dispatched, the same on all ranks. away: indices of regions whose dispatch
+    has not been combined yet. compiled: wire formats whose kernels are compiled.
+    """
 
     each: tuple[Region, ...]
     begun: int = 0
@@ -74,13 +77,13 @@ class Regions:
     compiled: set[Format] = field(default_factory=set)
 
     def next(self) -> int:
-        """The place of the one whose turn it is among those that are free. RuntimeError if none is."""
+        """The index of the next free region, taken from now on. RuntimeError if none is free."""
         turns = [(self.begun + i) % len(self.each) for i in range(1, 1 + len(self.each))]
         free = [place for place in turns if place not in self.away]
         if not free:
             raise RuntimeError(
-                f"a dispatch over NVLink was not followed by its combine, and {len(self.each)} may be under "
-                "way: what ranks know of each other no longer fits; restart all ranks"
+                f"a dispatch over NVLink was not followed by its combine, and {len(self.each)} may be in "
+                "flight: what ranks know of each other no longer fits; restart all ranks"
             )
         self.begun += 1
         self.away.add(free[0])
@@ -89,8 +92,11 @@ class Regions:
 
 @dataclass(frozen=True)
 class Sent:
-    """What `combine` needs: the region's place, ids as received [room * R, k], and of this rank's share, and
-    the shares of its group."""
+    """What `combine` needs of a dispatch.
+
+    place: index of the region. received_ids: int32 [room * R, k]. own_ids: int32 [T, k], of this rank's share
+    of tokens. room: rows per rank. shares: tokens of each rank that shares its requests.
+    """
 
     place: int
     received_ids: Tensor
@@ -104,7 +110,10 @@ _REGIONS: WeakValueDictionary[tuple[object, ...], Regions] = WeakValueDictionary
 
 
 def _regions(spec: MoESpec, plan: MoEPlan, groups: Groups, device: torch.device) -> Regions:
-    """Those for layers like `spec`; made by the first, collectively. UserError if ranks differ."""
+    """The regions that layers of these sizes share; the first layer allocates them, collectively.
+
+    Raises UserError if ranks differ.
+    """
     phases = [plan.phase(name) for name in PHASES]
     ours = {declared.name for declared in BACKEND.dispatchers}
     served = [phase for phase in phases if phase.dispatcher in ours]

@@ -39,7 +39,7 @@ def region_parts(
     ranks: int,
     capacity: int,
     wire_formats: Iterable[Format],
-    combine_format: Format = Format.BF16,
+    combine_format: Format,
     itemsize: int,
 ) -> dict[str, int]:
     """What a rank's region of symmetric memory holds, in this order, for `capacity` tokens of each rank.

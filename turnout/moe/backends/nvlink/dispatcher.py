@@ -1,4 +1,4 @@
-"""The all-to-all by stores into peers' memory (moe/backends/nvlink/all_to_all.py), as its rows are."""
+"""Dispatcher "nvlink": the rows of all_to_all.py as they arrive, in the layout "tokens"."""
 
 from __future__ import annotations
 

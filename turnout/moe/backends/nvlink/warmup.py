@@ -49,7 +49,7 @@ def compile_exchange(
 
 
 def exchange(links: Links, tokens: int, most: int, dtype: torch.dtype, wire: Format, back: Format) -> None:
-    """There and back, with values that are nothing in particular."""
+    """Dispatch and combine once, with uninitialised values."""
     device, rows, k = links.epochs.device, most * len(links.addresses), links.top_k
     x_TH = torch.empty(tokens, links.hidden, dtype=dtype, device=device)
     ids_TK = torch.empty(tokens, k, dtype=torch.int32, device=device)

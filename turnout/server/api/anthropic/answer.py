@@ -13,7 +13,7 @@ from turnout.server.api.blocks import Blocks, Step
 from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
-from turnout.server.api.parsing.parts import Part, Reasoning, Text, merged
+from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text, merged
 
 PING = encode_event({"type": "ping"}, "ping")  # while there is nothing to say
 
@@ -90,7 +90,8 @@ def _told(step: Step) -> bytes:
     elif isinstance(step.part, Reasoning):
         delta = {"type": "thinking_delta", "thinking": step.part.text}
     else:
-        delta = {"type": "input_json_delta", "partial_json": step.part.arguments}
+        more = step.part.text if isinstance(step.part, Arguments) else step.part.arguments
+        delta = {"type": "input_json_delta", "partial_json": more}
     return _event("content_block_delta", index=step.index, delta=delta)
 
 
@@ -100,6 +101,7 @@ def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
         return {"type": "text", "text": "" if empty else part.text}
     if isinstance(part, Reasoning):
         return {"type": "thinking", "thinking": "" if empty else part.text, "signature": ""}
+    assert isinstance(part, Call)
     return {
         "type": "tool_use",
         "id": part.id,

@@ -13,7 +13,7 @@ from turnout.server.api.connection import encode_event
 from turnout.server.api.errors import ApiError
 from turnout.server.api.generation import Delta, Generation
 from turnout.server.api.openai_responses.body import ResponsesBody
-from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text, merged
+from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text, ends_call, merged
 
 
 class Response(TypedDict):
@@ -98,15 +98,23 @@ class ResponseAnswer:
                 return self._event("output_text.delta", **in_part, delta=part.text, logprobs=[])
             if isinstance(part, Reasoning):
                 return self._event("reasoning_text.delta", **in_part, delta=part.text)
-            return self._event("function_call_arguments.delta", **where, delta=part.arguments)
+            arguments = part.text if isinstance(part, Arguments) else part.arguments
+            return (
+                self._event("function_call_arguments.delta", **where, delta=arguments) if arguments else b""
+            )
         if isinstance(part, Text):
             done = self._event("output_text.done", **in_part, text=part.text, logprobs=[])
             done += self._event("content_part.done", **in_part, part=_text_part(part.text))
         elif isinstance(part, Reasoning):
             done = self._event("reasoning_text.done", **in_part, text=part.text)
         else:
-            done = self._event(
-                "function_call_arguments.done", **where, name=part.name, arguments=part.arguments
+            assert isinstance(part, Call)
+            done = (
+                b""
+                if part.open
+                else self._event(
+                    "function_call_arguments.done", **where, name=part.name, arguments=part.arguments
+                )
             )
         item = self._item(step.index, part, status)
         return done + self._event("output_item.done", output_index=step.index, item=item)
@@ -124,6 +132,7 @@ class ResponseAnswer:
         if isinstance(part, Reasoning):
             thought = [{"type": "reasoning_text", "text": part.text}] if done else []
             return item | {"type": "reasoning", "summary": [], "content": thought}
+        assert isinstance(part, Call)
         arguments = part.arguments if done else ""
         return item | {
             "type": "function_call",
@@ -182,5 +191,5 @@ def _status(total: Delta) -> str:
 
 
 def _last_status(total: Delta, part: Part) -> str:
-    """Of the last item, `part`, of an answer. Calls are complete, whatever was cut off after them."""
-    return "completed" if isinstance(part, Call) else _status(total)
+    """Of the last item, `part`, of an answer."""
+    return "completed" if ends_call(part) else _status(total)

@@ -6,10 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from turnout.engine.sampling_params import MAX_LOGPROBS
 from turnout.server.api.body import Off, QueueFields
 from turnout.server.api.chat import only_text, system_first
 from turnout.server.api.tools import Name, Parameters
+
+
+def _no_logprobs(value: Any) -> Any:
+    if value not in (None, 0) or isinstance(value, bool):
+        raise ValueError("no log-probabilities are returned here; ask /v1/chat/completions, or leave it out")
+    return value
 
 
 class Item(BaseModel):
@@ -91,6 +96,19 @@ class ChosenTool(Item):
     type: Literal["function"]
     name: Name
 
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Item):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, fail_fast=True)]
+
+    def for_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.for_chat() for tool in self.tools]}
+        return {"type": self.type, "allowed_tools": allowed}
+
 
 class ReasoningOptions(Item):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -129,14 +147,18 @@ class ResponsesBody(QueueFields):
     input: str | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[ChosenTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Literal[0] | None, BeforeValidator(_no_logprobs)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -157,7 +179,7 @@ class ResponsesBody(QueueFields):
             "stream": self.stream,
             "tool_choice": self.tool_choice
             if isinstance(self.tool_choice, str) or self.tool_choice is None
-            else {"type": "function", "function": {"name": self.tool_choice.name}},
+            else self.tool_choice.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": self._format(),

@@ -33,6 +33,26 @@ def read_call(written: CallFormat, body: str, schemas: Schemas) -> Call | None:
     return None if arguments is None else _call(name, arguments, call_id)
 
 
+def arguments_begin(written: CallFormat | None) -> re.Pattern[str] | None:
+    """What comes before the JSON object of a call's arguments, with the groups of `CallFormat.head`; None for
+    arguments in tags, whose types only the whole shows. written: None where nothing comes before them."""
+    if written is None:
+        return _compiled(r"\s*(?=\{)")
+    if written.parameter is not None:
+        return None
+    head = written.head if "(?P<name>" in written.head else written.head + _OBJECT_HEAD
+    return _compiled(head + r"\s*(?=\{)")
+
+
+_OBJECT_HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:'
+
+
+def same_arguments(one: str, other: str) -> bool:
+    """Whether two texts are the same JSON value."""
+    value = _decoded(one)
+    return value is not _BROKEN and value == _decoded(other)
+
+
 def json_call(name: str, arguments: str, call_id: str | None = None) -> Call | None:
     """A call with the arguments as the model wrote them, if they are a JSON object."""
     if not isinstance(_decoded(arguments), dict):

@@ -9,10 +9,12 @@ Tokens that end an answer (<|return|>, <|call|>) do not reach the parser.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from turnout.server.api.parsing.calls import json_call
 from turnout.server.api.parsing.marks import undecided
 from turnout.server.api.parsing.parts import Part, Reasoning, Text
+from turnout.server.api.parsing.streamed import StreamedCall
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 BEGINS, ENDS = (MESSAGE,), ("<|end|>", "<|call|>", "<|return|>")
@@ -33,14 +35,19 @@ class HarmonyParser:
     """What is neither reasoning, text nor the call of a function comes back as the text it was; so does what
     is not asked for."""
 
-    def __init__(self, *, reasoning: bool, calls: bool, opening: str = ""):
-        """opening: the part of the answer that the prompt holds, from behind `<|start|>assistant`."""
+    def __init__(
+        self, *, reasoning: bool, calls: bool, opening: str = "", streamed_functions: Collection[str] = ()
+    ):
+        """opening: the part of the answer that the prompt holds, from behind `<|start|>assistant`.
+        streamed_functions: those whose arguments are handed out as `StreamedCall` does."""
         self._reasoning, self._calls = reasoning, calls
         self._held = ""  # may be the beginning of a mark
         self._header: list[str] | None = []  # None within a message
         self._raw_header = ""
         self._kind: type[Text] | type[Reasoning] | str | None = None  # a str: the function that is called
         self._body: list[str] = []
+        self._streamed: StreamedCall | None = None  # the present call
+        self._streamed_functions = streamed_functions
         self.push(opening)
 
     @property
@@ -56,7 +63,7 @@ class HarmonyParser:
             if self._header is not None:
                 self._open(found[0])
             else:
-                self._close(found[0], parts)
+                self._close(found[0], parts, ended=True)
         held = undecided(text, at, BEGINS if self._header is not None else ENDS)
         self._take(text[at : len(text) - held], parts)
         self._held = text[len(text) - held :]
@@ -67,7 +74,7 @@ class HarmonyParser:
         self._take(self._held, parts)
         self._held = ""
         if self._header is None:
-            self._close("", parts)
+            self._close("", parts, ended=not cut)
         elif header := "".join(self._header).removeprefix(f"{START}assistant").strip():
             parts.append(Text(header))
         return parts
@@ -81,6 +88,8 @@ class HarmonyParser:
             parts.append(self._kind(text))
         else:
             self._body.append(text)
+            if self._streamed is not None:
+                parts += self._streamed.push(text)
 
     def _open(self, mark: str) -> None:
         assert self._header is not None
@@ -95,11 +104,16 @@ class HarmonyParser:
         else:
             self._kind = Text if channel is None or channel[1] in ("final", "commentary") else None
 
-    def _close(self, mark: str, parts: list[Part]) -> None:
+        called = self._kind if isinstance(self._kind, str) else ""
+        self._streamed = StreamedCall(None, [called]) if called in self._streamed_functions else None
+
+    def _close(self, mark: str, parts: list[Part], *, ended: bool) -> None:
         body = "".join(self._body)
         self._header = []
         call = json_call(self._kind, body.strip()) if isinstance(self._kind, str) else None
-        if call is not None:
+        if self._streamed is not None and self._streamed.begun:
+            parts += self._streamed.finish(call, ended=ended)
+        elif call is not None:
             parts.append(call)
         elif self._kind not in (Text, Reasoning):
             parts.append(Text(self._raw_header + body + mark))

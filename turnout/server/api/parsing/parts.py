@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -24,14 +24,27 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """arguments: the text of a JSON object, always complete."""
+    """arguments: the text of a JSON object, complete unless `open`: then the rest follows as `Arguments`."""
 
     name: str
     arguments: str
     id: str = field(default_factory=new_call_id)
+    open: bool = False
 
 
-Part = Text | Reasoning | Call
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More arguments of the call before it. last: the model has written them all."""
+
+    text: str
+    last: bool = False
+
+
+Part = Text | Reasoning | Call | Arguments
+
+
+def ends_call(part: Part) -> bool:
+    return part.last if isinstance(part, Arguments) else isinstance(part, Call) and not part.open
 
 
 class Parser(Protocol):
@@ -52,13 +65,26 @@ class Parser(Protocol):
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The same parts with neighbours of one kind joined."""
-    runs: list[Part | tuple[type[Text] | type[Reasoning], list[str]]] = []
+    """The same parts with neighbours of one kind joined, and calls with their arguments. A call is left open
+    whose last arguments are missing."""
+    runs: list[list[Part]] = []
     for part in parts:
-        if isinstance(part, Call):
-            runs.append(part)
-        elif runs and isinstance(runs[-1], tuple) and runs[-1][0] is type(part):
-            runs[-1][1].append(part.text)
+        if runs and (isinstance(part, Arguments) or (type(runs[-1][-1]) is type(part) is not Call)):
+            runs[-1].append(part)
         else:
-            runs.append((type(part), [part.text]))
-    return [run[0]("".join(run[1])) if isinstance(run, tuple) else run for run in runs]
+            runs.append([part])
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: list[Part]) -> Part:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    text = "".join(part.arguments if isinstance(part, Call) else part.text for part in run)
+    match first:
+        case Call():
+            return replace(first, arguments=text, open=not ends_call(run[-1]))
+        case Arguments():
+            return Arguments(text, last=ends_call(run[-1]))
+        case _:
+            return type(first)(text)

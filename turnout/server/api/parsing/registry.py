@@ -114,23 +114,28 @@ class Parsers:
             return None
         return Reasoning(begin=marks.open, end=marks.close, begun=marks.open in opening, special=special)
 
-    def parser(self, schemas: Schemas, prompt: str) -> Parser | None:
+    def parser(self, schemas: Schemas, prompt: str, *, streams_arguments: bool = False) -> Parser | None:
         """One for one answer; None if there is nothing to look for.
 
-        prompt: its end, which may hold the beginning of the answer
+        prompt: its end, which may hold the beginning of the answer. streams_arguments: of calls of the
+        functions in `schemas`, where their format allows it; else calls come whole.
         """
         opening = answer_in(prompt)
         if self.calls is None and self.reasoning is None:
             return None
         if any(family is not None and family.harmony for family in (self.calls, self.reasoning)):
             return HarmonyParser(
-                reasoning=self.reasoning is not None, calls=self.calls is not None, opening=opening
+                reasoning=self.reasoning is not None,
+                calls=self.calls is not None,
+                opening=opening,
+                streamed_functions=schemas if streams_arguments else (),
             )
         return TaggedParser(
             self.reasoning.reasoning if self.reasoning else None,
             self.calls.calls if self.calls else None,
             schemas,
             opening=opening,
+            streams_arguments=streams_arguments,
         )
 
 

@@ -13,7 +13,8 @@ import re
 from turnout.server.api.parsing.calls import Schemas, read_call
 from turnout.server.api.parsing.family import CallFormat, ReasoningMarks
 from turnout.server.api.parsing.marks import either, undecided
-from turnout.server.api.parsing.parts import Call, Part, Reasoning, Text
+from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text
+from turnout.server.api.parsing.streamed import StreamedCall
 
 
 class State(enum.Enum):
@@ -25,6 +26,7 @@ class State(enum.Enum):
 
 class TaggedParser:
     """A call is handed out whole once it ends; what is not a call after all comes back as the text it was.
+    With `streams_arguments`, calls whose arguments are JSON are handed out as `StreamedCall` does.
 
     Reasoning can only come first. White space around reasoning and before calls belongs to the format.
     """
@@ -36,13 +38,16 @@ class TaggedParser:
         schemas: Schemas,
         *,
         opening: str = "",
+        streams_arguments: bool = False,
     ):
         """None: not looked for, left in the text. opening: the part of the answer that the prompt holds."""
+        self._streams_arguments = streams_arguments
         self._reasoning, self._calls, self._schemas = reasoning, calls, schemas
         self._held = ""  # may be the beginning of a mark
         self._space: list[str] = []  # white space that belongs to a mark if one follows
         self._raw: list[str] = []  # what has been read of a section or call that gave none so far
         self._body: list[str] = []  # of the present call
+        self._streamed: StreamedCall | None = None  # the same call
         self._in_string = False  # of its JSON
         self._section_has_calls = False
         self._begun = False  # some text or call was handed out
@@ -77,10 +82,10 @@ class TaggedParser:
         if self._state is State.CALL:
             assert self._calls is not None
             whole = not cut or self._calls.parameter is None  # one JSON object shows whether it is whole
-            self._end_call(parts, "", whole=whole)
+            self._end_call(parts, "", whole=whole, ended=not cut)
         if self._state is State.SECTION and not self._section_has_calls:
             self._say_raw(parts)
-        if self._state is State.TEXT and not isinstance(self._last, Call):
+        if self._state is State.TEXT and not isinstance(self._last, (Call, Arguments)):
             self._add(Text("".join(self._space)), parts)
         return parts
 
@@ -137,6 +142,8 @@ class TaggedParser:
                 self._think(text, parts)
             case State.CALL:
                 self._body.append(text)
+                for part in self._streamed.push(text) if self._streamed else ():
+                    self._add_call(part, parts)
             case State.SECTION:
                 stray = text.rstrip()
                 if stray:
@@ -147,7 +154,7 @@ class TaggedParser:
     def _on_mark(self, mark: str, parts: list[Part]) -> None:
         reasoning, calls = self._reasoning, self._calls
         if self._state is State.CALL:
-            self._end_call(parts, mark, whole=True)
+            self._end_call(parts, mark, whole=True, ended=True)
         elif reasoning and mark == reasoning.open:
             self._state, self._strip_lines = State.REASONING, True
             self._space.clear()
@@ -164,21 +171,28 @@ class TaggedParser:
             self._raw += [*self._space, mark]
             self._space.clear()
             self._body, self._in_string = [], False
+            self._streamed = StreamedCall(calls, self._schemas) if self._streams_arguments and calls else None
             self._state = State.CALL
 
-    def _end_call(self, parts: list[Part], mark: str, *, whole: bool) -> None:
+    def _end_call(self, parts: list[Part], mark: str, *, whole: bool, ended: bool) -> None:
         assert self._calls is not None
         body = "".join(self._body)
         call = read_call(self._calls, body, self._schemas) if whole else None
         self._state = State.SECTION if self._calls.section else State.TEXT
         self._strip_lines = False
-        if call is None:
+        if self._streamed is not None and self._streamed.begun:
+            for part in self._streamed.finish(call, ended=ended):
+                self._add_call(part, parts)
+        elif call is not None:
+            self._add_call(call, parts)
+        else:
             self._raw += [body, mark]
             self._say_raw(parts)
-            return
+
+    def _add_call(self, part: Part, parts: list[Part]) -> None:
         self._raw.clear()
-        self._section_has_calls = self._begun = True
-        self._add(call, parts)
+        self._section_has_calls = True
+        self._add(part, parts)
 
     def _end_section(self, mark: str, parts: list[Part]) -> None:
         self._state, self._strip_lines = State.TEXT, False
@@ -220,7 +234,7 @@ class TaggedParser:
             self._space.append(text[len(said) :])
 
     def _add(self, part: Part, parts: list[Part]) -> None:
-        if isinstance(part, Call) or part.text:
+        if isinstance(part, (Call, Arguments)) or part.text:
             self._begun = self._begun or not isinstance(part, Reasoning)
             self._last = part
             parts.append(part)

@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from turnout.formats.spec import FORMATS
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper.kernels.tiled import Tiled
 from turnout.moe.backends.hopper.launch import Batch, Gemm, boxes_of, count_pairs
 from turnout.moe.backends.hopper.layer_shape import LayerShape
@@ -72,7 +73,7 @@ class Fp8(Tiled, frozen=True, tag="fp8"):
     def quantizes(self, K: int, *, first: bool, unsorted: bool) -> bool:
         """Whether programs quantise the rows of x that they multiply: where pairs are not sorted, which
         spares a launch in either GEMM, and in GEMM2 of the narrowest tiles; if K columns have room."""
-        groups = 1 << (-(-K // GROUP) - 1).bit_length()
+        groups = power_of_two(-(-K // GROUP))
         held = groups * ((128 + 4) * self.block_m + 8) + 256 * groups * unsorted
         return (unsorted or (not first and self.block_m == MIN_TOKENS)) and (
             held + self.num_stages * (self.block_k * self.block_n + 8) <= SHARED_BYTES

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnout.formats.spec import FORMATS
-from turnout.moe.backends.hopper.launch import Batch, Gemm, power_of_two
+from turnout.kernels.common.sizes import power_of_two
+from turnout.moe.backends.hopper.launch import Batch, Gemm
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig
 from turnout.vocabulary import Format

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper.launch import Batch, Gemm
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig, chunks
@@ -126,7 +127,7 @@ def whole_chunks(K: int, split_k: int, block_k: int) -> int:
 
 def columns(K: int, split_k: int, block_k: int) -> int:
     """Of a slice's tokens in shared memory."""
-    return block_k << max(0, chunks(K, split_k, block_k) - 1).bit_length()
+    return block_k * power_of_two(chunks(K, split_k, block_k))
 
 
 def _first(shape: LayerShape, tokens: int) -> Pairs:
@@ -207,4 +208,4 @@ def _second_choices(shape: LayerShape) -> list[Pairs]:
 
 
 def _group_of_all(top_k: int) -> int:
-    return min(MOST_GROUP, 1 << (top_k - 1).bit_length())
+    return min(MOST_GROUP, power_of_two(top_k))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper import layer_shape
-from turnout.moe.backends.hopper.launch import Gemm, boxes_of, power_of_two
+from turnout.moe.backends.hopper.launch import Gemm, boxes_of
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig, by_mean_tokens
 

@@ -18,17 +18,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.interface import Chunk
-from turnout.attention.torch import PagedAttention, to_device
-
-NAME = "flash-attn-4"
-
-
-def takes_prompts(paged: PagedAttention, chunks: Sequence[Chunk]) -> bool:
-    """Whether the library was chosen for steps with prompts of such lengths."""
-    chosen = paged.chosen
-    if chosen is None or chosen.prompts != NAME or not chunks:
-        return False
-    return sum(chunk.length for chunk in chunks) >= chosen.prompt_tokens * len(chunks)
+from turnout.attention.paged import PagedAttention, to_device
 
 
 class FlashAttn4Prompts:

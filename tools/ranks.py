@@ -1,0 +1,38 @@
+"""What tools that serve on one or several ranks share: the ranks, their options, and the results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from turnout.bench.results import result, save
+from turnout.parallel.hardware import cpu_name
+
+MODES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp_size": 2},
+    "dp2": {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True},
+    "dp4": {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True},
+}
+
+
+def ranks_parser(description: str | None, *, mode: str) -> argparse.ArgumentParser:
+    """Takes a model and one of MODES, `mode` unless another is given."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--mode", choices=MODES, default=mode, help="ranks, and how they share the work")
+    return parser
+
+
+def finish(benchmark: str, rows: list[dict[str, Any]], output: Path | None, *, failed: bool) -> NoReturn:
+    """Print the rows, save them where an `output` is given, and exit with 1 if `failed`."""
+    print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+    if output is not None:
+        save(result(benchmark, rows, device=cpu_name()), output)
+    sys.exit(int(failed))

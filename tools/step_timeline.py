@@ -1,0 +1,91 @@
+"""Draw ten decode steps and one prompt of an engine, before and after: without overlapped steps and prompt
+graphs, and with them.
+
+    python -m tools.random_checkpoint /dev/shm/model
+    python -m tools.step_timeline /dev/shm/model --output steps.svg
+
+Each engine runs in a process of its own and is recorded by the engine's profiler, as `/start_profile` does;
+tools.timeline draws profiles of a server in the same way. The prompt comes alone; then --requests of 64
+tokens decode together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tools.timeline import joined, panels_of_profile, svg, trace
+from turnout import LLM
+from turnout.engine.core import EngineCore
+from turnout.engine.messages import AddRequest, Profiled, StartProfile, StopProfile
+from turnout.engine.profiling import Profiler
+from turnout.engine.sampling_params import SamplingParams
+from turnout.parallel.health import Unwatched
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "before": {"overlap_schedule": "off", "disable_prefill_graph": True},
+    "after": {},
+}
+PROMPT = 64  # tokens of requests that decode
+
+
+def record(model: str, flags: dict[str, Any], steps: int, prompt: int, requests: int) -> dict[str, Any]:
+    """The Chrome trace of an engine that computes a prompt alone, and then at least `steps` decode steps."""
+    with LLM(model, load_progress=False, disable_prefix_cache=True, **flags) as llm:
+        core = llm._open()
+        for _ in range(2):  # the first recording starts the profiler up
+            profiler = Profiler(0, Unwatched())
+            profiler.executes(StartProfile(steps=1000, began=time.time()))
+            _answer(core, profiler, 1, prompt, 1)
+            _answer(core, profiler, requests, PROMPT, steps + 4)
+            recorded = profiler.executes(StopProfile())
+        assert isinstance(recorded, Profiled)
+        return {"traceEvents": json.loads(b"[" + zlib.decompress(recorded.trace) + b"]")}
+
+
+def _answer(core: EngineCore, profiler: Profiler, requests: int, prompt: int, length: int) -> None:
+    """Compute this many requests to their ends; sizes in tokens."""
+    sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0)
+    for i in range(requests):
+        core.add(AddRequest(id=str(i), prompt_ids=[i % 50 + 1] * prompt, sampling=sampling))
+    while core.has_work():
+        with profiler.step():
+            core.step()
+        if core.synced and core.synced.phase:
+            profiler.stepped(core.synced.phase)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--output", type=Path, required=True, help="SVG")
+    parser.add_argument("--trace", type=Path, help="JSON")
+    options = parser.parse_args()
+    panels = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        for name, own in ENGINES.items():
+            flags = {"device": options.device, "max_total_tokens": 65536, **own}
+            asked = options.steps, options.prompt, options.requests
+            content = pool.submit(record, options.model, flags, *asked).result()
+            panels |= panels_of_profile(content, name, options.steps, rank=0)
+    print(*panels, sep="\n")
+    options.output.write_text(svg({title: joined(shown) for title, shown in panels.items()}))
+    if options.trace is not None:
+        options.trace.write_text(json.dumps(trace(panels)))
+
+
+if __name__ == "__main__":
+    main()

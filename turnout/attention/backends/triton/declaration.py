@@ -1,0 +1,23 @@
+"""What attention by Triton kernels declares."""
+
+from __future__ import annotations
+
+from turnout.attention.capability import HALVES, AttentionBackend
+from turnout.packages import TRITON
+from turnout.vocabulary import AttentionKind
+
+BACKEND = AttentionBackend(
+    name="triton",
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    implementations={
+        AttentionKind.FULL: "turnout.attention.backends.triton.paged:TritonAttention",
+        AttentionKind.SLIDING_WINDOW: "turnout.attention.backends.triton.paged:TritonAttention",
+        AttentionKind.LATENT: "turnout.attention.backends.triton.latent:TritonLatent",
+        AttentionKind.SPARSE_LATENT: "turnout.attention.backends.triton.latent:TritonSparseLatent",
+    },
+    most_head_dim=256,
+    package=TRITON,
+    on_request=frozenset({AttentionKind.SPARSE_LATENT}),  # until its kernels have run on a GPU
+    device_tables=True,
+)

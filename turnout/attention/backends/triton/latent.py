@@ -1,0 +1,227 @@
+"""Latent attention on CUDA: tokens that decode by kernels (kernels/attention/latent.py), chunks by torch.
+
+With an indexer decoding tokens are scored by a kernel too (kernels/attention/index.py).
+
+Legend: N tokens of a step, M of them decoding, R some tokens, P pages of a row of a table, H heads, D/Dv
+sizes of keys and values, C what is kept of a token, S slots of the cache, L tokens of a context, K =
+index_topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turnout.attention.indexing import Index, largest, places
+from turnout.attention.interface import Attention, Chunk
+from turnout.attention.latent import LatentAttention
+from turnout.attention.paged import to_device
+from turnout.attention.rows import StoredAttention
+from turnout.attention.sparse_latent import SparseLatentAttention
+from turnout.attention.up_projection import UpProjection
+from turnout.attention.workspace import SPARSE_ROWS
+
+
+class TritonLatent(LatentAttention):
+    """Latent attention, whose decoding tokens kernels compute."""
+
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        return LatentStep(self, decoding, chunks)
+
+    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+        return LatentRows(self, slots_N, table_NP, ends_N)
+
+
+class TritonSparseLatent(SparseLatentAttention):
+    """Sparse latent attention, whose decoding tokens choose and attend by kernels."""
+
+    def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
+        return SparseLatentStep(self, decoding, chunks)
+
+    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+        return SparseLatentRows(self, slots_N, table_NP, ends_N)
+
+
+class LatentRows(StoredAttention):
+    """Of one token per row, whose pages and lengths are read on the device."""
+
+    def __init__(self, paged: LatentAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor):
+        """As `PagedAttention.rows`."""
+        super().__init__(paged, slots_N)
+        self._latents, self._table_NP, self._ends_N = paged, table_NP, ends_N
+        self._splits = latent_spans(paged, len(slots_N))
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        cache_SC = self._latents.store(layer, self._slots_N, latent_NC)
+        return attend_absorbed(
+            self._latents, cache_SC, q_NHD, up, self._table_NP, self._ends_N, splits=self._splits
+        )
+
+
+class SparseLatentRows(StoredAttention):
+    """As `LatentRows`, over what each token chooses."""
+
+    def __init__(self, paged: SparseLatentAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor):
+        super().__init__(paged, slots_N)
+        self._sparse, self._table_NP, self._ends_N = paged, table_NP, ends_N
+        self._chosen_NK: Tensor  # by the last layer that chose
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        paged = self._sparse
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        if index is not None:
+            keys_SD = plain_keys(paged, layer, self._slots_N, index)
+            self._chosen_NK = choose_rows(paged, keys_SD, index, self._table_NP, self._ends_N)
+        return attend_chosen(paged, self._chosen_NK, cache_SC, q_NHD, up)
+
+
+class LatentStep(StoredAttention):
+    """Of a step in a group of latent layers: decoding tokens by the kernel, chunks by torch (latent.py)."""
+
+    def __init__(self, paged: LatentAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
+        self._num_decoding = M = sum(chunk.length for chunk in decoding)
+        self.places_N, slots_N, self._table_MP = to_device(
+            [places_N, slots_N, table_BP[owners_N[:M]]], paged.device
+        )
+        super().__init__(paged, slots_N)
+        self._ends_M = self.places_N[:M] + 1
+        self._chunks = paged.chunk_layouts(chunks, M)
+        self._splits = latent_spans(paged, max(1, M))
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        paged, M = self._paged, self._num_decoding
+        assert isinstance(paged, LatentAttention)
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        parts = [
+            attend_absorbed(paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits)
+        ]
+        for chunk in self._chunks:
+            parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
+        return torch.cat(parts)
+
+
+class SparseLatentStep(LatentStep):
+    """Of a step in a group of sparse latent layers. Chunks that see no more than they may choose are computed
+    as `LatentStep` does; of others each token reads what it chose."""
+
+    def __init__(self, paged: SparseLatentAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        super().__init__(paged, decoding, chunks)
+        self._sparse, self._contexts = paged, [paged.chunk_contexts(chunk) for chunk in chunks]
+        self._chosen: list[Tensor | None] = [None] * (1 + len(chunks))  # of decoding tokens, then of chunks
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        paged = self._sparse
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        if index is not None:
+            self._choose(plain_keys(paged, layer, self._slots_N, index), index)
+        parts = []
+        for chosen, rows in zip(self._chosen, self._rows(), strict=True):
+            q_RHD = q_NHD[rows]
+            if chosen is not None:
+                parts.append(attend_chosen(paged, chosen, cache_SC, q_RHD, up))
+            else:
+                chunk = self._chunks[len(parts) - 1]
+                parts.append(paged.attend_chunk(chunk, cache_SC, q_RHD, latent_NC[rows], up))
+        return torch.cat(parts)
+
+    def _rows(self) -> list[slice]:
+        return [slice(0, self._num_decoding), *(chunk.rows for chunk in self._chunks)]
+
+    def _choose(self, keys_SD: Tensor, index: Index) -> None:
+        decoding, *chunks = self._rows()
+        own = index.rows(decoding)
+        self._chosen = [choose_rows(self._sparse, keys_SD, own, self._table_MP, self._ends_M)]
+        for contexts, rows in zip(self._contexts, chunks, strict=True):
+            chosen = None
+            if contexts is not None:
+                chosen = self._sparse.choose(contexts, keys_SD, index.rows(rows))
+            self._chosen.append(chosen)
+
+
+def latent_spans(paged: LatentAttention, rows: int) -> int:
+    """Into how many the kernel cuts contexts, as `rows.spans`."""
+    from turnout.kernels.attention import latent
+
+    longest = paged.table.shape[1] * paged.page_size
+    return latent.spans(rows, paged.spec.num_heads, longest, paged.processors)
+
+
+def plain_keys(paged: SparseLatentAttention, layer: int, slots_N: Tensor, index: Index) -> Tensor:
+    """The index keys [S, Di] of a layer, once they hold these."""
+    keys_SD = paged.store_index(layer, slots_N, index.key_ND)
+    assert isinstance(keys_SD, Tensor), "this backend is not chosen for keys in FP8"
+    return keys_SD
+
+
+def choose_rows(
+    paged: SparseLatentAttention, keys_SD: Tensor, index: Index, table_NP: Tensor, ends_N: Tensor
+) -> Tensor:
+    """int32 [N, K]: the slots that tokens choose among the first ends [N] of the pages [N, P], then -1.
+
+    Of fixed shapes, for graphs: all of the table is ranked, SPARSE_ROWS tokens at a time.
+    """
+    from turnout.kernels.attention.index import scores
+
+    K, size, parts = paged.spec.index_topk, paged.page_size, [table_NP.new_empty(0, paged.spec.index_topk)]
+    for start in range(0, len(ends_N), SPARSE_ROWS):
+        rows = slice(start, start + SPARSE_ROWS)
+        table_RP, ends_R = table_NP[rows].contiguous(), ends_N[rows].contiguous()
+        some = index.rows(rows)
+        scores_RL = scores(
+            some.q_NHD.contiguous(), some.weights_NH.contiguous(), keys_SD, table_RP, ends_R, page_size=size
+        )
+        seen_RL = torch.arange(scores_RL.shape[1], device=ends_R.device) < ends_R[:, None]
+        places_RK = places(largest(scores_RL, seen_RL, K), K)
+        slots_RK = table_RP.gather(1, places_RK.clamp(min=0) // size) * size + places_RK % size
+        parts.append(torch.where(places_RK < 0, -1, slots_RK))
+    return torch.cat(parts).int()
+
+
+def attend_absorbed(
+    paged: LatentAttention,
+    cache_SC: Tensor,
+    q_RHD: Tensor,
+    up: UpProjection,
+    table_RP: Tensor,
+    ends_R: Tensor,
+    *,
+    splits: int,
+    page_size: int = 0,
+) -> Tensor:
+    """[R, H, Dv] of tokens that see the first ends [R] of the pages [R, P]. page_size: 0: that of `paged`."""
+    from turnout.kernels.attention import latent
+
+    spec = paged.spec
+    mixed_RHL = latent.attend(
+        up.absorb(q_RHD),
+        cache_SC,
+        table_RP,
+        ends_R,
+        latent_dim=spec.latent_dim,
+        page_size=page_size or paged.page_size,
+        splits=splits,
+        scale=spec.scale,
+    )
+    return up.values(mixed_RHL)
+
+
+def attend_chosen(
+    paged: SparseLatentAttention, chosen_RK: Tensor, cache_SC: Tensor, q_RHD: Tensor, up: UpProjection
+) -> Tensor:
+    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel."""
+    from turnout.kernels.attention import latent
+
+    spec, ends_R = paged.spec, (chosen_RK >= 0).sum(1)
+    splits = latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors)
+    return attend_absorbed(paged, cache_SC, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1)

@@ -1,0 +1,106 @@
+"""Which attention backend a cache group gets: the first of turnout/registry.py that takes it. Torch-free.
+
+--attention-backend names another. Where none takes a group, the plan is refused before weights load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Place
+from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
+from turnout.errors import Refusal
+from turnout.packages import NUMBA, TRITON
+from turnout.registry import ATTENTION_BACKENDS
+from turnout.vocabulary import ComputeDtype, Device
+
+
+def backends() -> list[AttentionBackend]:
+    """What they declare, in the order of the registry."""
+    return [ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS]
+
+
+def _asked(place: Place) -> AttentionBackend | None:
+    """What --attention-backend names; None: whichever takes a layer."""
+    return ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
+
+
+def choose(spec: AttentionSpec, place: Place) -> Chosen | None:
+    """What computes such layers; None if nothing does, or not what was asked for."""
+    asked = _asked(place)
+    main = asked and (asked.prompts_for or asked.name)
+    for backend in backends():
+        if backend.prompts_for or (main and main != backend.name) or backend.limits(spec, place):
+            continue
+        others = [b for b in backends() if b.prompts_for == backend.name and asked in (None, b)]
+        return _with_prompts(backend, others, spec, place)
+    return None
+
+
+def _with_prompts(
+    backend: AttentionBackend, others: Sequence[AttentionBackend], spec: AttentionSpec, place: Place
+) -> Chosen | None:
+    """`backend`, with one of `others` for prompts: if it is asked for, or where it is faster."""
+    own = Chosen(backend=backend.name, prompts=backend.name)
+    for other in others:
+        limits = other.limits(spec, place)
+        if place.asked == other.name:
+            return None if limits else replace(own, prompts=other.name)
+        least = other.pays_from(spec, place)
+        if least is None:
+            continue
+        if limits:
+            why = f"{other.name} is faster for prompts of {least} tokens or more, but {', '.join(limits)}"
+            return replace(own, why=why)
+        return replace(own, prompts=other.name, prompt_tokens=least, why="faster from there on, as measured")
+    return own
+
+
+def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:
+    """Why layers of these groups can run on no backend, or not on the one that was asked for."""
+    if place.asked not in (AUTO, *ATTENTION_BACKENDS):
+        return [
+            Refusal(
+                who="attention",
+                asked=f"--attention-backend {place.asked}",
+                limit="there is no such backend",
+                remedy=f"use one of {', '.join((AUTO, *ATTENTION_BACKENDS))}",
+            )
+        ]
+    asked = _asked(place)
+    tried = [b for b in backends() if asked is None or b.name in (asked.name, asked.prompts_for)]
+    found = []
+    for group in groups:
+        spec = group.spec
+        if choose(spec, place):
+            continue
+        obstacles = {backend.name: backend.obstacles(spec, place) for backend in tried}
+        remedies = dict.fromkeys(o.remedy for each in obstacles.values() for o in each)
+        found.append(
+            Refusal(
+                who="attention",
+                asked=("" if asked is None else f"--attention-backend {asked.name}, ")
+                + f"layer {group.layers[0]}: {spec.kind}, heads of {spec.head_dim} and {spec.value_dim}, "
+                f"on {place.device} in {place.dtype}",
+                limit="; ".join(
+                    f"{name} {', '.join(o.limit for o in each)}" for name, each in obstacles.items() if each
+                ),
+                remedy="use --dtype, --page-size or --device that one of them takes, or another model"
+                if asked is None
+                else f"use --attention-backend auto, or {', and '.join(remedies)}",
+            )
+        )
+    return found
+
+
+def recurrence(spec: DeltaNetSpec, device: Device, dtype: ComputeDtype, *, present: bool = True) -> str:
+    """What takes states of recurrent layers over single tokens, and on CPUs over prompts; on CUDA torch
+    prepares blocks of prompts, over which a kernel takes the states."""
+    sizes = spec.head_dim, spec.value_dim
+    if device == "cuda" and max(sizes) <= 128 and not (present and TRITON.lacking()):
+        return "triton"
+    fits = dtype == "float32" and max(sizes) <= 256 and not any(size % 16 for size in sizes)
+    if device == "cpu" and fits and not (present and NUMBA.lacking()):
+        return "cpu"
+    return "torch"

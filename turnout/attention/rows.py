@@ -1,0 +1,69 @@
+"""Attention of single tokens by the Triton kernel for decoding (kernels/attention/decode.py), on CUDA.
+
+Unlike torch's it gathers no context and makes no mask, and the kernel that rotates keys may store them.
+
+Legend: N tokens, P pages of the widest context, Hq/Hkv query/KV heads, D head size, S slots of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnout.attention.interface import Attention
+from turnout.attention.paged import PagedAttention
+
+
+class StoredAttention(Attention):
+    """Over a cache that holds each token in a slot."""
+
+    def __init__(self, paged: PagedAttention, slots_N: Tensor):
+        self._paged, self._slots_N = paged, slots_N
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        cache_HS2D, slots_N = self.place(layer)
+        cache_HS2D.index_copy_(1, slots_N, torch.stack((k_NHD, v_NHD), dim=2).transpose(0, 1))
+        return self.attend(layer, q_NHD, sinks_H)
+
+    def place(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._paged.layer_cache(layer), self._slots_N
+
+
+def spans(paged: PagedAttention, rows: int) -> int:
+    """Into how many the kernel cuts contexts: by what these may become, not by what they are, since each
+    number is a kernel of its own."""
+    from turnout.kernels.attention import decode
+
+    longest = paged.table.shape[1] * paged.page_size
+    longest = min(longest, paged.spec.window or longest)
+    return paged.fixed_spans or decode.spans(rows, paged.cache.shape[1], longest, paged.processors)
+
+
+class RowAttention(StoredAttention):
+    """Of one token per row, whose rows and lengths are read on the device."""
+
+    def __init__(self, paged: PagedAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor):
+        """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
+        super().__init__(paged, slots_N)
+        self._table_NP, self._ends_N = table_NP, ends_N
+        self._splits = spans(paged, len(slots_N))
+
+    def attend(
+        self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
+    ) -> Tensor:
+        from turnout.kernels.attention.decode import attend
+
+        return attend(
+            q_NHD.contiguous(),
+            self._paged.layer_cache(layer),
+            self._table_NP,
+            self._ends_N,
+            page_size=self._paged.page_size,
+            splits=self._splits,
+            scale=self._paged.spec.scale,
+            window=self._paged.spec.window,
+            sinks_H=sinks_H,
+            out_BHD=out_NHD,
+        )
