@@ -27,7 +27,9 @@ convolution's width, Hk/Hv key/value heads, Dk/Dv their sizes, n blocks, L token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,7 @@ from turnout.attention.kinds import DeltaNetSpec
 BLOCK = 64
 SPAN = 1024  # tokens whose blocks are prepared together: bounds the memory that a prompt takes
 FLOOR = 1e-6  # added to squares of lengths
+Carry: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `carry_states`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +98,21 @@ def step(cell: DeltaCell, mixed_BX: Tensor, windows_BWC: Tensor, states_BHKV: Te
     return cell.gated(torch.einsum("bhkv,bhk->bhv", states_BHKV, q_BHK), z_BY)
 
 
-def advance(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
-    """T tokens of one request: [T, Hv Dv]. Changes its window [W - 1, C] and state float32 [Hv, Dk, Dv]."""
-    return torch.cat([_advance_span(cell, span, window_WC, state_HKV) for span in mixed_TX.split(SPAN)])
+def advance(
+    cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor, carry: Carry | None = None
+) -> Tensor:
+    """T tokens of one request: [T, Hv Dv]. Changes its window [W - 1, C] and state float32 [Hv, Dk, Dv].
+
+    carry: does what `carry_states` does, faster.
+    """
+    carry = carry or carry_states
+    spans = mixed_TX.split(SPAN)
+    return torch.cat([_advance_span(cell, span, window_WC, state_HKV, carry) for span in spans])
 
 
-def _advance_span(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
+def _advance_span(
+    cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor, carry: Carry
+) -> Tensor:
     qkv_TC, z_TY, b_TH, a_TH = cell.parts(mixed_TX)
     T, seen_TC = len(qkv_TC), torch.cat((window_WC, qkv_TC))
     window_WC.copy_(seen_TC[T:])
@@ -109,12 +121,18 @@ def _advance_span(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HK
         convolved_TC.addcmul_(seen_TC[w : w + T], weight_C)
     q_THK, k_THK, v_THV = cell.heads(convolved_TC)
     beta_TH, g_TH = cell.rates(b_TH, a_TH)
-    o_THV = delta_rule(q_THK, k_THK, v_THV, beta_TH, g_TH, state_HKV)
+    o_THV = delta_rule(q_THK, k_THK, v_THV, beta_TH, g_TH, state_HKV, carry)
     return cell.gated(o_THV, z_TY)
 
 
 def delta_rule(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, beta_TH: Tensor, g_TH: Tensor, state_HKV: Tensor
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    beta_TH: Tensor,
+    g_TH: Tensor,
+    state_HKV: Tensor,
+    carry: Carry | None = None,
 ) -> Tensor:
     """S^T q of every token [T, Hv, Dv], in blocks; everything is float32. Changes state [Hv, Dk, Dv]."""
     T = len(q_THK)
@@ -125,16 +143,34 @@ def delta_rule(
     mixing = beta * decay * (k @ k.transpose(2, 3))  # solved as if its diagonal were 1
     right = torch.cat((beta * v, beta * sums.exp() * k), dim=-1)
     solved = torch.linalg.solve_triangular(mixing.tril(-1), right, upper=False, unitriangular=True)
-    values, keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = decay * (q @ k.transpose(2, 3))
-    q_decayed, ends = q * sums.exp(), sums[:, :, -1:]
-    k_decayed = (k * (ends - sums).exp()).transpose(2, 3)
-    out = torch.empty_like(v)
-    for n in range(v.shape[1]):
-        d_HLV = values[:, n] - keys[:, n] @ state_HKV
-        torch.baddbmm(scores[:, n] @ d_HLV, q_decayed[:, n], state_HKV, out=out[:, n])
-        state_HKV.mul_(ends[:, n].exp()).baddbmm_(k_decayed[:, n], d_HLV)
+    ends = sums[:, :, -1:]
+    decayed = q * sums.exp(), k * (ends - sums).exp()
+    out = (carry or carry_states)(solved, scores, *decayed, ends.exp()[:, :, 0, 0], state_HKV)
     return out.flatten(1, 2)[:, :T].transpose(0, 1)
+
+
+def carry_states(
+    solved_HnLX: Tensor,
+    scores_HnLL: Tensor,
+    q_HnLK: Tensor,
+    k_HnLK: Tensor,
+    ends_Hn: Tensor,
+    state_HKV: Tensor,
+) -> Tensor:
+    """Take the state over one block after the other: [Hv, n, L, Dv], S^T q of every token.
+
+    solved: of each token beta V and beta exp(G) K, [Dv + Dk], solved; scores: what its query takes of each D;
+    q, k: decayed from the block's begin and to its end; ends: exp(G_end) of each block.
+    """
+    Dk, Dv = state_HKV.shape[1:]
+    values, keys = solved_HnLX.split([Dv, Dk], dim=-1)
+    out = torch.empty_like(values)
+    for n in range(solved_HnLX.shape[1]):
+        d_HLV = values[:, n] - keys[:, n] @ state_HKV
+        torch.baddbmm(scores_HnLL[:, n] @ d_HLV, q_HnLK[:, n], state_HKV, out=out[:, n])
+        state_HKV.mul_(ends_Hn[:, n, None, None]).baddbmm_(k_HnLK[:, n].transpose(1, 2), d_HLV)
+    return out
 
 
 def _blocks(x_THD: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from turnout.attention import delta_rule
 from turnout.attention.choose import recurrence
-from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.delta_rule import Carry, DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.paged import to_device
@@ -47,7 +47,7 @@ class RequestStates:
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device = device
-        self.kernel = _kernel(spec, device, dtype)
+        self.kernel, self._carry = _kernels(spec, device, dtype)
         self.takes_chunks = self.kernel is not None and device.type == "cpu"
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
@@ -101,7 +101,7 @@ class RequestStates:
         if chunk.start == 0:
             window_WC.zero_()
             state_HKV.zero_()
-        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
+        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV, self._carry)
 
 
 @dataclass(frozen=True)
@@ -196,20 +196,23 @@ class SequenceStates(Attention):
         return delta_rule.advance(cell, mixed_NX, *self._kept[layer])
 
 
-def _kernel(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """One launch for what `delta_rule.step` composes, on slots; None where there is none."""
+def _kernels(
+    spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[..., Tensor] | None, Carry | None]:
+    """One launch each for what `delta_rule.step` composes, on slots, and for `delta_rule.carry_states`; None
+    where there is none."""
     backend = recurrence(
         spec, cast(Device, device.type), cast(ComputeDtype, str(dtype).removeprefix("torch."))
     )
     if backend == "cpu":
         from turnout.kernels.cpu import delta_rule as on_cpu
 
-        return on_cpu.advance
+        return on_cpu.advance, None
     if backend == "triton":
         from turnout.kernels.attention import delta_rule as on_cuda
 
-        return on_cuda.step
-    return None
+        return on_cuda.step, on_cuda.carry_states
+    return None, None
 
 
 def window_size(spec: DeltaNetSpec) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from turnout.attention.delta_rule import DeltaCell, step
+from turnout.attention.delta_rule import DeltaCell, delta_rule, step
 from turnout.attention.kinds import DeltaNetSpec
 
 
@@ -70,4 +70,29 @@ def close(
         and torch.allclose(got_states[at], mine[1], atol=2e-5, rtol=2e-5)
         and torch.equal(got_windows[rest], windows_of_others[rest])
         and torch.equal(got_states[rest], states_of_others[rest])
+    )
+
+
+def carried(
+    tokens: int,
+    *,
+    heads: int = 2,
+    sizes: tuple[int, int] = (16, 32),
+    device: str = "cpu",
+    bound: float = 2e-5,
+) -> bool:
+    """Whether a prompt's outputs and state are those of torch alone, with strong and with weak decay."""
+    from turnout.kernels.attention.delta_rule import carry_states
+
+    draw = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(tokens, heads, size, generator=draw) for size in (sizes[0], *sizes))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q * sizes[0] ** -0.5, k))
+    beta = torch.rand(tokens, heads, generator=draw)
+    g = -(torch.rand(tokens, heads, generator=draw) ** 6) * 30
+    state = torch.randn(heads, *sizes, generator=draw)
+    mine = state.clone().to(device)
+    found = delta_rule(*(x.to(device) for x in (q, k, v, beta, g)), mine, carry_states).cpu()
+    wanted = delta_rule(q, k, v, beta, g, state)
+    return all(
+        torch.allclose(a, b, atol=bound, rtol=bound) for a, b in ((found, wanted), (mine.cpu(), state))
     )

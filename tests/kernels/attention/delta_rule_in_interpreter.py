@@ -1,11 +1,11 @@
-"""Run by test_delta_rule.py with TRITON_INTERPRET=1: steps of Gated DeltaNet on slots; prints JSON."""
+"""Run by test_delta_rule.py with TRITON_INTERPRET=1: steps and prompts of Gated DeltaNet; prints JSON."""
 
 from __future__ import annotations
 
 import json
 
 from tests.kernels import interpreter
-from tests.kernels.attention.delta_rule_cases import close
+from tests.kernels.attention.delta_rule_cases import carried, close
 
 interpreter.prepare()
 results = {
@@ -15,5 +15,8 @@ results = {
     "four-value-heads": close(3, heads=(1, 4)),
     "odd-sizes": close(3, sizes=(24, 40), width=3),
     "shortest-window": close(2, width=2),
+    "prompt": carried(150),
+    "prompt-of-one": carried(1),
+    "prompt-odd-sizes": carried(65, sizes=(24, 40)),
 }
 print(json.dumps(results))

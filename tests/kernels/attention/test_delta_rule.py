@@ -14,7 +14,11 @@ def results() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "case", ["one", "several", "none", "four-value-heads", "odd-sizes", "shortest-window"]
+    "case",
+    [
+        *("one", "several", "none", "four-value-heads", "odd-sizes", "shortest-window"),
+        *("prompt", "prompt-of-one", "prompt-odd-sizes"),
+    ],
 )
 def test_interpreted(results: dict[str, bool], case: str) -> None:
     assert results[case]
@@ -29,6 +33,14 @@ def test_on_a_gpu(dtype: torch.dtype, requests: int, heads: tuple[int, int]) -> 
 
     bound = 2e-4 if dtype == torch.float32 else 2e-2
     assert close(requests, heads=heads, sizes=(128, 128), device="cuda", dtype=dtype, bound=bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 65, 1000])
+def test_prompts_on_a_gpu(tokens: int) -> None:
+    from tests.kernels.attention.delta_rule_cases import carried
+
+    assert carried(tokens, heads=32, sizes=(128, 128), device="cuda", bound=2e-4)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,14 @@
-"""One token of each request through a layer of Gated DeltaNet, in place in the requests' slots (Triton).
+"""Gated DeltaNet in Triton: one token of each request, in place in its slot, and states over prompts.
 
-Convolution, gates, the state's update and the gated norm are one launch: at one token each step of its own
+Of one token convolution, gates, the state's update and the gated norm are one launch: each step of its own
 would be but a launch, and the state, 64 kB of each value head, is read and written once. A program has a key
 head of a request, whose window no other program touches, and takes its value heads one after the other. Slots
-and positions are read on the device, so that a graph captures it. Everything is computed in float32;
+and positions are read on the device, so that a graph captures it. Of a prompt torch prepares blocks, all at
+once, and one launch takes the states from block to block. Everything is computed in float32;
 attention/delta_rule.py is the reference.
 
 Legend: B requests, X what the layer computed of a token, C channels of the convolution, W its width, Hk/Hv
-key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP the powers of two from these on.
+key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP powers of two from these on; n blocks of L tokens.
 """
 
 from __future__ import annotations
@@ -20,26 +21,36 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 
 MAX_HEAD = 128  # a head's state is one tile
+NUM_WARPS = 4
+COLUMNS = 32  # of a state, that a program takes over the blocks of a prompt
 
 
 @triton.jit
-def convolve(row_ptr, window_ptr, conv_ptr, C, c, held, seen, W: tl.constexpr):
-    """silu of the convolution of channels c, where `held`; their window [W - 1, C] moves on by a token.
+def read_taps(row_ptr, window_ptr, C, c, held, seen, W: tl.constexpr, WP: tl.constexpr):
+    """[WP, channels] of channels c, where `held`: what the convolution sees of them, oldest token first.
 
-    seen: where the window holds anything; elsewhere it counts as zeros.
+    seen: where the window [W - 1, C] holds anything; elsewhere it counts as zeros.
     """
-    raw = tl.load(row_ptr + c, mask=held, other=0.0)
-    sums = raw.to(tl.float32) * tl.load(conv_ptr + (W - 1) * C + c, mask=held, other=0.0).to(tl.float32)
-    for w in tl.static_range(W - 1):
-        before = tl.load(window_ptr + w * C + c, mask=seen, other=0.0).to(tl.float32)
-        sums += before * tl.load(conv_ptr + w * C + c, mask=held, other=0.0).to(tl.float32)
-    for w in tl.static_range(W - 2):
-        before = tl.load(window_ptr + (w + 1) * C + c, mask=seen, other=0.0)
-        tl.debug_barrier()  # several threads may hold a channel: all have read before one writes
-        tl.store(window_ptr + w * C + c, before, mask=held)
-    tl.debug_barrier()
-    tl.store(window_ptr + (W - 2) * C + c, raw, mask=held)
+    w = tl.arange(0, WP)[:, None]
+    before = tl.load(window_ptr + w * C + c[None, :], mask=(w < W - 1) & seen[None, :], other=0.0)
+    now = tl.load(row_ptr + 0 * w + c[None, :], mask=(w == W - 1) & held[None, :], other=0.0)
+    return before + now
+
+
+@triton.jit
+def convolve(taps, conv_ptr, C, c, held, W: tl.constexpr, WP: tl.constexpr):
+    """silu of the convolution of channels c."""
+    w = tl.arange(0, WP)[:, None]
+    weights = tl.load(conv_ptr + w * C + c[None, :], mask=(w < W) & held[None, :], other=0.0)
+    sums = tl.sum(taps.to(tl.float32) * weights.to(tl.float32), 0)
     return sums / (1.0 + tl.exp(-sums))
+
+
+@triton.jit
+def move_on(taps, window_ptr, C, c, held, W: tl.constexpr, WP: tl.constexpr):
+    """Leave the window of channels c a token later. All threads must have read it."""
+    w = tl.arange(0, WP)[:, None]
+    tl.store(window_ptr + (w - 1) * C + c[None, :], taps, mask=(w >= 1) & (w < W) & held[None, :])
 
 
 @triton.jit
@@ -47,11 +58,12 @@ def step_heads(
     mixed_ptr, slots_ptr, positions_ptr, windows_ptr, states_ptr, conv_ptr, decay_ptr, bias_ptr, norm_ptr,
     out_ptr, X, Hk, scale, eps,
     R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    W: tl.constexpr, PDL: tl.constexpr,
+    W: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [B, Hv * DV] of mixed [B, X]. windows [slots, W - 1, C], states float32 [slots, Hv, DK, DV].
 
-    A position of 0 begins with zeros, whatever the slot holds.
+    A position of 0 begins with zeros, whatever the slot holds. Everything is read as early as it can be: a
+    program waits for memory, and few of them fit on a multiprocessor.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -66,26 +78,41 @@ def step_heads(
     goes_on = tl.load(positions_ptr + b) > 0
     row, window = mixed_ptr + b * X, windows_ptr + slot * (W - 1) * C
     keys, values = i < DK, j < DV
-    q = convolve(row, window, conv_ptr, C, h * DK + i, keys, keys & goes_on, W)
-    k = convolve(row, window, conv_ptr, C, (Hk + h) * DK + i, keys, keys & goes_on, W)
-    q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     tile = i[:, None] * DV + j[None, :]
     both = keys[:, None] & values[None, :]
-    for r in range(R):
+    first = states_ptr + (slot * Hv + h * R) * DK * DV + tile
+    state = tl.load(first, mask=both & goes_on, other=0.0)
+    cq = h * DK + i
+    ck = Hk * DK + cq
+    q_taps = read_taps(row, window, C, cq, keys, keys & goes_on, W, WP)
+    k_taps = read_taps(row, window, C, ck, keys, keys & goes_on, W, WP)
+    q = convolve(q_taps, conv_ptr, C, cq, keys, W, WP)
+    k = convolve(k_taps, conv_ptr, C, ck, keys, W, WP)
+    q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    tl.debug_barrier()
+    move_on(q_taps, window, C, cq, keys, W, WP)
+    move_on(k_taps, window, C, ck, keys, W, WP)
+    for r in tl.static_range(R):
         g = h * R + r
-        v = convolve(row, window, conv_ptr, C, 2 * Hk * DK + g * DV + j, values, values & goes_on, W)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(row + C + Hv * DV + g).to(tl.float32)))
+        cv = 2 * Hk * DK + g * DV + j
+        v_taps = read_taps(row, window, C, cv, values, values & goes_on, W, WP)
         a = tl.load(row + C + Hv * DV + Hv + g).to(tl.float32) + tl.load(bias_ptr + g)
-        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
-        at = states_ptr + (slot * Hv + g) * DK * DV + tile
-        state = tl.load(at, mask=both & goes_on, other=0.0) * tl.exp(tl.load(decay_ptr + g) * soft)
-        d = beta * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * d[None, :]
-        tl.store(at, state, mask=both)
-        o = tl.sum(state * q[:, None], 0)
+        decay = tl.load(decay_ptr + g)
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(row + C + Hv * DV + g).to(tl.float32)))
         z = tl.load(row + C + g * DV + j, mask=values, other=0.0).to(tl.float32)
         norm = tl.load(norm_ptr + j, mask=values, other=0.0).to(tl.float32)
+        v = convolve(v_taps, conv_ptr, C, cv, values, W, WP)
+        tl.debug_barrier()
+        move_on(v_taps, window, C, cv, values, W, WP)
+        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
+        state *= tl.exp(decay * soft)
+        d = beta * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * d[None, :]
+        tl.store(first + r * DK * DV, state, mask=both)
+        o = tl.sum(state * q[:, None], 0)
+        if r + 1 < R:
+            state = tl.load(first + (r + 1) * DK * DV, mask=both & goes_on, other=0.0)
         y = o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm * z / (1.0 + tl.exp(-z))
         tl.store(out_ptr + (b * Hv + g) * DV + j, y.to(out_ptr.dtype.element_ty), mask=values)
 
@@ -115,7 +142,59 @@ def step(
         step_heads[(B, Hk)](
             mixed_BX, slots_B, positions_B, windows_SWC, states_SHKV, conv_WC, decay_H, bias_H, norm_V,
             out_BY, mixed_BX.shape[1], Hk, Dk**-0.5, eps,
-            Hv // Hk, Dk, Dv, triton.next_power_of_2(Dk), triton.next_power_of_2(Dv), len(conv_WC), early,
-            num_warps=8, launch_pdl=early,
+            Hv // Hk, Dk, Dv, *map(triton.next_power_of_2, (Dk, Dv)),
+            len(conv_WC), triton.next_power_of_2(len(conv_WC)), early,
+            num_warps=NUM_WARPS, launch_pdl=early,
         )  # fmt: skip
     return out_BY
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def carry_columns(
+    solved_ptr, scores_ptr, q_ptr, k_ptr, ends_ptr, state_ptr, out_ptr, blocks,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, COLUMNS: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Columns of the state of a value head over all blocks; see `carry_states`."""
+    h = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, DKP)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    t = tl.arange(0, L)
+    keys, values = i < DK, j < DV
+    at = state_ptr + (h * DK + i[:, None]) * DV + j[None, :]
+    held = keys[:, None] & values[None, :]
+    state = tl.load(at, mask=held, other=0.0)
+    for n in range(blocks):
+        b = h * blocks + n
+        rows = b * L + t
+        known = tl.load(
+            solved_ptr + rows[:, None] * (DV + DK) + DV + i[None, :], mask=keys[None, :], other=0.0
+        )
+        d = tl.load(solved_ptr + rows[:, None] * (DV + DK) + j[None, :], mask=values[None, :], other=0.0)
+        d -= tl.dot(known, state, input_precision="tf32x3")
+        q = tl.load(q_ptr + rows[:, None] * DK + i[None, :], mask=keys[None, :], other=0.0)
+        scores = tl.load(scores_ptr + rows[:, None] * L + t[None, :])
+        out = tl.dot(q, state, input_precision="tf32x3") + tl.dot(scores, d, input_precision="tf32x3")
+        tl.store(out_ptr + rows[:, None] * DV + j[None, :], out, mask=values[None, :])
+        k = tl.load(k_ptr + rows[None, :] * DK + i[:, None], mask=keys[:, None], other=0.0)
+        state = state * tl.load(ends_ptr + b) + tl.dot(k, d, input_precision="tf32x3")
+    tl.store(at, state, mask=held)
+
+
+def carry_states(
+    solved_HnLX: Tensor,
+    scores_HnLL: Tensor,
+    q_HnLK: Tensor,
+    k_HnLK: Tensor,
+    ends_Hn: Tensor,
+    state_HKV: Tensor,
+) -> Tensor:
+    """As `attention.delta_rule.carry_states`, in one launch; L a power of two from 16 on. Products in three
+    parts of tf32, whose error is about float32's."""
+    H, n, L, _ = solved_HnLX.shape
+    Dk, Dv = state_HKV.shape[1:]
+    out_HnLV = solved_HnLX.new_empty(H, n, L, Dv)
+    carry_columns[(H, triton.cdiv(Dv, COLUMNS))](
+        *(x.contiguous() for x in (solved_HnLX, scores_HnLL, q_HnLK, k_HnLK, ends_Hn)), state_HKV, out_HnLV,
+        n, Dk, Dv, max(16, triton.next_power_of_2(Dk)), COLUMNS, L, num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out_HnLV
