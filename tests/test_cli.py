@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -261,6 +262,30 @@ def test_a_port_in_use():
         done = shell("serve", "demo", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"cannot listen on 127.0.0.1:{port}" in only_line(done.stderr)
+
+
+def in_shell(words: str) -> subprocess.CompletedProcess[str]:
+    command = f"{shlex.quote(sys.executable)} -m turnout {words}"
+    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("version <&- >&- 2>&-", 0, ""),
+        ("plan demo >&-", 0, ""),
+        ("generate demo <&-", 2, "error: generate: no PROMPT given and standard input is empty"),
+        ("plan demo >/dev/full", 2, "error: the output cannot be written (No space left on device)"),
+        ("generate demo hello --max-tokens 2 --output /dev/full", 2, "(No space left on device)"),
+        ("plan demo --json | head -c 1", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(words, code, message):
+    done = in_shell(words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not message or len(done.stderr.splitlines()) == 1
 
 
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, monkeypatch):

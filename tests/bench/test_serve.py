@@ -163,6 +163,20 @@ def test_a_server_that_hangs_up(scripted):
         measure(ServeBench(num_prompts=1), url)
 
 
+def test_a_stream_that_ends_with_an_error(scripted):
+    """As where the logits of a request are not finite, after tokens were sent."""
+
+    def failing(handler: Scripted) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler._start()
+        for event in {"choices": [{"text": "a"}]}, {"error": {"message": "the rank is gone", "code": 500}}:
+            handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    scripted.RequestHandlerClass = type("Failing", (Scripted,), {"do_POST": failing})
+    with pytest.raises(UserError, match="a request failed .the rank is gone"):
+        measure(ServeBench(num_prompts=1), f"http://127.0.0.1:{scripted.server_port}/v1")
+
+
 def test_refusals_of_the_server_are_shown(base_url):
     with pytest.raises(UserError, match="HTTP 400"):
         asyncio.run(serve._stream(base_url, "tiny", [1], ServeBench(output_len=100_000)))

@@ -223,6 +223,8 @@ async def _stream(
         if data == b"[DONE]":
             continue
         event = msgspec.json.decode(data)
+        if event.get("error"):
+            raise ValueError(event["error"].get("message", event["error"]))
         now = time.perf_counter()
         if event.get("usage"):
             trace.tokens = event["usage"]["completion_tokens"]
