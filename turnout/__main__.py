@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Have the null device for standard streams that are closed, so that no file of ours gets their number."""
+    """Have the null device for standard streams that are closed, so that no file gets their number."""
     for name, mode in STREAMS.items():
         if getattr(sys, name) is None:  # the system gives the lowest number that is free
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

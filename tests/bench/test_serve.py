@@ -173,7 +173,7 @@ def test_a_stream_that_ends_with_an_error(scripted):
             handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
     scripted.RequestHandlerClass = type("Failing", (Scripted,), {"do_POST": failing})
-    with pytest.raises(UserError, match="a request failed .the rank is gone"):
+    with pytest.raises(UserError, match=r"a request failed .the rank is gone"):
         measure(ServeBench(num_prompts=1), f"http://127.0.0.1:{scripted.server_port}/v1")
 
 

@@ -3,7 +3,8 @@
 They are made of the kernels of rows.py, attention.py, route.py and experts.py. A step of one token would
 spend half of its time between those: each call takes microseconds of Python and two or three tensors, and
 computes for as long. What does not change between steps is bound once, as addresses; whoever binds it keeps
-the tensors, and a copy of it, as pickle makes, binds its own. Dense products read matrices as torch keeps them, so that no copy is needed.
+the tensors, and a copy of it, as pickle makes, binds its own. Dense products read matrices as torch keeps
+them, so that no copy is needed.
 
 Everything is float32, on the calling thread. `in_one_call` says for which steps.
 
