@@ -23,7 +23,7 @@ from tools.performance import tables
 from tools.proven import Runs, backends_run, with_runs
 from tools.tables import table
 from turnout.attention import choose
-from turnout.attention.capability import AttentionBackend
+from turnout.attention.capability import AttentionBackend, StateKernels
 from turnout.formats.spec import FORMATS
 from turnout.moe.accuracy import BOUNDS
 from turnout.moe.capabilities.capability import DispatcherCapability, RunnerCapability
@@ -293,11 +293,20 @@ def _attention(a: AttentionBackend) -> dict[str, str]:
         "computes in": _list(a.dtypes),
         "attention": _list(kind.replace("_", " ") for kind in a.implementations),
         "of that on request only": _list(kind.replace("_", " ") for kind in a.on_request) or "-",
+        "states of Gated DeltaNet": _states(a.states),
         "sinks": _yes(a.sinks),
         "heads": (f"up to {a.most_head_dim}" if a.most_head_dim else "any size") + multiples,
         "pages": f"multiples of {a.page_multiple} tokens" if a.page_multiple > 1 else "any",
         "needs": f"`{a.package}`" if a.package else "-",
     }
+
+
+def _states(kernels: StateKernels | None) -> str:
+    if kernels is None:
+        return "-"
+    multiples = f", multiples of {kernels.head_multiple}" if kernels.head_multiple > 1 else ""
+    heads = f", heads up to {kernels.most_head_dim}{multiples}" if kernels.most_head_dim else ""
+    return f"in {_list(kernels.dtypes)}{heads}"
 
 
 def formats() -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
 from turnout.attention.capability import Chosen, Place
-from turnout.attention.choose import choose, refusals
-from turnout.attention.kinds import AttentionSpec, SparseLatentSpec, cache_groups
+from turnout.attention.choose import choose, choose_states, refusals
+from turnout.attention.kinds import AttentionSpec, DeltaNetSpec, SparseLatentSpec, cache_groups
 from turnout.vocabulary import AttentionKind
 
 SPEC = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -45,6 +45,38 @@ def test_choice(spec: AttentionSpec, place: Place, chosen: str) -> None:
     assert found is not None
     assert found.backend == found.prompts == chosen
     assert refusals(cache_groups([spec]), place) == []
+
+
+DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=128, value_dim=128, scale=1.0, conv_width=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "states", "takes_chunks"),
+    [
+        (DELTA, H200, "triton", False),
+        (DELTA, replace(H200, dtype="float32", asked="torch"), "triton", False),
+        (replace(DELTA, value_dim=160), H200, "torch", False),
+        (DELTA, HOST, "cpu", True),
+        (replace(DELTA, head_dim=256), HOST, "cpu", True),
+        (replace(DELTA, head_dim=272), HOST, "torch", False),
+        (replace(DELTA, value_dim=24), HOST, "torch", False),
+        (DELTA, replace(HOST, dtype="bfloat16"), "torch", False),
+    ],
+)
+def test_choice_for_states_of_recurrent_layers(
+    spec: DeltaNetSpec, place: Place, states: str, takes_chunks: bool
+) -> None:
+    name, kernels = choose_states(spec, place)
+    assert (name, kernels.takes_chunks) == (states, takes_chunks)
+
+
+@pytest.mark.parametrize(("place", "package"), [(H200, "triton"), (HOST, "numba")])
+def test_states_are_torchs_where_a_package_is_missing(
+    place: Place, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnout.packages._is_here", lambda module: module != package)
+    assert choose_states(DELTA, replace(place, present=True))[0] == "torch"
+    assert choose_states(DELTA, replace(place, present=False))[0] != "torch"
 
 
 def test_a_layer_that_none_takes_is_refused_by_name() -> None:

@@ -5,7 +5,7 @@ The definition, one token and one head at a time, is `tests/models/running.py`'s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from tests.models.running import PlainAttention
+from turnout.attention.backends.cpu.states import CompiledStates
+from turnout.attention.capability import Place
 from turnout.attention.delta_rule import SPAN, DeltaCell, advance, step
 from turnout.attention.kinds import DeltaNetSpec, state_groups
-from turnout.attention.states import RequestStates, SequenceStates, state_size, window_size
+from turnout.attention.states import RequestStates, SequenceStates, request_states, state_size, window_size
 
 SPEC = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=32, scale=0.25, conv_width=4)
 BOUND = 2e-5
+HOST = Place(device="cpu", dtype="float32", page_size=16)
 
 
 def drawn(*size: int, seed: int = 0) -> Tensor:
@@ -114,18 +117,18 @@ def part(row: int, start: int, end: int) -> Part:
     return Part(Running(row), start, end)
 
 
-def slots() -> RequestStates:
+def slots(place: Place = HOST) -> RequestStates:
     (group,) = state_groups([SPEC, SPEC])
-    return RequestStates(group, max_running=3, device=torch.device("cpu"), dtype=torch.float32)
+    return request_states(group, place, max_running=3, device=torch.device("cpu"), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_step_of_prompts_and_single_tokens(compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("place", "made"), [(HOST, CompiledStates), (replace(HOST, dtype="bfloat16"), RequestStates)]
+)
+def test_a_step_of_prompts_and_single_tokens(place: Place, made: type[RequestStates]) -> None:
     """Each request keeps to its slot, in every layer; others are left as they are."""
-    held = slots()
-    assert held.takes_chunks
-    if not compiled:
-        held.kernel, held.takes_chunks = None, False
+    held = slots(place)
+    assert type(held) is made
     mixed = [tokens(80, seed) for seed in range(3)]
     expected = [Definition().of(x) for x in mixed]
     for layer in (0, 1):

@@ -7,7 +7,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from turnout.attention.kinds import LATENT_KINDS, AttentionSpec, CompressedSpec, SparseLatentSpec
+from turnout.attention.kinds import (
+    LATENT_KINDS,
+    AttentionSpec,
+    CompressedSpec,
+    DeltaNetSpec,
+    SparseLatentSpec,
+)
 from turnout.packages import Package
 from turnout.vocabulary import AttentionKind, ComputeDtype, Device
 
@@ -63,6 +69,22 @@ class Obstacle(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateKernels:
+    """What a backend declares of recurrent layers, whose states it keeps on its devices.
+
+    implementation: "package.module:class", `RequestStates` (states.py) or a subclass. dtypes, most_head_dim,
+    head_multiple: as of attention, but for keys and values alike. takes_chunks: its kernel takes prompts too;
+    others leave the blocks of a prompt to torch.
+    """
+
+    implementation: str
+    dtypes: frozenset[str] = HALVES | {"float32"}
+    most_head_dim: int | None = None
+    head_multiple: int = 1
+    takes_chunks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionBackend:
     """What a folder of attention/backends declares, the `BACKEND` of its declaration.py.
 
@@ -71,7 +93,7 @@ class AttentionBackend:
     compute capabilities of GPUs that it runs on; empty: all. on_request: the kinds that it computes only
     where --attention-backend names it. device_tables: it reads pages and lengths on the device, so that
     CUDA graphs may hold its decoding, and kernels that make keys and values store them (`Attention.place`).
-    index_fp8: it reads index keys in FP8.
+    index_fp8: it reads index keys in FP8. states: of recurrent layers; None: it has nothing for them.
 
     prompts_for: it has no decoding, and computes prompts for this backend, by classes like
     `FlashAttn4Prompts`. pays_from: tokens that prompts of a step must have on average for it to be faster
@@ -91,6 +113,7 @@ class AttentionBackend:
     on_request: AbstractSet[AttentionKind] = frozenset()
     device_tables: bool = False
     index_fp8: bool = False
+    states: StateKernels | None = None
     prompts_for: str = ""
     pays_from: Callable[[AttentionSpec, Place], int | None] = lambda spec, place: None
 
@@ -157,3 +180,14 @@ class AttentionBackend:
     def limits(self, spec: AttentionSpec, place: Place) -> list[str]:
         """The obstacles in words."""
         return [obstacle.limit for obstacle in self.obstacles(spec, place)]
+
+    def states_of(self, spec: DeltaNetSpec, place: Place) -> StateKernels | None:
+        """What it has for the states of such layers there; None if nothing."""
+        kernels, sizes = self.states, (spec.head_dim, spec.value_dim)
+        if kernels is None or place.device not in self.devices or place.dtype not in kernels.dtypes:
+            return None
+        if kernels.most_head_dim is not None and kernels.most_head_dim < max(sizes):
+            return None
+        if any(size % kernels.head_multiple for size in sizes):
+            return None
+        return None if self.package and place.present and self.package.lacking() else kernels

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Place
+from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Place, StateKernels
 from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
 from turnout.errors import Refusal
-from turnout.packages import NUMBA, TRITON
 from turnout.registry import ATTENTION_BACKENDS
-from turnout.vocabulary import ComputeDtype, Device
 
 
 def backends() -> list[AttentionBackend]:
@@ -94,13 +92,10 @@ def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:
     return found
 
 
-def recurrence(spec: DeltaNetSpec, device: Device, dtype: ComputeDtype, *, present: bool = True) -> str:
-    """What takes states of recurrent layers over single tokens, and on CPUs over prompts; on CUDA torch
-    prepares blocks of prompts, over which a kernel takes the states."""
-    sizes = spec.head_dim, spec.value_dim
-    if device == "cuda" and max(sizes) <= 128 and not (present and TRITON.lacking()):
-        return "triton"
-    fits = dtype == "float32" and max(sizes) <= 256 and not any(size % 16 for size in sizes)
-    if device == "cpu" and fits and not (present and NUMBA.lacking()):
-        return "cpu"
-    return "torch"
+def choose_states(spec: DeltaNetSpec, place: Place) -> tuple[str, StateKernels]:
+    """The first backend that has something for the states of such layers, by name, with what it has.
+
+    --attention-backend does not count here. Torch takes all layers.
+    """
+    found = ((backend.name, backend.states_of(spec, place)) for backend in backends())
+    return next((name, kernels) for name, kernels in found if kernels)

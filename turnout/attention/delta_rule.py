@@ -57,6 +57,11 @@ class DeltaCell:
     norm_D: Tensor
     eps: float
 
+    @property
+    def learned(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        """As kernels take them."""
+        return self.conv_WC, self.decay_H, self.bias_H, self.norm_D, self.eps
+
     def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(queries, keys and values [..., C], z [..., Hv Dv], b and a [..., Hv]) of mixed [..., X]."""
         spec = self.spec

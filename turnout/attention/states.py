@@ -12,26 +12,32 @@ convolution, W its width, Hv value heads, Dk/Dv sizes of key/value heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from turnout.attention import delta_rule
-from turnout.attention.choose import recurrence
-from turnout.attention.delta_rule import Carry, DeltaCell
+from turnout.attention.capability import Place
+from turnout.attention.choose import choose_states
+from turnout.attention.delta_rule import Carry, DeltaCell, carry_states
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.paged import to_device
-from turnout.vocabulary import ComputeDtype, Device
+from turnout.registry import load
 
 
 class RequestStates:
-    """Owns the states of a group of layers. windows: [layers, slots, W - 1, C] in the compute type; states:
-    float32 [layers, slots, Hv, Dk, Dv]. Slots are those of requests, one for padding, then of snapshots."""
+    """Owns the states of a group of layers. Computes them in torch; backends subclass it: see capability.py.
+
+    windows: [layers, slots, W - 1, C] in the compute type; states: float32 [layers, slots, Hv, Dk, Dv]. Slots
+    are those of requests, one for padding, then of snapshots. carry: takes a state over a prompt's blocks.
+    """
+
+    carry: Carry = staticmethod(carry_states)
 
     def __init__(
         self,
@@ -42,13 +48,13 @@ class RequestStates:
         snapshots: int = 0,
         device: torch.device,
         dtype: torch.dtype,
+        takes_chunks: bool = False,
     ):
-        """group: with the heads of this rank. per_request, snapshots: slots of a request and for these."""
+        """group: with the heads of this rank. per_request, snapshots: slots of a request and for these.
+        takes_chunks: `recur` takes several tokens of a request."""
         spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}
-        self.device = device
-        self.kernel, self._carry = _kernels(spec, device, dtype)
-        self.takes_chunks = self.kernel is not None and device.type == "cpu"
+        self.device, self.takes_chunks = device, takes_chunks
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
@@ -101,7 +107,29 @@ class RequestStates:
         if chunk.start == 0:
             window_WC.zero_()
             state_HKV.zero_()
-        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV, self._carry)
+        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV, self.carry)
+
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell, rows: Rows) -> Tensor:
+        """The tokens of `rows`: [N, Hv Dv]."""
+        i, slots_B = self.index[layer], rows.slots_B
+        begins_B111 = (rows.positions_B == 0)[:, None, None, None]
+        windows_BWC = self.windows[i, slots_B].masked_fill_(begins_B111[..., 0], 0)
+        states_BHKV = self.states[i, slots_B].masked_fill_(begins_B111, 0)
+        y_BY = delta_rule.step(cell, mixed_NX, windows_BWC, states_BHKV)
+        self.windows[i].index_copy_(0, slots_B, windows_BWC)
+        self.states[i].index_copy_(0, slots_B, states_BHKV)
+        return y_BY
+
+
+def request_states(
+    group: StateGroup, place: Place, *, device: torch.device, dtype: torch.dtype, **rest: Any
+) -> RequestStates:
+    """By the first backend that takes the group there. The rest: as of `RequestStates`."""
+    _, kernels = choose_states(group.spec, place)
+    states: RequestStates = load(kernels.implementation)(
+        group, device=device, dtype=dtype, takes_chunks=kernels.takes_chunks, **rest
+    )
+    return states
 
 
 @dataclass(frozen=True)
@@ -115,29 +143,7 @@ class Rows(Attention):
     ends_B: Tensor | None = None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
-        i = self.of.index[layer]
-        if self.of.kernel is not None:
-            y: Tensor = self.of.kernel(
-                mixed_NX,
-                self.slots_B,
-                self.positions_B,
-                self.of.windows[i],
-                self.of.states[i],
-                cell.conv_WC,
-                cell.decay_H,
-                cell.bias_H,
-                cell.norm_D,
-                cell.eps,
-                *(() if self.ends_B is None else (self.ends_B,)),
-            )
-            return y
-        begins_B111 = (self.positions_B == 0)[:, None, None, None]
-        windows_BWC = self.of.windows[i, self.slots_B].masked_fill_(begins_B111[..., 0], 0)
-        states_BHKV = self.of.states[i, self.slots_B].masked_fill_(begins_B111, 0)
-        y_BY = delta_rule.step(cell, mixed_NX, windows_BWC, states_BHKV)
-        self.of.windows[i].index_copy_(0, self.slots_B, windows_BWC)
-        self.of.states[i].index_copy_(0, self.slots_B, states_BHKV)
-        return y_BY
+        return self.of.recur(layer, mixed_NX, cell, self)
 
 
 class _Round(NamedTuple):
@@ -194,25 +200,6 @@ class SequenceStates(Attention):
             window_WC = mixed_NX.new_zeros(window_size(cell.spec))
             self._kept[layer] = window_WC, torch.zeros(state_size(cell.spec), device=mixed_NX.device)
         return delta_rule.advance(cell, mixed_NX, *self._kept[layer])
-
-
-def _kernels(
-    spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype
-) -> tuple[Callable[..., Tensor] | None, Carry | None]:
-    """One launch each for what `delta_rule.step` composes, on slots, and for `delta_rule.carry_states`; None
-    where there is none."""
-    backend = recurrence(
-        spec, cast(Device, device.type), cast(ComputeDtype, str(dtype).removeprefix("torch."))
-    )
-    if backend == "cpu":
-        from turnout.kernels.cpu import delta_rule as on_cpu
-
-        return on_cpu.advance, None
-    if backend == "triton":
-        from turnout.kernels.attention import delta_rule as on_cuda
-
-        return on_cuda.step, on_cuda.carry_states
-    return None, None
 
 
 def window_size(spec: DeltaNetSpec) -> tuple[int, int]:

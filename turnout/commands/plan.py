@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnout.attention.choose import recurrence
+from turnout.attention.choose import choose_states
 from turnout.attention.kinds import LATENT_KINDS, CompressedSpec, SparseLatentSpec
 from turnout.checkpoint import CheckpointError, locate, parse_quantization, read_config
 from turnout.checkpoint.headers import open_folder
@@ -194,10 +194,10 @@ def _state_lines(engine_plan: EnginePlan) -> list[str]:
     """What recurrent layers keep of a request, and whether prefixes are reused; none of other models."""
     lines, place = [], engine_plan.attention_place
     for states in engine_plan.state_groups:
-        steps = recurrence(states.spec, place.device, place.dtype, present=place.present)
+        name, kernels = choose_states(states.spec, place)
         lines.append(
             f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: "
-            f"{'cpu' if steps == 'cpu' else 'torch'} for prompts, {steps} for decoding"
+            f"{name if kernels.takes_chunks else 'torch'} for prompts, {name} for decoding"
         )
     if engine_plan.keeps_states:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)

@@ -10,7 +10,7 @@ import torch
 from turnout import __version__
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.paged import paged_attention
-from turnout.attention.states import RequestStates
+from turnout.attention.states import request_states
 from turnout.checkpoint import open_checkpoint
 from turnout.checkpoint.fingerprint import stamp
 from turnout.engine.core import EngineCore
@@ -243,8 +243,9 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
             )
         ],
         [
-            RequestStates(
+            request_states(
                 group,
+                engine_plan.attention_place,
                 max_running=config.max_running_requests,
                 per_request=engine_plan.states_per_request,
                 snapshots=engine_plan.num_snapshots,

@@ -20,10 +20,10 @@ from tests.engine.test_cache_groups import SINKS
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.kernels import interpreter
 from turnout.attention.backends.triton.paged import TritonAttention
+from turnout.attention.backends.triton.states import TritonStates
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
-from turnout.kernels.attention import delta_rule
 from turnout.models.interface import ModelShape
 from turnout.registry import ATTENTION_BACKENDS
 
@@ -81,7 +81,7 @@ def answers(
     core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
     assert all(isinstance(group, TritonAttention) for group in core._attention.groups)
     for states in core._attention.states:
-        states.kernel, states.takes_chunks = delta_rule.step, False
+        assert isinstance(states, TritonStates)
         states.states.fill_(float("nan"))
     if graphs:
         drawn = 4 if overlap == "on" else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import AttentionBackend
+from turnout.attention.capability import AttentionBackend, StateKernels
 from turnout.packages import NUMBA
 from turnout.vocabulary import AttentionKind
 
@@ -18,4 +18,11 @@ BACKEND = AttentionBackend(
     head_multiple=16,
     page_multiple=16,
     package=NUMBA,
+    states=StateKernels(
+        implementation="turnout.attention.backends.cpu.states:CompiledStates",
+        dtypes=frozenset({"float32"}),
+        most_head_dim=256,
+        head_multiple=16,
+        takes_chunks=True,
+    ),
 )

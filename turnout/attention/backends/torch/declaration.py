@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALVES, AttentionBackend
+from turnout.attention.capability import HALVES, AttentionBackend, StateKernels
 from turnout.vocabulary import AttentionKind
 
 BACKEND = AttentionBackend(
@@ -10,6 +10,7 @@ BACKEND = AttentionBackend(
     devices=frozenset({"cpu", "cuda"}),
     dtypes=HALVES | {"float32"},
     index_fp8=True,
+    states=StateKernels(implementation="turnout.attention.states:RequestStates"),
     implementations={
         AttentionKind.FULL: "turnout.attention.torch:TorchAttention",
         AttentionKind.SLIDING_WINDOW: "turnout.attention.torch:TorchAttention",

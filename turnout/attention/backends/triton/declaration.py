@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALVES, AttentionBackend
+from turnout.attention.capability import HALVES, AttentionBackend, StateKernels
 from turnout.packages import TRITON
 from turnout.vocabulary import AttentionKind
 
@@ -20,4 +20,7 @@ BACKEND = AttentionBackend(
     package=TRITON,
     on_request=frozenset({AttentionKind.SPARSE_LATENT}),  # until its kernels have run on a GPU
     device_tables=True,
+    states=StateKernels(
+        implementation="turnout.attention.backends.triton.states:TritonStates", most_head_dim=128
+    ),
 )
