@@ -137,6 +137,7 @@ ORDER = {
     "server": [
         "supervise",
         "expert_window",
+        "engine_view",
         "metric_list",
         "metrics",
         "request_log",

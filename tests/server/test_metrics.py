@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.processes import eventually
 from turnout.engine.messages import EngineStats
+from turnout.server.engine_view import Viewer
 from turnout.server.expert_window import CountWindow, balancedness, by_slice, hot_share
-from turnout.server.metric_list import METRICS, PREFIX, Kind, Viewer
+from turnout.server.metric_list import METRICS, PREFIX, Kind
 from turnout.server.supervise.engine import EngineSupervisor
 
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"

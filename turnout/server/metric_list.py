@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from turnout.engine.messages import EngineStats
-from turnout.server.expert_window import Counts, CountWindow, balancedness, by_slice, hot_share
-from turnout.server.supervise.engine import EngineSupervisor
+from turnout.server.engine_view import View, expert_slices, kv_usage, rank_up, waiting_by_reason
+from turnout.server.expert_window import balancedness, hot_share
 
 PREFIX = "turnout:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -34,53 +33,6 @@ class Group(StrEnum):
     STEPS = "Steps and ranks"
     EXPERTS = "Experts"
     STARTS = "Starts"
-
-
-@dataclass(frozen=True)
-class View:
-    """What the engine is like when somebody asks.
-
-    experts: tokens of each [layer, expert], since the ranks started; recent: in the last minute.
-    by_rank: [1, data-parallel rank], tokens that each computed in the last minute.
-    """
-
-    engine: EngineSupervisor
-    ranks: list[EngineStats]
-    experts: Counts
-    recent: Counts
-    by_rank: Counts
-
-    def total(self, field: str) -> float:
-        """The sum of a counter over all ranks."""
-        return sum(getattr(stats, field) for stats in self.ranks)
-
-    @property
-    def info(self) -> dict:
-        """What rank 0 said when it was ready; empty before."""
-        return self.engine.ready.info if self.engine.ready else {}
-
-
-class Viewer:
-    """Looks at an engine, and remembers the last minute."""
-
-    def __init__(self, engine: EngineSupervisor):
-        self._engine = engine
-        self._experts = CountWindow(lambda: engine.expert_tokens)
-        self._by_rank = CountWindow(
-            lambda: {0: [[stats.computed_tokens for stats in leading(self._ranks())]]}
-        )
-
-    def view(self) -> View:
-        experts = self._experts
-        return View(self._engine, self._ranks(), experts.totals(), experts.recent(), self._by_rank.recent())
-
-    def _ranks(self) -> list[EngineStats]:
-        return [self._engine.stats[rank] for rank in sorted(self._engine.stats)]
-
-
-def leading(ranks: list[EngineStats]) -> list[EngineStats]:
-    """Those that lead a data-parallel group."""
-    return [stats for stats in ranks if stats.pages_total]
 
 
 Labels = tuple[str, ...]
@@ -144,31 +96,6 @@ def _per_rank(name: str, group: Group, help: str, field: str) -> Metric:
 def _labelled(name: str, group: Group, help: str, labels: Labels, read: Callable[[View], Samples]) -> Metric:
     kind = Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
     return Metric(name=name, kind=kind, group=group, help=help, labels=("model_name", *labels), read=read)
-
-
-def kv_usage(view: View) -> float:
-    """The share of KV pages that live sequences hold, 0 to 1."""
-    pages = view.total("pages_total")
-    return view.total("pages_used") / pages if pages else 0.0
-
-
-def waiting_by_reason(view: View) -> dict[str, int]:
-    """Sequences in the queues, by what the first of their queue lacks."""
-    found = dict.fromkeys(("running_requests", "kv_pages", "prefill_tokens", "other_ranks"), 0)
-    for stats in view.ranks:
-        if stats.waiting_for:
-            found[stats.waiting_for] += stats.num_waiting
-    return found | {"restart": view.engine.ledger.num_parked}
-
-
-def rank_up(view: View) -> dict[int, bool]:
-    """Which ranks serve."""
-    return {rank["rank"]: rank["state"] in ("idle", "running") for rank in view.engine.describe_ranks()}
-
-
-def expert_slices(view: View) -> list[int]:
-    """Tokens of the last minute by the expert-parallel slice that computed them."""
-    return by_slice(view.recent, view.engine.config.ep_size).tolist()
 
 
 def _step_seconds(view: View) -> Samples:

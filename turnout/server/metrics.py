@@ -17,7 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from turnout.server.metric_list import METRICS, Kind, Metric, View, Viewer, leading
+from turnout.server.engine_view import View, Viewer, leading
+from turnout.server.metric_list import METRICS, Kind, Metric
 from turnout.server.supervise.engine import EngineSupervisor
 
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}

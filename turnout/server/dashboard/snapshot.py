@@ -12,8 +12,9 @@ import numpy as np
 
 from turnout.engine.messages import EngineStats
 from turnout.server.api.service import Service
+from turnout.server.engine_view import Viewer, waiting_by_reason
 from turnout.server.expert_window import Counts
-from turnout.server.metric_list import METRICS, Viewer, waiting_by_reason
+from turnout.server.metric_list import METRICS
 
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
