@@ -19,14 +19,27 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "turnout").rglob("*.py"))
 
 # "" is turnout itself: its version, and lazy names.
-LEAVES = {"errors", "lazy", "flags", "config", "cache", "malloc", "registry", "packages", "vocabulary", ""}
+LEAVES = {
+    "errors",
+    "lazy",
+    "flags",
+    "config_sources",
+    "config",
+    "cache",
+    "malloc",
+    "registry",
+    "packages",
+    "vocabulary",
+    "",
+}
 BOTTOM = {"parallel", "formats", "kernels"}
 BELOW_ENGINE = {"models", "attention", "moe", "checkpoint", *BOTTOM}
 MAY_IMPORT = {
     "errors": set(),
     "lazy": set(),
     "flags": {"errors"},
-    "config": {"errors", "flags"},
+    "config_sources": {"errors", "flags"},
+    "config": {"errors", "flags", "config_sources"},
     "cache": {"errors"},
     "registry": {"errors"},
     "vocabulary": set(),

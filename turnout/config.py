@@ -1,4 +1,4 @@
-"""Configuration: one frozen value, resolved once, and the only reader of flags and environment.
+"""Configuration: one frozen value, resolved once, from flags, environment and a file (config_sources.py).
 
 Every field of `Config` is a flag of `serve`, `plan`, `verify`, `generate` and `eval` (those of
 `ServerConfig` of `serve` only), reads the environment variable TURNOUT_<FIELD>, and can stand in the
@@ -14,14 +14,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from turnout.errors import UserError, listed
-from turnout.flags import check_field, flag, flag_name, parse_field
+from turnout.config_sources import find_field, read_variables, read_yaml, spellings
+from turnout.errors import UserError
+from turnout.flags import check_field, flag
 
 C = TypeVar("C", bound="Config")
 
@@ -31,7 +29,6 @@ PANELS = ("Model", "Attention", "Experts", "Parallelism", "Memory and scheduling
     functools.partial(flag, panel=panel) for panel in PANELS
 )
 
-PREFIX = "TURNOUT_"  # of the variables that say what flags would
 DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
 
 
@@ -327,13 +324,14 @@ def load(cls: type[C], flags: Mapping[str, Any], *, config_file: str | None = No
     Each may be spelt as the field or as an alias of its flag. Variables and keys that only `serve` reads are
     passed over by other commands, so that one file does for all. Raises UserError.
     """
-    values = _read_yaml(Path(config_file)) if config_file else {}
-    values |= _read_variables()
+    every = spellings(ServerConfig)
+    values = read_yaml(Path(config_file), every) if config_file else {}
+    values |= read_variables(every)
     known = {f.name for f in dataclasses.fields(cls)}
     values = {name: value for name, value in values.items() if name in known}
     for name, value in flags.items():
         if value is not None:
-            values[_field(name, cls, repr(name)).name] = value
+            values[find_field(name, spellings(cls), repr(name)).name] = value
     return cls(**values)
 
 
@@ -365,66 +363,6 @@ def launched() -> Launched | None:
     size = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """By field; aliases of flags are keys, too."""
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"--config {path}: must be a mapping of flag names to values")
-    values: dict[str, Any] = {}
-    for key, value in loaded.items():
-        name = _field(str(key).replace("-", "_"), ServerConfig, f"--config {path}: {key}").name
-        if name in values:
-            raise UserError(f"--config {path}: {key} gives {flag_name(name)} a second time; keep one of them")
-        values[name] = value
-    return values
-
-
-def _read_variables() -> dict[str, Any]:
-    """By field. Raises UserError for a value of another type, and for a name that is nearly a field's."""
-    spellings = _spellings(ServerConfig)
-    values: dict[str, Any] = {}
-    for variable, text in sorted(os.environ.items()):
-        if not variable.startswith(PREFIX) or text.startswith("tcp://"):
-            continue  # TURNOUT_PORT=tcp://... is what Kubernetes says of a Service that is named turnout
-        spelt = variable.removeprefix(PREFIX).lower()
-        if spelt not in spellings:
-            if near := get_close_matches(spelt, spellings, 1, cutoff=0.85):
-                raise UserError(f"{variable}: unknown; did you mean {PREFIX}{near[0].upper()}?")
-            continue  # of another program
-        name = spellings[spelt].name
-        if name in values:
-            raise UserError(f"{variable} gives {flag_name(name)} a second time; keep one of the variables")
-        values[name] = parse_field(spellings[spelt], text, variable)
-    return values
-
-
-def _field(spelt: str, cls: type[Config], where: str) -> dataclasses.Field:
-    """The field of `cls` with this name or alias. Raises UserError, naming `where` it stood."""
-    spellings = _spellings(cls)
-    if spelt in spellings:
-        return spellings[spelt]
-    near = get_close_matches(spelt, spellings, 1)
-    raise UserError(
-        f"{where}: unknown; " + (f"did you mean {near[0]}?" if near else f"known: {listed(spellings)}")
-    )
-
-
-def _spellings(cls: type[Config]) -> dict[str, dataclasses.Field]:
-    """Fields by their names and by the aliases of their flags, but those that mean the opposite."""
-    spelt: dict[str, dataclasses.Field] = {}
-    for f in dataclasses.fields(cls):
-        aliases = (alias[2:].replace("-", "_") for alias in f.metadata["alias"] if "/" not in alias)
-        spelt |= dict.fromkeys((f.name, *aliases), f)
-    return spelt
 
 
 def _check_key(key: str) -> None:
