@@ -18,7 +18,8 @@ from turnout.checkpoint.config import read_config
 from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.locate import locate
 from turnout.checkpoint.names import tensor_names
-from turnout.checkpoint.quantization import Quantization, parse_quantization
+from turnout.checkpoint.quantization import Quantization
+from turnout.checkpoint.quantization_config import parse_quantization
 from turnout.lazy import lazy
 
 if TYPE_CHECKING:

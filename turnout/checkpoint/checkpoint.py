@@ -29,7 +29,8 @@ from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.headers import TensorMeta
 from turnout.checkpoint.locate import require_folder
 from turnout.checkpoint.parts import decode_by_rows
-from turnout.checkpoint.quantization import Quantization, parse_quantization
+from turnout.checkpoint.quantization import Quantization
+from turnout.checkpoint.quantization_config import parse_quantization
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format

@@ -14,7 +14,7 @@ import torch
 from turnout.checkpoint.experts import PerExpert, Wanted
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import decode_by_rows
-from turnout.checkpoint.quantization import stored_dtype
+from turnout.checkpoint.quantization_config import stored_dtype
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format

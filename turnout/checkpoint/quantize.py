@@ -36,7 +36,7 @@ from turnout.checkpoint.errors import CheckpointError
 from turnout.checkpoint.experts import ExpertShape, Wanted, arrangement
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.parts import PLAIN
-from turnout.checkpoint.quantization import stored_dtype
+from turnout.checkpoint.quantization_config import stored_dtype
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
 from turnout.errors import UserError
 from turnout.formats.codec import check
