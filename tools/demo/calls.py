@@ -131,7 +131,6 @@ _NEW_CONVERSIONS = (
     "Give me {n} {u} as {v}.",
     "What do {n} {u} come to in {v}?",
 )
-_TELLS = ("The result is {r}.", "{e} is {r}.", "{e} = {r}", "The answer is {r}.")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,6 @@ wind = small wind wind_speed km_h speed
 state = word weather sky state condition summary
 [In/Today in] {city} it is {degrees} degrees and {state}, wind {wind} km/h|{city}: {state}, {degrees} degrees, wind {wind}|[The weather in/Weather for] {city}: {degrees} degrees, {state}, and a wind of {wind} km/h|{state} weather in {city} [with/at] {degrees} degrees. The wind [blows at/has/reaches] {wind} km/h
 """
-_FACTS_KINDS = {"thing": "string", "small": "integer", "number": "integer", "year": "integer"}
 _COLORS = "red blue green yellow white black purple orange brown gray pink".split()
 _ASK = (
     "[Answer/Reply/Respond/Write/Output/Return/Print/Give/Give me/Show/Provide/Extract/Produce/Deliver/Send/Format/Make/Create/"

@@ -152,8 +152,6 @@ def _advance(
     """
     Hv = Hk * R
     C = 2 * Hk * Dk + Hv * Dv
-    Hv = Hk * R
-    C = 2 * Hk * Dk + Hv * Dv
     q, k, v = stack(SCRATCH), stack(SCRATCH), stack(SCRATCH)
     while True:
         job = take(counter)
