@@ -151,6 +151,25 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             f"the files hold experts in {stored.stored} ({stored.method}) in a form that no runner "
             f"multiplies in: they are decoded to {moe.format} while they load, and take its memory"
         )
+    lines += _attention_lines(engine_plan)
+    lines += _state_lines(engine_plan)
+    if hardware.device == "cuda":
+        reason = engine_plan.why_no_decode_graphs
+        lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
+        reason = engine_plan.why_no_prefill_graphs
+        lines.append(f"prompts run eagerly: {reason}" if reason else "prompts run in CUDA graphs")
+    if topology.tp_size > 1:
+        lines.append(
+            f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "
+            f"group(s) of {topology.attention_tp} for attention, {topology.ep_size} expert-parallel slice(s) "
+            f"of {topology.expert_tp} for experts"
+        )
+    return lines
+
+
+def _attention_lines(engine_plan: EnginePlan) -> list[str]:
+    """What each cache group keeps, and the backend that attends to it."""
+    lines = []
     for group, chosen in zip(engine_plan.cache_groups, engine_plan.attention_backends, strict=True):
         spec = group.spec
         kind = f"of window {spec.window}" if spec.window else "over whole contexts"
@@ -167,18 +186,6 @@ def _headlines(engine_plan: EnginePlan) -> list[str]:
             kind += f"{len(group.layers) - len(group.sharing)} layers keep,"
         lines.append(
             f"attention {kind}{' with sinks' if spec.sinks else ''} in {len(group.layers)} layers: {chosen}"
-        )
-    lines += _state_lines(engine_plan)
-    if hardware.device == "cuda":
-        reason = engine_plan.why_no_decode_graphs
-        lines.append(f"decoding runs eagerly: {reason}" if reason else "decoding runs in CUDA graphs")
-        reason = engine_plan.why_no_prefill_graphs
-        lines.append(f"prompts run eagerly: {reason}" if reason else "prompts run in CUDA graphs")
-    if topology.tp_size > 1:
-        lines.append(
-            f"{topology.tp_size} ranks on {topology.nnodes} host(s): {topology.dp_size} data-parallel "
-            f"group(s) of {topology.attention_tp} for attention, {topology.ep_size} expert-parallel slice(s) "
-            f"of {topology.expert_tp} for experts"
         )
     return lines
 
