@@ -356,7 +356,7 @@ LAUNCHER_VARIABLE = "TURNOUT_LAUNCHER"  # what our launcher says beyond torchrun
 
 
 def launched() -> Launched | None:
-    """What torchrun, or `engine.launch` in the same way, says of this process; None for a single one."""
+    """What torchrun, or `engine.ranks.launch` in its way, says of this process; None for a single one."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
     ours = json.loads(os.environ.get(LAUNCHER_VARIABLE, "{}"))

@@ -1,4 +1,4 @@
-"""Run by test_expert_gemm_fp8.py with TRITON_INTERPRET=1: quantising rows; prints JSON."""
+"""Run by test_gemm_fp8.py with TRITON_INTERPRET=1: quantising rows; prints JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_expert_gemm_w4a8.py with TRITON_INTERPRET=1: rows quantised for the W4A8 GEMM; prints JSON."""
+"""Run by test_gemm_w4a8.py with TRITON_INTERPRET=1: rows quantised for the W4A8 GEMM; prints JSON."""
 
 from __future__ import annotations
 
