@@ -24,8 +24,13 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from turnout.formats.experts import ExpertWeights
+    from turnout.moe.spec import MoESpec
+    from turnout.vocabulary import Format
 
 ROOT = Path(__file__).parents[1]
 SHOWN = 3
@@ -40,13 +45,11 @@ def launches(seed: int) -> dict[str, Any]:
     """Of one random layer in this process's checkout: by what was run."""
     import torch
 
-    from tests.moe.build import ACTIVATIONS, make_plan
-    from turnout.formats.experts import ExpertWeights
+    from tests.moe.build import make_plan
     from turnout.moe.backends.hopper import runner as hopper
     from turnout.moe.backends.hopper.kernels import candidates
     from turnout.moe.backends.hopper.tile_config import LayerTiles
     from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
-    from turnout.moe.spec import MoESpec
     from turnout.vocabulary import Format, Layout
 
     # The earlier name of the class, for checkouts that have it.
@@ -57,33 +60,15 @@ def launches(seed: int) -> dict[str, Any]:
         [(Format.BF16, "bf16"), (Format.FP8, "fp8"), (Format.MXFP4, "bf16"), (Format.NVFP4, "bf16"),
          (Format.MXFP4, "fp8")]
     )  # fmt: skip
-    unit = 128 if format == Format.FP8 else 32
-    E = draw.choice(EXPERTS)
-    local = E // draw.choice([n for n in (1, 1, 2, 4, 8) if E % n == 0])
-    spec = MoESpec(
-        hidden_size=draw.choice(HIDDEN) // unit * unit,
-        intermediate_size=draw.choice(INNER) // unit * unit,
-        num_experts=E,
-        top_k=draw.choice([1, 2, 4, 6]),
-        activation=draw.choice(list(ACTIVATIONS.values())),
-        expert_bias=draw.random() < 0.3,
-        format=format,
-    )
-    bias = [torch.empty(local, rows, device=meta) for rows in (spec.w13_rows, spec.hidden_size)]
-    experts = ExpertWeights(
-        w13=_weights(format, local, spec.w13_rows, spec.hidden_size),
-        w2=_weights(format, local, spec.hidden_size, spec.intermediate_size),
-        b13=bias[0] if spec.expert_bias else None,
-        b2=bias[1] if spec.expert_bias else None,
-        num_experts=E,
-    )
+    spec, local = _random_layer(draw, format)
+    experts = _experts(spec, local)
     found: dict[str, Any] = {"layer": str((spec, local, activations))}
     deterministic = draw.random() < 0.2
     tokens = [1 << draw.randrange(14) for _ in range(3)]
     for layout in (Layout.TOKENS, Layout.BATCHED_EXPERTS):
         plan = make_plan(
             spec, runner="triton", layout=layout, activation_format=activations, weight_storage="packed",
-            compute_dtype="bfloat16", first=E - local, count=local, max_tokens=8192,
+            compute_dtype="bfloat16", first=spec.num_experts - local, count=local, max_tokens=8192,
         )  # fmt: skip
         runner = kind(spec, replace(plan, deterministic=deterministic), meta)
         runner.prepare(experts)
@@ -106,6 +91,44 @@ def launches(seed: int) -> dict[str, Any]:
                     found[f"{T} tokens, {tiles}"] = _recorded(runner, batch)
             runner.use_tiles(())
     return found
+
+
+def _random_layer(draw: random.Random, format: Format) -> tuple[MoESpec, int]:
+    """Its spec, and how many of its experts the rank holds."""
+    from tests.moe.build import ACTIVATIONS
+    from turnout.moe.spec import MoESpec
+    from turnout.vocabulary import Format
+
+    unit = 128 if format == Format.FP8 else 32
+    E = draw.choice(EXPERTS)
+    local = E // draw.choice([n for n in (1, 1, 2, 4, 8) if E % n == 0])
+    spec = MoESpec(
+        hidden_size=draw.choice(HIDDEN) // unit * unit,
+        intermediate_size=draw.choice(INNER) // unit * unit,
+        num_experts=E,
+        top_k=draw.choice([1, 2, 4, 6]),
+        activation=draw.choice(list(ACTIVATIONS.values())),
+        expert_bias=draw.random() < 0.3,
+        format=format,
+    )
+    return spec, local
+
+
+def _experts(spec: MoESpec, local: int) -> ExpertWeights:
+    """Weights without memory."""
+    import torch
+
+    from turnout.formats.experts import ExpertWeights
+
+    format, E, meta = spec.format, spec.num_experts, torch.device("meta")
+    bias = [torch.empty(local, rows, device=meta) for rows in (spec.w13_rows, spec.hidden_size)]
+    return ExpertWeights(
+        w13=_weights(format, local, spec.w13_rows, spec.hidden_size),
+        w2=_weights(format, local, spec.hidden_size, spec.intermediate_size),
+        b13=bias[0] if spec.expert_bias else None,
+        b2=bias[1] if spec.expert_bias else None,
+        num_experts=E,
+    )
 
 
 def _weights(format: str, *shape: int) -> Any:
