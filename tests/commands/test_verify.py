@@ -172,7 +172,8 @@ def test_the_verdict_comes_first_and_refusals_are_counted(tiny_folder: Path):
     assert code == 0
     lines = text.splitlines()
     assert lines[1].startswith("passed: ")
-    assert re.search(r"experts: at most [\d.]+% of the bound: error \S+ of 1e-05 \(torch / none", text)
+    unwrapped = " ".join(text.split())  # which setting is nearest to its bound depends on the processor
+    assert re.search(r"experts: at most [\d.]+% of the bound: error \S+ of 1e-05 \(torch / \w+", unwrapped)
     assert re.search(r"[\d.]+% of the bound: error", " ".join(lines[3:5]))
     assert "refused" not in text
     told = re.search(r"Not run: (\d+) refusals of \d+ backends", text)
