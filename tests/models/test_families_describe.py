@@ -596,3 +596,40 @@ def test_pages_shorter_than_windows_of_compressed_attention_are_counted_and_said
     assert code == 0
     assert "whose pages of 16 tokens take 8 times the memory of --page-size 128" in printed
     assert re.search(r"KV per token of context\D*8,000", printed)  # 6,880 - 20 * 8 + 20 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "token", "request_bytes"),
+    [
+        # Pages of 16 tokens hold 4 entries of 1024 + 256 bytes, or one of 1024.
+        ("deepseek-v4-pro", 16, 30 * 1280 // 4 + 31 * 1024 // 16, 61 * 131_072 + 30 * 40_960 + 31 * 262_144),
+        ("deepseek-v4-flash", 4, 21 * 1280 // 4 + 20 * 1024 // 16, 43 * 131_072 + 21 * 40_960 + 20 * 262_144),
+        ("deepseek-v4-flash", 8, 21 * 1280 // 4 + 20 * 1024 // 16, 43 * 131_072 + 21 * 40_960 + 20 * 262_144),
+        ("deepseek-v3.2", 8, 61 * 2 * (512 + 64 + 128), 0),
+    ],
+)
+def test_large_models_are_planned_with_no_flag_but_their_ranks(
+    name: str, ranks: int, token: int, request_bytes: int
+) -> None:
+    """What a token and a request take, and how many requests of each length that leaves room for."""
+    code, text = plan(name, "h200", tp_size=ranks)
+    assert code == 0, text
+    rows = re.findall(r"^│ ([^│]+?) *│ +([\d,]+) │", text, re.M)
+    found = {what.strip(): int(size.replace(",", "")) for what, size in rows}
+    assert found["KV per token of context"] == token
+    assert found.get("states per request", 0) == request_bytes
+    cache = sum(size for what, size in found.items() if what.startswith("KV cache ("))
+    most = int(re.findall(r"--max-running-requests (\d+):", text)[0])
+    for tokens in (8192, 32768, 131072):
+        assert found[f"{tokens:,}"] == min(most, cache // (token * tokens))
+        assert found[f"{tokens:,}"] > 1
+
+
+def test_a_refused_layout_of_deepseek_v4_comes_with_flags_that_work() -> None:
+    code, text = plan("deepseek-v4-pro", "h200", tp_size=8)
+    assert code == 2
+    tokens, flags = re.findall(r"most KV cache, ([\d,]+) tokens in all: (.*)", text)[0]
+    assert flags == "--no-enable-dp-attention"
+    code, text = plan("deepseek-v4-pro", "h200", tp_size=8, enable_dp_attention=False)
+    assert code == 0
+    assert re.search(rf"│ KV cache +│ +{tokens} │", text)

@@ -34,7 +34,7 @@ from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup, CompressedSpec
 from turnout.attention.paged import to_device
 from turnout.attention.torch import TorchAttention, additive, attend_chunk
-from turnout.attention.workspace import COMPRESSED_ROWS
+from turnout.attention.workspace import compressed_rows
 
 
 def attend(
@@ -51,9 +51,9 @@ def attend(
     choose(rows, entries, seen): as `Compressible.choose`, of rows of these T.
     """
     T, L, E = len(q_THD), len(recent_LD), len(entries_EY)
-    device, parts = q_THD.device, []
-    for at in range(0, T, COMPRESSED_ROWS):
-        rows = slice(at, min(at + COMPRESSED_ROWS, T))
+    device, parts, most = q_THD.device, [], compressed_rows(spec, E)
+    for at in range(0, T, most):
+        rows = slice(at, min(at + most, T))
         own_R1 = torch.arange(start + rows.start, start + rows.stop, device=device)[:, None]
         low, high = max(0, L - T + rows.start - spec.recent + 1), L - T + rows.stop
         ages_RL = own_R1 - torch.arange(start + T - L + low, start + T - L + high, device=device)

@@ -8,7 +8,8 @@ from turnout.attention.kinds import LATENT_KINDS, AttentionSpec, CacheGroup, Com
 
 LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a time
 SPARSE_ROWS = 16  # tokens that sparse latent attention computes at a time
-COMPRESSED_ROWS = 32  # tokens that compressed attention computes at a time
+COMPRESSED_ROWS = 32  # the most tokens that compressed attention computes at a time
+COMPRESSED_SCORES = 10**8  # about the most scores of these, as many as 32 tokens of 64 heads have at 195k
 INDEX_SPAN = 4096  # tokens of a context that it scores at a time
 
 
@@ -28,13 +29,23 @@ def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int, lo
     return most
 
 
+def compressed_rows(spec: CompressedSpec, entries: int) -> int:
+    """Tokens that are computed at a time where a context has so many entries."""
+    heads = max(spec.num_heads, spec.index_heads)
+    return max(1, min(COMPRESSED_ROWS, COMPRESSED_SCORES // (heads * _compressed_seen(spec, entries))))
+
+
+def _compressed_seen(spec: CompressedSpec, entries: int) -> int:
+    return spec.recent + COMPRESSED_ROWS + entries
+
+
 def _compressed_bytes(spec: AttentionSpec, itemsize: int, longest: int) -> int:
     """The entries of a context, and of some tokens the scores of these and of the last tokens, thrice."""
     if not isinstance(spec, CompressedSpec):
         return 0
     entries = longest // spec.rate if spec.rate else 0
-    seen = spec.recent + COMPRESSED_ROWS + entries
-    scored = COMPRESSED_ROWS * max(spec.num_heads, spec.index_heads) * seen * 3 * 4
+    seen = _compressed_seen(spec, entries)
+    scored = compressed_rows(spec, entries) * max(spec.num_heads, spec.index_heads) * seen * 3 * 4
     return scored + seen * (spec.head_dim + spec.index_dim) * 2 * itemsize
 
 

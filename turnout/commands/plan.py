@@ -316,6 +316,7 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
     if table.row_count:
         console.print(table)
         console.print("  ask with --dp-size, --ep-size, and --enable-dp-attention where dp is above 1")
+        console.print(Text(f"  {_roomiest(others)}"))
     reasons: dict[Refusal, list[ParallelLayout]] = {}
     for other in others:
         for refusal in other.refusals[:1]:
@@ -325,6 +326,17 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
     for refusal, refused in reasons.items():
         places = ", ".join(f"{o.topology.dp_size} x {o.topology.ep_size}" for o in refused)
         console.print(Text(f"  dp x ep {places}: {refusal}"))
+
+
+def _roomiest(others: Sequence[ParallelLayout]) -> str:
+    """The flags of the layout with the most KV cache; of such, of that with the most slices of experts."""
+    tokens = {
+        (plan.num_pages * plan.page_size * plan.topology.dp_size, plan.topology.ep_size, other.flags)
+        for other in others
+        if (plan := other.engine_plan) is not None
+    }
+    most, _, flags = max(tokens)
+    return f"most KV cache, {most:,} tokens in all: {flags}"
 
 
 def _print_refusals(console: Console, refusals: Sequence[Refusal]) -> None:

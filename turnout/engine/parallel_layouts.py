@@ -33,9 +33,10 @@ class ParallelLayout:
     @property
     def flags(self) -> str:
         """What asks for it, in addition to --tp-size."""
-        topology = self.topology
-        groups = f"--dp {topology.dp_size} --enable-dp-attention " if topology.dp_size > 1 else ""
-        return f"{groups}--ep {topology.ep_size}"
+        dp_size, ep_size = self.topology.dp_size, self.topology.ep_size
+        if (dp_size, ep_size) == (1, 1):  # which are the defaults, whereas a model's may be others
+            return "--no-enable-dp-attention"
+        return (f"--dp {dp_size} --enable-dp-attention " if dp_size > 1 else "") + f"--ep {ep_size}"
 
     def describe(self) -> dict[str, Any]:
         """Plain values for JSON."""
