@@ -62,16 +62,16 @@ def expected(built: Built) -> Tensor:
 class Paged:
     """Sequences in pages of the engine's caches, full of NaN at first."""
 
-    def __init__(self, model: Model, page_size: int):
+    def __init__(self, model: Model, page_size: int, rows: int = 2):
         self.model, layers = model, model.shape.attention
         self.caches = AttentionCaches(
             [
                 CompressedAttention(
                     group,
                     number=number,
-                    num_pages=2 * (512 // page_size),
+                    num_pages=rows * (512 // page_size),
                     page_size=page_size,
-                    max_running=2,
+                    max_running=rows,
                     max_context=512,
                     device=torch.device("cpu"),
                     dtype=torch.float32,
@@ -82,10 +82,10 @@ class Paged:
         for group in self.caches.groups:
             for kept in (group._cache, group._recent, group._open):
                 kept.fill_(torch.nan)
-        self.pages = 512 // page_size
+        self.pages, self.rows = 512 // page_size, rows
 
     def request(self, row: int) -> Any:
-        pages = range(row, 2 * self.pages, 2)  # those of two requests alternate
+        pages = range(row, self.rows * self.pages, self.rows)  # those of requests alternate
         groups = [SimpleNamespace(pages=list(pages), placed=0) for _ in self.caches.groups]
         return SimpleNamespace(row=row, kv=groups, state_slots=[row])
 
@@ -136,6 +136,28 @@ def test_two_requests_in_a_step(built: Built, expected: Tensor) -> None:
         others.append(theirs)
     assert error(torch.cat((start, *parts)), expected[:at]) <= BOUND
     assert error(torch.cat(others), expected) <= BOUND
+
+
+@pytest.mark.parametrize("page_size", [4, 128])
+def test_single_tokens_of_a_step_are_computed_together(
+    page_size: int, built: Built, expected: Tensor
+) -> None:
+    """Contexts without entries, with few and with many, beside a chunk; some windows end in each step."""
+    starts = [0, 1, 2, 3, 7, 30, 33, 63, 120, 126, 127, 128, 200, 255, 301]
+    paged = Paged(load(built.folder), page_size, len(starts) + 1)
+    other, *requests = (paged.request(row) for row in range(len(starts) + 1))
+    rows = list(zip(requests, starts, strict=True))
+    paged.logits(*((request, IDS, 0, start) for request, start in rows if start))
+    single = [SimpleNamespace(request=r, start=s, end=s + 1, length=1) for r, s in rows]
+    for group in paged.caches.groups:
+        together = [len(block.rows_B) for block in group.laid_out(single, []).blocks]
+        assert sum(together) >= len(starts) - 3
+        assert max(together) >= len(starts) // 3
+    for k in range(9):
+        singles = [(request, IDS, start + k, start + k + 1) for request, start in rows]
+        *found, beside = paged.logits(*singles, (other, IDS, 20 * k, 20 * k + 20))
+        assert error(torch.cat(found), expected[[start + k for start in starts]]) <= BOUND
+        assert error(beside, expected[20 * k : 20 * k + 20]) <= BOUND
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,13 @@ request left there is never read, since nothing before position 0 is. Rings are 
 them by the drafts of a step, so that drafts overwrite nothing that is needed if they are rejected; an entry
 made of rejected drafts is made anew when its window ends again, before any token sees it.
 
-Legend: N tokens of a step, T of a chunk, R of a block of it, Hq query heads, D head size, Hi/Di number and
-size of index heads, Y = D + Di channels of an entry, X of what is kept of a token until its entries are made,
-E entries of a context, P places of a ring or tokens that were kept there.
+Sequences with one token in a step are computed together, those of similar length in a block, but for making
+entries: a step of 32 requests on a CPU would spend most of its time between small calls of torch.
+
+Legend: N tokens of a step, B of them in a block of single ones, T of a chunk, R of a block of it, Hq query
+heads, D head size, Hi/Di number and size of index heads, Y = D + Di channels of an entry, X of what is kept
+of a token until its entries are made, E entries of a context, P places of a ring or tokens that were kept
+there.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ from turnout.attention.entries import Compressible
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import CacheGroup, CompressedSpec
 from turnout.attention.paged import to_device
-from turnout.attention.torch import TorchAttention, additive, attend_chunk
-from turnout.attention.workspace import compressed_rows
+from turnout.attention.torch import TorchAttention, additive, attend_chunk, with_sinks
+from turnout.attention.workspace import compressed_contexts, compressed_rows
 
 
 def attend(
@@ -100,21 +104,74 @@ class CompressedAttention(TorchAttention):
             ring[:, target] = ring[:, source]
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
-        every, parts, at = [*decoding, *chunks], [], 0
-        slots = to_device([self._entry_slots(chunk) for chunk in every], self.device) if every else []
-        for chunk, slots_E in zip(every, slots, strict=True):
-            parts.append(self._part(chunk, at, slots_E))
+        starts, at = [], 0
+        for chunk in (*decoding, *chunks):
+            self._place(chunk.request)
+            starts.append((at, chunk))
             at += chunk.length
-        return _LaidOut(self, tuple(parts))
+        alike = self._alike([(at, chunk) for at, chunk in starts if chunk.length == 1])
+        blocks = [self._block(singles) for singles in alike if len(singles) > 1]
+        alone = [singles[0] for singles in alike if len(singles) == 1]
+        alone += [(at, chunk) for at, chunk in starts if chunk.length > 1]
+        windows = [torch.arange(self.spec.entries(chunk.end)) for _, chunk in alone]
+        slots = [
+            self._entry_slots(torch.tensor(chunk.request.row), windows_E)
+            for (_, chunk), windows_E in zip(alone, windows, strict=True)
+        ]
+        slots = to_device(slots, self.device) if slots else []
+        parts = [self._part(chunk, at, slots_E) for (at, chunk), slots_E in zip(alone, slots, strict=True)]
+        return _LaidOut(self, tuple(parts), tuple(blocks))
 
-    def _entry_slots(self, chunk: Chunk) -> Tensor:
-        """On the host: of all entries of the context [E]."""
-        self._place(chunk.request)
-        spec, per = self.spec, self.spec.entries_per_page(self.page_size)
-        windows_E = torch.arange(chunk.end // spec.rate if spec.rate else 0)
-        last_E = (windows_E + 1) * spec.rate - 1
-        pages_E = self.host_table[chunk.request.row, last_E // self.page_size]
-        return pages_E * per + (windows_E % per if per else 0)
+    def _entry_slots(self, rows: Tensor, windows: Tensor) -> Tensor:
+        """On the host: of the entries of windows of sequences in these rows of the table."""
+        per = self.spec.entries_per_page(self.page_size)
+        last = (windows + 1) * self.spec.rate - 1
+        return self.host_table[rows, last // self.page_size] * per + windows % max(per, 1)
+
+    def _alike(self, singles: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
+        """In blocks that padding makes about twice as large at most; none has contexts with entries and
+        contexts without."""
+        blocks: list[list[tuple[int, Chunk]]] = []
+        most = 0
+        for at, chunk in sorted(singles, key=lambda single: single[1].end):
+            E = self.spec.entries(chunk.end)
+            if most < E or not blocks or len(blocks[-1]) >= compressed_contexts(self.spec, E):
+                blocks.append([])
+                most = 2 * E + self.spec.recent if E else 0
+            blocks[-1].append((at, chunk))
+        return blocks
+
+    def _block(self, singles: list[tuple[int, Chunk]]) -> _Block:
+        """Padding repeats a place or an entry of the sequence: whatever is in others is never read."""
+        spec, rate = self.spec, self.spec.rate
+        rows_B, table_B, slots_B, own_B = torch.tensor(
+            [[at, c.request.row, c.request.state_slots[0], c.start] for at, c in singles]
+        ).T
+        longest = singles[-1][1].end
+        places_BP = own_B[:, None] - torch.arange(min(spec.recent, longest)).flip(0)
+        seen_BP = places_BP >= 0
+        places_BP = torch.where(seen_BP, places_BP, own_B[:, None])
+        windows_E = torch.arange(spec.entries(longest))
+        ready_BE = (windows_E + 1) * rate <= own_B[:, None] + 1
+        slots_BE = self._entry_slots(table_B[:, None], torch.where(ready_BE, windows_E, 0))
+        rows_B, slots_B, own_B, places_BP, seen_BX, slots_BE = to_device(
+            [rows_B, slots_B, own_B, places_BP, torch.cat((seen_BP, ready_BE), dim=1).long(), slots_BE],
+            self.device,
+        )
+        return _Block(
+            rows_B=rows_B,
+            slots_B=slots_B,
+            recent_BP=places_BP % self._recent.shape[2],
+            store_recent_B=own_B % self._recent.shape[2],
+            store_open_B=own_B % max(self._open.shape[2], 1),
+            seen_BX=seen_BX > 0,
+            slots_BE=slots_BE,
+            ending=tuple(
+                self._part(chunk, at, slots_E[: spec.entries(chunk.end)])
+                for (at, chunk), slots_E in zip(singles, slots_BE, strict=True)
+                if rate and chunk.end % rate == 0
+            ),
+        )
 
     def _part(self, chunk: Chunk, at: int, slots_E: Tensor) -> _Part:
         spec, device = self.spec, self.device
@@ -161,6 +218,32 @@ class CompressedAttention(TorchAttention):
 
         return attend(spec, q_THD, part.start, recent_LD, entries_EY, sinks_H, choose)
 
+    def attend_block(
+        self,
+        block: _Block,
+        layer: int,
+        q_NHD: Tensor,
+        kv_ND: Tensor,
+        sinks_H: Tensor,
+        rest: Compressible | None,
+    ) -> Tensor:
+        """[B, Hq, D], as `attend_part` of each; q, kv and rest: of the step."""
+        i, spec, rows_B, slots_B = self.index[layer], self.spec, block.rows_B, block.slots_B
+        rings_SWD, seen_BX = self._recent[i], block.seen_BX
+        rings_SWD[slots_B, block.store_recent_B] = kv_ND[rows_B]
+        keys_BXD = rings_SWD[slots_B[:, None], block.recent_BP]
+        if rest is not None:
+            self._open[i, slots_B, block.store_open_B] = rest.raw_NX[rows_B]
+            entries_SY = self.layer_cache(layer)
+            for part in block.ending:
+                self._compress(part, self._open[i, part.slot], entries_SY, rest)
+            entries_BEY = entries_SY[block.slots_BE]
+            seen_BP, ready_BE = seen_BX.split([keys_BXD.shape[1], entries_BEY.shape[1]], dim=1)
+            seen_BX = torch.cat((seen_BP, rest.choose(rows_B, entries_BEY, ready_BE)), dim=1)
+            keys_BXD = torch.cat((keys_BXD, entries_BEY[..., : spec.head_dim]), dim=1)
+        mask_B1X = additive(seen_BX, q_NHD.dtype)[:, None]
+        return with_sinks(q_NHD[rows_B], keys_BXD, keys_BXD, mask_B1X, spec.scale, sinks_H)
+
     def _compress(self, part: _Part, ring_WX: Tensor, entries_SY: Tensor, rest: Compressible) -> None:
         """Store the entries of the windows that end in this part, and what the next ones are made of."""
         raw_TX, rate = rest.raw_NX[part.rows], self.spec.rate
@@ -189,6 +272,22 @@ class _Part:
     slots_E: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Sequences of one token each. rows: of the step; slots: of states. Of rings: places that are read, with
+    the token itself, and written. seen: of the last tokens, then of entries. ending: those whose token ends a
+    window."""
+
+    rows_B: Tensor
+    slots_B: Tensor
+    recent_BP: Tensor
+    store_recent_B: Tensor
+    store_open_B: Tensor
+    seen_BX: Tensor
+    slots_BE: Tensor
+    ending: tuple[_Part, ...]
+
+
 def _ring(start: int, end: int, size: int, device: torch.device) -> Tensor:
     """Places of positions [start, end) in a ring of so many."""
     return torch.arange(start, end if size else start, device=device) % max(size, 1)
@@ -200,15 +299,18 @@ class _LaidOut(Attention):
 
     paged: CompressedAttention
     parts: tuple[_Part, ...]
+    blocks: tuple[_Block, ...]
 
     def compressed(
         self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
     ) -> Tensor:
-        outs = [
-            self.paged.attend_part(part, layer, q_NHD[part.rows], kv_ND[part.rows], sinks_H, rest)
-            for part in self.parts
-        ]
-        return torch.cat(outs) if outs else q_NHD
+        paged, out_NHD = self.paged, torch.empty_like(q_NHD)
+        for block in self.blocks:
+            out_NHD[block.rows_B] = paged.attend_block(block, layer, q_NHD, kv_ND, sinks_H, rest)
+        for part in self.parts:
+            rows = part.rows
+            out_NHD[rows] = paged.attend_part(part, layer, q_NHD[rows], kv_ND[rows], sinks_H, rest)
+        return out_NHD
 
 
 class WholeCompressed:

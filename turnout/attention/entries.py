@@ -73,11 +73,12 @@ class Compressible:
                 at += 2 * size
         return torch.cat(parts, dim=-1)
 
-    def choose(self, rows: slice, entries_EY: Tensor, seen_RE: Tensor) -> Tensor:
-        """bool [R, E]: which of the entries that these tokens may see they do see."""
+    def choose(self, rows: slice | Tensor, entries_EY: Tensor, seen_RE: Tensor) -> Tensor:
+        """bool [R, E]: which of the entries that these tokens may see they do see. entries: [E, Y] of one
+        context, or [R, E, Y] of each token's."""
         topk = self.entries.spec.index_topk
-        if self.index_queries is None or self.index_weights is None or entries_EY.shape[0] <= topk:
+        if self.index_queries is None or self.index_weights is None or entries_EY.shape[-2] <= topk:
             return seen_RE
-        keys_ED = entries_EY[:, self.entries.spec.head_dim :]
+        keys_ED = entries_EY[..., self.entries.spec.head_dim :]
         index = Index(self.index_queries[rows], keys_ED[:0], self.index_weights[rows])
         return largest(index_scores(index, keys_ED), seen_RE, topk)

@@ -209,6 +209,10 @@ class CompressedSpec(AttentionSpec):
         """A window longer than a page has its entry in the page of its last token."""
         return max(1, page_size // self.rate) if self.rate else 0
 
+    def entries(self, tokens: int) -> int:
+        """Of a context of so many tokens."""
+        return tokens // self.rate if self.rate else 0
+
     def splits_windows(self, page_size: int) -> bool:
         """Whether a page would begin or end within a window without holding a part of one only."""
         return self.rate > 0 and page_size % self.rate > 0 and self.rate % page_size > 0

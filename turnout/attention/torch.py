@@ -195,7 +195,7 @@ def attend_decoding(
         )
     else:
         sinks_HQ = sinks_H.view(Hkv, -1).repeat(1, T)
-        out_BHQD = _with_sinks(q_BHQD, k_BHLD, v_BHLD, layout.mask_B1QL, scale, sinks_HQ)
+        out_BHQD = with_sinks(q_BHQD, k_BHLD, v_BHLD, layout.mask_B1QL, scale, sinks_HQ)
     if layout.places_M is None:
         return out_BHQD.reshape(B, Hq, -1)
     out_BTHD = out_BHQD.reshape(B, Hkv, T, Hq // Hkv, -1).transpose(1, 2)
@@ -225,11 +225,11 @@ def attend_chunk(
         )
     else:
         assert mask_TL is not None
-        out_GHTD = _with_sinks(q_GHTD, k_GHLD, v_GHLD, mask_TL, scale, sinks_H.view(Hkv, G).T[..., None])
+        out_GHTD = with_sinks(q_GHTD, k_GHLD, v_GHLD, mask_TL, scale, sinks_H.view(Hkv, G).T[..., None])
     return out_GHTD.permute(2, 1, 0, 3).reshape(T, Hq, -1)
 
 
-def _with_sinks(
+def with_sinks(
     q_XQD: Tensor, k_XLD: Tensor, v_XLD: Tensor, mask: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
     """As SDPA, where each query row [X, Q] has one more score, `sinks` (broadcast to [X, Q]), of value 0."""

@@ -10,6 +10,7 @@ LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a
 SPARSE_ROWS = 16  # tokens that sparse latent attention computes at a time
 COMPRESSED_ROWS = 32  # the most tokens that compressed attention computes at a time
 COMPRESSED_SCORES = 10**8  # about the most scores of these, as many as 32 tokens of 64 heads have at 195k
+COMPRESSED_VALUES = 10**8  # about the most that it gathers of the contexts of single tokens at a time
 INDEX_SPAN = 4096  # tokens of a context that it scores at a time
 
 
@@ -35,18 +36,29 @@ def compressed_rows(spec: CompressedSpec, entries: int) -> int:
     return max(1, min(COMPRESSED_ROWS, COMPRESSED_SCORES // (heads * _compressed_seen(spec, entries))))
 
 
+def compressed_contexts(spec: CompressedSpec, entries: int) -> int:
+    """Single tokens that are computed at a time, each with a context of so many entries."""
+    each = _compressed_seen(spec, entries) * (spec.head_dim + spec.index_dim)
+    return max(1, min(COMPRESSED_ROWS, COMPRESSED_VALUES // each))
+
+
 def _compressed_seen(spec: CompressedSpec, entries: int) -> int:
     return spec.recent + COMPRESSED_ROWS + entries
 
 
 def _compressed_bytes(spec: AttentionSpec, itemsize: int, longest: int) -> int:
-    """The entries of a context, and of some tokens the scores of these and of the last tokens, thrice."""
+    """The entries of a context, and of some of its tokens the scores of these and of the last tokens, thrice;
+    or the same of several contexts, each of a single token."""
     if not isinstance(spec, CompressedSpec):
         return 0
-    entries = longest // spec.rate if spec.rate else 0
+    entries = spec.entries(longest)
     seen = _compressed_seen(spec, entries)
-    scored = compressed_rows(spec, entries) * max(spec.num_heads, spec.index_heads) * seen * 3 * 4
-    return scored + seen * (spec.head_dim + spec.index_dim) * 2 * itemsize
+    gathered = seen * (spec.head_dim + spec.index_dim) * 2 * itemsize
+    scored = max(spec.num_heads, spec.index_heads) * seen * 3 * 4
+    return max(
+        compressed_rows(spec, entries) * scored + gathered,
+        compressed_contexts(spec, entries) * (scored + gathered),
+    )
 
 
 def _sparse_bytes(spec: SparseLatentSpec, tokens: int, itemsize: int, longest: int) -> int:
