@@ -6,8 +6,9 @@
     python -m tools.train_demo measure MODEL           ask a checkpoint what it never saw, on this machine
     python -m tools.train_demo decode BF16             write the shipped NVFP4 checkpoint as a bf16 one
 
-`train --architecture glm4_moe_lite` and `qwen3_next` make small models of other kinds, which answer word
-problems alone: one with latent attention and a draft layer, one with layers of Gated DeltaNet.
+`train --architecture glm4_moe_lite`, `qwen3_next` and `deepseek_v4` make small models of other kinds, which
+answer word problems alone: one with latent attention and a draft layer, one with layers of Gated DeltaNet,
+one with compressed attention, several residual streams and layers that route by token id.
 
 Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
@@ -45,6 +46,7 @@ from tools.demo.export import (
 )
 from tools.demo.model import DemoModel, Output, Quantization, attention_within
 from tools.demo.optimizer import make_optimizers
+from tools.demo.released_v4 import StreamModel
 from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
 from turnout import LLM, SamplingParams
 from turnout.checkpoint.locate import ASSETS, locate
@@ -283,8 +285,9 @@ def summarize(run: dict, commit: str, date: str) -> dict:
 
 def calibration(model: TrainingModel, amax: list[list[float]]) -> dict[str, InputAmax]:
     """Every expert of a layer gets the layer's largest magnitudes, as in training."""
+    moe = "layers.{}.ffn" if isinstance(model, StreamModel) else "model.layers.{}.mlp"
     return {
-        f"model.layers.{layer}.mlp.experts.{expert}": InputAmax(*largest)
+        f"{moe.format(layer)}.experts.{expert}": InputAmax(*largest)
         for layer, largest in zip(model.shape.moe_layers, amax, strict=True)
         for expert in range(model.shape.experts)
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,11 +13,12 @@ from transformers.modeling_layers import MtpModel
 from tests.models.running import PlainAttention, load
 from tools.demo import fakequant
 from tools.demo.data import IGNORE, Batch, lay_out
-from tools.demo.export import load_parameters, save_parameters, write_folder
+from tools.demo.export import load_parameters, make_model, save_parameters, write_folder
 from tools.demo.measure import KVCache
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention
 from tools.demo.optimizer import make_optimizers, orthogonalize
-from tools.demo.released import HybridShape, LatentShape, ReleasedModel
+from tools.demo.released import HybridShape, LatentShape
+from tools.demo.released_v4 import StreamShape
 from turnout.formats import mxfp4, nvfp4
 
 SHAPE = Shape(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, expert_width=32)
@@ -124,6 +127,9 @@ def test_orthogonalize(shape):
 
 RELEASED = {
     "glm4_moe_lite": LatentShape(vocab=96, hidden=64, layers=2, experts=8, dense_width=96, query_rank=32),
+    "deepseek_v4": StreamShape(
+        vocab=96, hidden=64, layers=4, experts=8, query_rank=32, window=12, hash_layers=1, index_topk=8
+    ),
     "qwen3_next": HybridShape(vocab=96, hidden=64, layers=4, experts=8, key_heads=2, value_heads=4),
 }
 
@@ -136,12 +142,12 @@ def batch_of(ids: torch.Tensor, start: torch.Tensor) -> Batch:
 def released(request, tmp_path_factory):
     """(model, its exported checkpoint); every norm, bias and decay is random."""
     torch.manual_seed(0)
-    model = ReleasedModel(RELEASED[request.param], torch.float32).eval()
+    model = make_model(request.param, torch.float32, **asdict(RELEASED[request.param])).eval()
     with torch.no_grad():
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
             if p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
-            p.copy_(p.bfloat16()) if name != "rope" else None
+            p.copy_(p.bfloat16()) if "rope" not in name else None
     folder = tmp_path_factory.mktemp(request.param)
     write_folder(model, folder, end_id=2, pad_id=0)
     return model, folder
@@ -212,7 +218,7 @@ def test_documents_and_rows_of_released_models_do_not_see_each_other(released, m
 @pytest.mark.more
 def test_a_few_steps_of_training_lower_the_loss_of_every_part(released, monkeypatch):
     monkeypatch.setattr("tools.demo.released.LONGEST", 128)
-    model = ReleasedModel(released[0].shape, torch.float32)
+    model = type(released[0])(released[0].shape, torch.float32)
     ids = torch.arange(256) * 7 % 96
     batch = batch_of(ids, torch.arange(256) // 128 * 128)
     optimizers = make_optimizers(model, weight_decay=0.1)
@@ -223,7 +229,7 @@ def test_a_few_steps_of_training_lower_the_loss_of_every_part(released, monkeypa
         out = model(batch, quant)
         parts = [out.hidden] + ([out.drafted] if out.drafted is not None else [])
         loss = sum(torch.nn.functional.cross_entropy(model.logits(h), batch.target) for h in parts)
-        loss.backward()
+        (loss + 0.01 * out.balance).backward()
         losses.append(loss.item())
         for name, p in model.named_parameters():
             assert p.grad is not None, name

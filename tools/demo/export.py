@@ -15,10 +15,17 @@ from turnout.formats import nvfp4
 
 from .model import DemoModel, Shape
 from .released import HybridShape, LatentShape, ReleasedModel
+from .released_v4 import StreamModel, StreamShape
 
 SHARDS = 3
-ARCHITECTURES = {"qwen3_moe": Shape, "glm4_moe_lite": LatentShape, "qwen3_next": HybridShape}
-EXACT = ("A_log", "dt_bias", "e_score_correction_bias")  # what releases keep in float32
+ARCHITECTURES = {
+    "qwen3_moe": Shape,
+    "glm4_moe_lite": LatentShape,
+    "qwen3_next": HybridShape,
+    "deepseek_v4": StreamShape,
+}
+# What releases keep in float32.
+EXACT = ("A_log", "dt_bias", "e_score_correction_bias", "gate.bias", "attn_sink", "_fn", "_base", "_scale")
 
 TrainingModel = DemoModel | ReleasedModel
 
@@ -26,7 +33,9 @@ TrainingModel = DemoModel | ReleasedModel
 def make_model(architecture: str, dtype: torch.dtype, **sizes: Any) -> TrainingModel:
     """sizes: of its shape, where they are not the default."""
     shape = ARCHITECTURES[architecture](**sizes)
-    return DemoModel(shape, dtype) if isinstance(shape, Shape) else ReleasedModel(shape, dtype)
+    if isinstance(shape, Shape):
+        return DemoModel(shape, dtype)
+    return (StreamModel if isinstance(shape, StreamShape) else ReleasedModel)(shape, dtype)
 
 
 def save_parameters(model: TrainingModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -66,6 +75,8 @@ def write_folder(model: TrainingModel, folder: Path, end_id: int, pad_id: int) -
 
 
 def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
     return tensor.float() if name.endswith(EXACT) else tensor.to(dtype)
 
 

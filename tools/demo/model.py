@@ -169,8 +169,10 @@ def all_experts(
     up_EIH: Tensor,
     down_EHI: Tensor,
     quant: tuple[Tensor, Tensor] | None,
+    limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [T,H], [2] largest magnitudes into gate/up and into down), in x's type.
+    """(output [T,H], [2] largest magnitudes into gate/up and into down), in x's type. limit: gates are clamped to
+    it from above, up projections to it on both sides.
 
     quant: (one of fakequant's formats, largest magnitudes seen lately).
     """
@@ -182,6 +184,8 @@ def all_experts(
         x_TH = fakequant.activation(x_TH, mode, amax[0])
     both = F.linear(x_TH, gate_up.flatten(0, 2).to(x_TH.dtype))
     gate_TEI, up_TEI = both.unflatten(-1, gate_up.shape[:3]).unbind(2)
+    if limit is not None:
+        gate_TEI, up_TEI = gate_TEI.clamp(max=limit), up_TEI.clamp(-limit, limit)
     h_TEI = F.silu(gate_TEI) * up_TEI
     chosen_TE1 = (weight_TE > 0).unsqueeze(-1)
     h_amax = torch.where(chosen_TE1, h_TEI.detach(), 0.0).abs().amax()

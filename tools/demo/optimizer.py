@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of model.py
-PROJECTIONS = ("_proj", "_proj_with_mqa", "_qkvz")  # ends of names in released.py
+# Ends of names in released.py, then in released_v4.py.
+PROJECTIONS = ("_proj", "_proj_with_mqa", "_qkvz", *"wq_a wq_b wkv wgate wo_a wo_b w1 w2 w3".split())
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

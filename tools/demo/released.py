@@ -453,8 +453,7 @@ class ReleasedModel(nn.Module):
     def forward(self, batch: Batch, quant: Quantization | None = None) -> Output:
         m, s = self.model, self.shape
         cos_sin = self.rope[batch.position].to(self.dtype)
-        rows = max(1, len(batch.ids) // LONGEST)
-        context = Context(batch.position, batch.start, batch.starts, cos_sin, rows)
+        context = Context(batch.position, batch.start, batch.starts, cos_sin, rows_of(batch.ids))
         x = F.embedding(batch.ids, m.embed_tokens.weight).to(self.dtype)
         found: list[Routed] = []
         for i in range(s.layers):
@@ -490,10 +489,14 @@ class ReleasedModel(nn.Module):
     @torch.no_grad()
     def even_out(self, load: Tensor) -> None:
         """Move correction biases towards even load [MoE layers, E], as DeepSeek-V3 does."""
-        for i, load_E in zip(self.shape.moe_layers, load, strict=True):
-            router = self.model.layers[i].mlp.gate
-            if router.scaling is not None:
-                router.e_score_correction_bias += BIAS_RATE * (load_E.mean() - load_E).sign()
+        for bias_E, load_E in zip(self.biases(), load, strict=True):
+            if bias_E is not None:
+                bias_E += BIAS_RATE * (load_E.mean() - load_E).sign()
+
+    def biases(self) -> list[Tensor | None]:
+        """Correction biases [E] of MoE layers, None of those that have none."""
+        routers = [self.model.layers[i].mlp.gate for i in self.shape.moe_layers]
+        return [getattr(router, "e_score_correction_bias", None) for router in routers]
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Every tensor under its published name."""
@@ -505,6 +508,11 @@ class ReleasedModel(nn.Module):
             prefix, _, projection = name.rpartition(".")
             named += [(f"{prefix}.{e}.{projection}.weight", one) for e, one in enumerate(tensor)]
         return named
+
+
+def rows_of(ids: Tensor) -> int:
+    """How many rows the tokens of a batch are laid out in."""
+    return max(1, len(ids) // LONGEST)
 
 
 def _attend(context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
