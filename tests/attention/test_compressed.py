@@ -39,6 +39,7 @@ def test_blocks_of_long_contexts_are_smaller(monkeypatch: pytest.MonkeyPatch) ->
     whole, held = of_a_prompt(tokens, context)
     assert workspace.compressed_rows(SPEC, context // 4) == 32
     monkeypatch.setattr(workspace, "COMPRESSED_SCORES", 16 * 5 * (context // 4 + 160))
+    monkeypatch.setattr(workspace, "COMPRESSED_VALUES", 1)  # one context at a time
     assert workspace.compressed_rows(SPEC, context // 4) == 5
     few, allocated = of_a_prompt(tokens, context)
     assert allocated < held / 4
