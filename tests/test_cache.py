@@ -255,6 +255,7 @@ def test_no_temporary_files(monkeypatch):
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
+    monkeypatch.setattr(tempfile, "tempdir", None)  # so that what is set there meanwhile goes again
     monkeypatch.setattr(tempfile, "gettempdir", none)
     monkeypatch.setattr(cache, "SHARED_MEMORY", Path("/proc/nowhere"))
     with pytest.raises(UserError, match=r"no folder for sockets: .*set TMPDIR"):

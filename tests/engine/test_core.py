@@ -337,6 +337,7 @@ def test_max_tokens_zero_scores_the_prompt_only() -> None:
 
 def test_scores_equal_the_reference() -> None:
     model = ToyModel()
+    near = 2e-4  # logits reach 137, where the reference's own error in float32 is 1.1e-4
     asked = prompts(6, seed=8, low=2, high=30)
     got = run(
         make_core(model, chunked_prefill_size=7),
@@ -354,11 +355,11 @@ def test_scores_equal_the_reference() -> None:
                 continue
             row = scores[place - 1]
             assert entry.token_id == tokens[place]
-            assert entry.logprob == pytest.approx(float(row[tokens[place]]), abs=1e-4)
+            assert entry.logprob == pytest.approx(float(row[tokens[place]]), abs=near)
             assert entry.rank == 1 + int((row > row[tokens[place]]).sum())
             best = row.topk(2 if place < len(prompt) else 3)
             assert [t for t, _ in entry.top] == best.indices.tolist()
-            assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=near)
 
 
 def test_a_minimum_that_no_token_may_reach_is_refused() -> None:
