@@ -111,6 +111,7 @@ def test_the_servers_keys_stand_in_its_file(tmp_path):
         ({"tp_size": 0}, "--tp-size 0: must be at least 1"),
         ({"tp_size": "2"}, "--tp-size '2': must be of type int"),
         ({"tp_size": 2.0}, "--tp-size 2.0: must be of type int"),
+        ({"max_prefill_tokens": 10**23}, f"--max-prefill-tokens {10**23}: must be at most {2**62}"),
         ({"num_threads": True}, "--num-threads True: must be of type int"),
         ({"load_progress": 1}, "--load-progress 1: must be of type bool"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 
 from turnout.errors import UserError
 
+LARGEST = 2**62  # of whole numbers, so that what is computed of them can be counted and indexed
 KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 
 
@@ -69,6 +70,8 @@ def check_field(f: dataclasses.Field, value: Any) -> None:
     choices, low, high = f.metadata["choices"], f.metadata["min"], f.metadata["max"]
     if choices and value not in choices:
         raise UserError(f"{where} {value!r}: must be one of {', '.join(choices)}")
+    if kind is int and value > LARGEST:
+        raise UserError(f"{where} {value}: must be at most {LARGEST}")
     fits = (low is None or value >= low) and (high is None or value <= high)
     if not fits:  # NaN never fits
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
