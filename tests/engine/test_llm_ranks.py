@@ -246,11 +246,13 @@ def test_what_cannot_run_is_refused_once_before_ranks_start(folder: Path, tmp_pa
     assert command.leaves_nothing([])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name
+)
 def test_however_the_command_ends_its_ranks_do(folder: Path, tmp_path: Path, number: signal.Signals):
     command = Command(folder, tmp_path / "files")
     ranks = command.wait_for_ranks()
-    if number == signal.SIGINT:
+    if number in (signal.SIGINT, signal.SIGHUP):
         os.killpg(command.process.pid, number)  # as a terminal does
     else:
         command.process.send_signal(number)

@@ -75,6 +75,72 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
         assert eventually(lambda: not folder.exists())
 
 
+def test_a_terminal_that_closes_lets_answers_finish(tiny_folder: Path):
+    """All processes of the command get the signal, twice: from the shell, and from the system."""
+    with started(tiny_folder, shutdown_timeout=60.0, watchdog_timeout=60.0) as (server, root):
+        (engine,), folder = ranks_of(server), folder_of(server)
+        group = [
+            psutil.Process(server.process.pid),
+            *psutil.Process(server.process.pid).children(recursive=True),
+        ]
+        answer = Background(root, tokens=300)
+        engine.suspend()  # so that it is not complete yet
+        for _ in range(2):
+            for process in group:
+                with suppress(
+                    psutil.NoSuchProcess
+                ):  # one that still imports ends, and is started when needed
+                    process.send_signal(signal.SIGHUP)
+            while httpx.get(f"{root}/ready").status_code == 200:
+                time.sleep(0.01)
+        engine.resume()
+        lines = answer.result()
+        assert (len(lines), lines[-1]) == (301, "[DONE]")
+        assert server.process.wait(60) == 0
+        assert eventually(lambda: all(has_ended(process) for process in group))
+        assert eventually(lambda: not folder.exists())
+
+
+def test_a_rank_that_dies_while_the_server_leaves_is_said_in_one_line(tiny_folder: Path):
+    with started(tiny_folder) as (server, root):
+        (engine,) = ranks_of(server)
+        engine.suspend()  # so that it does not leave before it is killed
+        server.process.terminate()
+        with suppress(httpx.TransportError):
+            while httpx.get(f"{root}/ready").status_code == 200:
+                time.sleep(0.01)
+        engine.kill()
+        assert server.process.wait(60) == 1
+        said = server.last_lines().splitlines()[-1]
+        assert said.startswith("error: the engine process was killed by SIGKILL")
+        assert "Traceback" not in server.last_lines()
+
+
+def test_ctrl_c_while_the_ranks_process_starts(tiny_folder: Path):
+    """All processes of the command get it, one of which has only begun to import what it needs."""
+    server = ServerProcess(tiny_config(tiny_folder), show=False, own_group=True)
+    try:
+        assert eventually(lambda: len(psutil.Process(server.process.pid).children()) > 0)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(60) == 0
+        assert server.last_lines() == ""
+    finally:
+        server.process.kill()
+        server.stop()
+
+
+def test_nohup_keeps_a_server(tiny_folder: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit, as from nohup
+    try:
+        with started(tiny_folder) as (server, root):
+            server.process.send_signal(signal.SIGHUP)
+            answer = Background(root, tokens=8)
+            assert answer.result()[-1] == "[DONE]"
+            assert is_ready(root)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folder: Path):
     with started(tiny_folder, max_request_restarts=0, watchdog_timeout=60.0) as (server, root):
         (engine,) = ranks_of(server)

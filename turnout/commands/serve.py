@@ -1,7 +1,7 @@
 """`turnout serve` and `turnout rank`: run the server, or ranks of one, and say in the exit code how it ended.
 
-0  drained after SIGTERM or SIGINT       1  the engine failed for good
-2  a user error (raised as UserError)    128 + n  a second signal n ended it at once
+0  drained after SIGTERM, SIGINT, SIGHUP  1  the engine failed for good
+2  a user error (raised as UserError)     128 + n  a second signal n ended it at once
 """
 
 from __future__ import annotations

@@ -28,7 +28,11 @@ import psutil
 
 from turnout.cache import place_temporary_files
 from turnout.engine import worker
-from turnout.engine.ranks.local_launcher import resume_when_parent_ends
+from turnout.engine.ranks.local_launcher import (
+    leave_signals_to_launcher,
+    resume_when_parent_ends,
+    signals_held,
+)
 from turnout.moe.capabilities import declared
 from turnout.registry import ARCHITECTURES
 
@@ -141,7 +145,7 @@ class ForkServer:
     def _start(self, environment: dict[str, str]) -> None:
         self._environment = environment
         self._commands, theirs = socket.socketpair()
-        with theirs:
+        with theirs, signals_held():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "turnout.engine.fork_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -154,8 +158,7 @@ class ForkServer:
 def main(commands: socket.socket) -> NoReturn:
     """Import, and then fork as told, until `commands` ends."""
     resume_when_parent_ends()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
+    leave_signals_to_launcher()
     place_temporary_files()
     can_fork = sys.platform == "linux"  # elsewhere system libraries do not survive it
     if can_fork:

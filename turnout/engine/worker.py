@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -44,7 +43,7 @@ from turnout.engine.messages import (
 )
 from turnout.engine.profiling import Profiler
 from turnout.engine.progress_bars import loading_bar
-from turnout.engine.ranks.local_launcher import leave_with_launcher
+from turnout.engine.ranks.local_launcher import leave_signals_to_launcher, leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.startup import StartupTimes
 from turnout.errors import UserError
@@ -98,8 +97,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(weights_memory: int = -1) -> int:
     """weights_memory: see `build_engine`. The exit code."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
+    leave_signals_to_launcher()
     startup = StartupTimes()
     place_temporary_files()
     orders = sys.stdin.buffer.readline()

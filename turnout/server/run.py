@@ -19,6 +19,7 @@ import uvicorn
 
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
+from turnout.engine.ranks.local_launcher import stop_signals
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
 from turnout.parallel.topology import Topology
@@ -38,7 +39,6 @@ SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
 WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
-HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger("turnout.server")
 
@@ -136,7 +136,7 @@ class Supervisor:
     async def run(self) -> int:
         """The exit code. Raises EngineFailed, UserError (of the tokenizer)."""
         loop = asyncio.get_running_loop()
-        for number in HANDLED:
+        for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         http = self._http_server()
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
@@ -148,7 +148,6 @@ class Supervisor:
             for task in (engine, life, serving, failure):
                 if task.done():
                     task.result()
-            return 0
         finally:
             life.cancel()
             self.feed.close()
@@ -159,6 +158,8 @@ class Supervisor:
             await asyncio.wait({engine})
             if self._tracer:
                 await asyncio.to_thread(self._tracer.close)
+        engine.result()  # it may have failed while it left
+        return 0
 
     def _observe_requests(self) -> Tracer | None:
         """Log and trace requests as configured. Raises UserError."""
@@ -206,6 +207,8 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if self._told_to_stop.is_set():
+            if number == signal.SIGHUP:  # a shell and the system both send it when a terminal closes
+                return
             self.engine.end_at_once()
             os._exit(128 + number)
         self._told_to_stop.set()

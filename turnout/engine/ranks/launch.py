@@ -22,7 +22,12 @@ from typing import IO
 
 from turnout.config import LAUNCHER_VARIABLE, Config, Launched
 from turnout.engine.engine_plan import resolve
-from turnout.engine.ranks.local_launcher import LocalLauncher, leave_with_launcher, network_environment
+from turnout.engine.ranks.local_launcher import (
+    LocalLauncher,
+    leave_with_launcher,
+    network_environment,
+    stop_signals,
+)
 from turnout.errors import UserError
 
 GRACE = 1.0  # seconds for a rank's failure to be told from those that follow from it
@@ -45,7 +50,7 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
     exits: Exits = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         stack.callback(launcher.remove_folder)
-        stack.enter_context(_ended_by_sigterm())
+        stack.enter_context(_ended_by_signals())
         stack.enter_context(_started(launcher, config.tp_size, arguments, exits))
         return _wait(exits, config.tp_size, launcher.folder)
 
@@ -138,17 +143,19 @@ def _wait(exits: Exits, size: int, folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind this process, so that it leaves nothing behind."""
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process, as SIGINT does, so that it leaves nothing behind."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _log(folder: Path, rank: int) -> Path:

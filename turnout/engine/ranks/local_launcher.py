@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Protocol
 
 import psutil
@@ -24,6 +24,8 @@ import psutil
 from turnout.cache import private_folder
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when the thread that started it ends
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last when a terminal closes
 
 OnExit = Callable[[int, int], None]  # rank, exit code (negative: of the signal that ended it)
 
@@ -113,6 +115,28 @@ def leave_with_launcher(lifeline: int, folder: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_signals() -> list[signal.Signals]:
+    """For whoever starts ranks to handle: all of STOP_SIGNALS but for SIGHUP where nohup has it ignored."""
+    return [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """While a process is started that leaves STOP_SIGNALS to this one: none ends it before it can say so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_launcher() -> None:
+    """A terminal sends SIGINT and SIGHUP to all processes of a command; the one that starts ranks decides."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def resume_when_parent_ends() -> None:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
+from turnout.engine.ranks.local_launcher import signals_held
 from turnout.engine.tokenizer import Tokenizer
 from turnout.malloc import release_freed_memory
 from turnout.server.api.body import Body
@@ -175,9 +176,10 @@ class LargeBodies:
         return reply
 
     async def _launch(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "turnout.server.api.large_bodies"), stdin=PIPE, stdout=PIPE
-        )
+        with signals_held():
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "turnout.server.api.large_bodies"), stdin=PIPE, stdout=PIPE
+            )
         assert process.stdin is not None
         process.stdin.write(self._start_line)
         return process

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import pickle
-import signal
 import struct
 import sys
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
+from turnout.engine.ranks.local_launcher import leave_signals_to_launcher
 from turnout.engine.tokenizer import Tokenizer
 from turnout.malloc import map_large_blocks, release_freed_memory
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
@@ -103,8 +103,7 @@ def _answer(cls: type[Body], raw: bytes, tokenizer: Tokenizer, limits: Limits) -
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all; the server decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_launcher()
     map_large_blocks()
     gc.disable()  # it would look at a million small lists again and again while they are decoded
     os.nice(NICENESS)

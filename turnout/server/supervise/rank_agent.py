@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from turnout.checkpoint.fingerprint import fingerprint
 from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.ranks.local_launcher import network_environment
+from turnout.engine.ranks.local_launcher import network_environment, stop_signals
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import split_address
@@ -250,7 +249,7 @@ def run_ranks(
 
 async def _until_signalled(served: Coroutine[Any, Any, int]) -> int:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     lives = asyncio.create_task(served)
     lives.add_done_callback(lambda _: stop.set())
