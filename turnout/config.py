@@ -365,6 +365,11 @@ def launched() -> Launched | None:
     return Launched(rank=int(os.environ["RANK"]), size=size, ranks_per_node=local, **ours)
 
 
+def lifeline() -> int:
+    """A descriptor that ends when whoever launched this server does; -1 if it was started by hand."""
+    return int(json.loads(os.environ.get(LAUNCHER_VARIABLE, "{}")).get("lifeline", -1))
+
+
 def _check_key(key: str) -> None:
     """Raise UserError, without showing the key, if it would admit everyone or no one."""
     if not key:

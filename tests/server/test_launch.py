@@ -14,10 +14,12 @@ import termios
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 import turnout.commands.serve
+from tests.server.processes import eventually, has_ended
 from turnout.cli import app
 from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
@@ -119,6 +121,33 @@ def test_the_shared_server_was_launched_as_asked(http: httpx.Client):
     assert config["served_model_name"] == "tiny"
     assert config["max_total_tokens"] == 8192
     assert config["load_progress"] is True
+
+
+def test_the_server_ends_when_what_launched_it_is_killed(tiny_folder: Path):
+    """Which has no time to tell it so."""
+    code = (
+        "import sys, time\n"
+        "from tests.serving import tiny_config\n"
+        "from turnout.server.launch import launch\n"
+        "with launch(tiny_config(sys.argv[1]), show=False) as url:\n"
+        "    print(url, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tiny_folder)], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        try:
+            url = launcher.stdout.readline().strip()
+            assert httpx.get(f"{url}/models", timeout=60).status_code == 200
+            server, *others = psutil.Process(launcher.pid).children(recursive=True)
+        finally:
+            launcher.kill()
+    try:
+        assert eventually(lambda: all(has_ended(process) for process in (server, *others)))
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.kill()
 
 
 def test_why_a_server_did_not_start_is_said_once(capfd: pytest.CaptureFixture[str]):

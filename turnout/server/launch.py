@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
-from turnout.config import Config, ServerConfig
+from turnout.config import LAUNCHER_VARIABLE, Config, ServerConfig
 from turnout.errors import UserError
 from turnout.flags import flag_name
 from turnout.server.run import READY
@@ -29,7 +30,7 @@ def launch(config: Config, *, show: bool = True, own_group: bool = False) -> Ite
     A plain `Config`, or port 0, gets any free port. `show` passes the server's output on to standard
     error, progress bars included. own_group: keys such as Ctrl-C in our terminal are not for the server.
     Raises UserError if the server does not start, with its last lines unless they were shown. On leaving, the
-    server is told to drain and has its --shutdown-timeout for that.
+    server is told to drain and has its --shutdown-timeout for that; so it does if this process is killed.
     """
     if not isinstance(config, ServerConfig):
         config = ServerConfig(**config.describe(), port=0)
@@ -51,10 +52,10 @@ class ServerProcess:
         self._known = threading.Event()  # ready or ended
         self.process = subprocess.Popen(
             [sys.executable, "-m", "turnout", "serve", config.model, *arguments(config)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # nothing comes from it but its end, however this process ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment(config),
+            env=environment(config) | {LAUNCHER_VARIABLE: json.dumps({"lifeline": 0})},
             bufsize=0,
             process_group=0 if own_group else None,
         )
@@ -84,6 +85,8 @@ class ServerProcess:
             self.process.kill()
             self.process.wait()
         self._reader.join(timeout=5)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         return self.process.returncode
 
     def _read(self, pipe: IO[bytes]) -> None:

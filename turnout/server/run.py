@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from turnout.checkpoint.locate import locate
-from turnout.config import ServerConfig
+from turnout.config import ServerConfig, lifeline
 from turnout.engine.ranks.local_launcher import stop_signals
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
@@ -138,6 +138,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
+        self._follow_launcher(loop)
         http = self._http_server()
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         engine = asyncio.create_task(self.engine.run())
@@ -212,6 +213,18 @@ class Supervisor:
             self.engine.end_at_once()
             os._exit(128 + number)
         self._told_to_stop.set()
+
+    def _follow_launcher(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop when the process that launched this server has ended, if one did (launch.py)."""
+        descriptor = lifeline()
+        if descriptor < 0:
+            return
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            self._told_to_stop.set()
+
+        loop.add_reader(descriptor, ended)
 
     def _http_server(self) -> HttpServer:
         level = self.config.log_level
