@@ -60,9 +60,9 @@ def shared_memory() -> set[str]:
 
 
 def weights_mapped(rank: psutil.Process) -> int:
-    """How many parts of the memory for prepared weights it has mapped."""
+    """Bytes of the memory for prepared weights that it has mapped; in how many pieces is up to the kernel."""
     maps = rank.memory_maps(grouped=False)
-    return sum("turnout-weights" in mapped.path for mapped in maps)
+    return sum(mapped.size for mapped in maps if "turnout-weights" in mapped.path)
 
 
 def complete(root: str, prompt: str, **fields: Any) -> dict[str, Any]:
