@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import Pools, Rank
+from tests.server.processes import closing_terminals
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
 from turnout.commands.generate import generate
@@ -250,7 +251,8 @@ def test_what_cannot_run_is_refused_once_before_ranks_start(folder: Path, tmp_pa
     "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name
 )
 def test_however_the_command_ends_its_ranks_do(folder: Path, tmp_path: Path, number: signal.Signals):
-    command = Command(folder, tmp_path / "files")
+    with closing_terminals(signal.SIG_DFL):
+        command = Command(folder, tmp_path / "files")
     ranks = command.wait_for_ranks()
     if number in (signal.SIGINT, signal.SIGHUP):
         os.killpg(command.process.pid, number)  # as a terminal does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -28,6 +29,16 @@ def started(folder: Path, **fields: Any) -> Iterator[tuple[ServerProcess, str]]:
     finally:
         server.process.kill()
         server.stop()
+
+
+@contextmanager
+def closing_terminals(handler: signal.Handlers) -> Iterator[None]:
+    """Processes that start meanwhile meet SIGHUP so, whether or not these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def free_port(count: int = 1) -> int:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.server.processes import (
     Background,
+    closing_terminals,
     eventually,
     folder_of,
     free_port,
@@ -77,7 +78,10 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
 
 def test_a_terminal_that_closes_lets_answers_finish(tiny_folder: Path):
     """All processes of the command get the signal, twice: from the shell, and from the system."""
-    with started(tiny_folder, shutdown_timeout=60.0, watchdog_timeout=60.0) as (server, root):
+    with (
+        closing_terminals(signal.SIG_DFL),
+        started(tiny_folder, shutdown_timeout=60.0, watchdog_timeout=60.0) as (server, root),
+    ):
         (engine,), folder = ranks_of(server), folder_of(server)
         group = [
             psutil.Process(server.process.pid),
@@ -130,15 +134,11 @@ def test_ctrl_c_while_the_ranks_process_starts(tiny_folder: Path):
 
 
 def test_nohup_keeps_a_server(tiny_folder: Path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit, as from nohup
-    try:
-        with started(tiny_folder) as (server, root):
-            server.process.send_signal(signal.SIGHUP)
-            answer = Background(root, tokens=8)
-            assert answer.result()[-1] == "[DONE]"
-            assert is_ready(root)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with closing_terminals(signal.SIG_IGN), started(tiny_folder) as (server, root):
+        server.process.send_signal(signal.SIGHUP)
+        answer = Background(root, tokens=8)
+        assert answer.result()[-1] == "[DONE]"
+        assert is_ready(root)
 
 
 def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folder: Path):
