@@ -237,6 +237,7 @@ class Chaos:
     async def run(self, kinds: Sequence[str], failures: int, every: float) -> dict[str, Any]:
         """What became of all requests while ranks failed so many times, and what is left behind."""
         expected = list(await asyncio.gather(*(ask(self.http, asked) for asked in self.asked)))
+        await self._start_all_threads()
         before = await self._held()
         clients = asyncio.gather(*(self._client(*both) for both in zip(self.asked, expected, strict=True)))
         start = time.monotonic()
@@ -267,6 +268,11 @@ class Chaos:
                 name: (before[name], after[name]) for name in before if after[name] > before[name]
             },
         }
+
+    async def _start_all_threads(self) -> None:
+        """Of asyncio's pool: it starts one when all are busy, and keeps it."""
+        long = {"prompt": "pears " * 5000, "max_tokens": 1}
+        await asyncio.gather(*(self.http.post("completions", json=long) for _ in range(64)))
 
     async def _client(self, asked: dict[str, Any], expected: Answer) -> None:
         while not self._over:
