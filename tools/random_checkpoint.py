@@ -9,7 +9,7 @@
 Names and shapes are those of transformers' model for the configuration, with the experts one by one. Types
 and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them; experts and other
 products in FP8 blocks as DeepSeek-V3 and Qwen3-30B-A3B-FP8 have them; in MXFP4 as `turnout quantize` writes
-them; or bf16. GPT-OSS is in MXFP4. A configuration for text and images gives the text model. Only values are
+them; or bf16. GPT-OSS is in MXFP4, DeepSeek-V4 as released, without its draft stages. A configuration for text and images gives the text model. Only values are
 made up. They come from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB
 takes minutes, this as long as writing, which several threads do, a file each. Only bf16 tensors larger than
 the pool (embeddings and head) are drawn value by value, since a repeated pool would give many token ids the
@@ -87,8 +87,9 @@ CODE_RMS = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of
 SCALES = (0x58, 0x68)  # e4m3 codes of block scales: 16 to 64, less one step
 FP8_STD = 64.0  # of e4m3 values, whose largest is 448
 E8M0 = 127 + round(math.log2(SPREAD / CODE_RMS))  # of the blocks of MXFP4
+FP8_E8M0 = 127 + round(math.log2(SPREAD / FP8_STD))
 INPUT_AMAX = 8.0
-GPT_OSS = "GptOssForCausalLM"
+GPT_OSS, DEEPSEEK_V4 = "GptOssForCausalLM", "DeepseekV4ForCausalLM"
 ENCODERS: Mapping[str, Callable[[], Encoder]] = {"nvfp4": lambda: Nvfp4({}), "fp8": Fp8, "mxfp4": Mxfp4}
 FORMATS = (*ENCODERS, "bf16")
 
@@ -120,8 +121,11 @@ class Pool:
             return torch.ones(entry.shape, dtype=entry.dtype)
         if entry.name.endswith("_scales"):
             return torch.full(entry.shape, E8M0, dtype=entry.dtype)
-        if entry.dtype == torch.uint8:
-            return self._view(self._bytes, entry)
+        if entry.dtype == torch.float8_e8m0fnu:
+            code = E8M0 if ".experts." in entry.name else FP8_E8M0
+            return torch.full(entry.shape, code, dtype=torch.uint8).view(entry.dtype)
+        if entry.dtype in (torch.uint8, torch.int8):
+            return self._view(self._bytes, entry).view(entry.dtype)
         if entry.dtype == torch.int64:
             drawn = torch.rand(entry.shape, generator=self._draw(entry))
             return (drawn * self._num_experts).long()
@@ -233,16 +237,103 @@ def gpt_oss_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
     yield [_entry("lm_head", vocab, hidden)]
 
 
+def deepseek_v4_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
+    """All tensors of a DeepSeek-V4 model as released, but for draft stages: experts in MXFP4, other linear
+    layers in FP8."""
+    hidden, vocab, count = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
+    streams = config["hc_mult"]
+    yield [_entry("embed", vocab, hidden)]
+    for i, rate in enumerate(config["compress_ratios"][:count]):
+        layer, ffn = f"layers.{i}", f"layers.{i}.ffn"
+        yield [
+            *(_entry(f"{layer}.{name}", hidden) for name in ("attn_norm", "ffn_norm")),
+            *_streams(f"{layer}.hc_attn", streams * (streams + 2), 3, config),
+            *_streams(f"{layer}.hc_ffn", streams * (streams + 2), 3, config),
+            *_compressed_attention(f"{layer}.attn", rate, config),
+            _entry(f"{ffn}.gate", experts, hidden),
+            Entry(f"{ffn}.gate.tid2eid", torch.int64, (vocab, chosen))
+            if i < config["num_hash_layers"]
+            else Entry(f"{ffn}.gate.bias", torch.float32, (experts,)),
+            *_mlp(f"{ffn}.shared_experts", config, _fp8),
+        ]
+        yield from (_mlp(f"{ffn}.experts.{e}", config, _mxfp4) for e in range(experts))
+    yield [_entry("norm", hidden), *_streams("hc_head", streams, 1, config)]
+    yield [_entry("head", vocab, hidden)]
+
+
+def _compressed_attention(prefix: str, rate: int, config: Mapping[str, Any]) -> Iterator[Entry]:
+    hidden, rank, size = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["o_groups"]
+    outputs = groups * config["o_lora_rank"]
+    yield from _fp8(f"{prefix}.wq_a", rank, hidden)
+    yield _entry(f"{prefix}.q_norm", rank)
+    yield from _fp8(f"{prefix}.wq_b", heads * size, rank)
+    yield from _fp8(f"{prefix}.wkv", size, hidden)
+    yield _entry(f"{prefix}.kv_norm", size)
+    yield from _fp8(f"{prefix}.wo_a", outputs, heads * size // groups)
+    yield from _fp8(f"{prefix}.wo_b", hidden, outputs)
+    yield Entry(f"{prefix}.attn_sink", torch.float32, (heads,))
+    made = {f"{prefix}.compressor": size} if rate else {}
+    if rate == 4:
+        index_size = config["index_head_dim"]
+        made[f"{prefix}.indexer.compressor"] = index_size
+        yield from _fp8(f"{prefix}.indexer.wq_b", config["index_n_heads"] * index_size, rank)
+        yield _entry(f"{prefix}.indexer.weights_proj", config["index_n_heads"], hidden)
+    for name, dim in made.items():
+        rows = dim * (2 if rate == 4 else 1)
+        yield _entry(f"{name}.wkv", rows, hidden)
+        yield _entry(f"{name}.wgate", rows, hidden)
+        yield Entry(f"{name}.ape", torch.float32, (rate, rows))
+        yield _entry(f"{name}.norm", dim)
+
+
+def _streams(name: str, rows: int, scales: int, config: Mapping[str, Any]) -> list[Entry]:
+    shapes = {"fn": (rows, config["hc_mult"] * config["hidden_size"]), "base": (rows,), "scale": (scales,)}
+    return [Entry(f"{name}_{part}", torch.float32, shape) for part, shape in shapes.items()]
+
+
+def _mlp(prefix: str, config: Mapping[str, Any], of: Callable[[str, int, int], list[Entry]]) -> list[Entry]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    return [entry for name, shape in shapes.items() for entry in of(f"{prefix}.{name}", *shape)]
+
+
+def _fp8(module: str, rows: int, columns: int) -> list[Entry]:
+    blocks = -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK)
+    return [
+        Entry(f"{module}.weight", fp8.DTYPE, (rows, columns)),
+        Entry(f"{module}.scale", torch.float8_e8m0fnu, blocks),
+    ]
+
+
+def _mxfp4(module: str, rows: int, columns: int) -> list[Entry]:
+    return [
+        Entry(f"{module}.weight", torch.int8, (rows, columns // 2)),
+        Entry(f"{module}.scale", torch.float8_e8m0fnu, (rows, columns // mxfp4.GROUP)),
+    ]
+
+
+# Models that are written as they are released, in the formats of that: their tensors, and what says so.
+RELEASED: Mapping[str, tuple[Callable[[Mapping[str, Any]], Iterator[list[Entry]]], dict[str, Any]]] = {
+    GPT_OSS: (gpt_oss_entries, {"quant_method": "mxfp4"}),
+    DEEPSEEK_V4: (
+        deepseek_v4_entries,
+        {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [fp8.BLOCK] * 2},
+    ),
+}
+
+
 def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: int = 0) -> int:
     """A model folder at `out`; how many bytes its weights have. Raises UserError if it cannot be written.
 
-    GPT-OSS has its experts in MXFP4, whatever `format` says.
+    GPT-OSS and DeepSeek-V4 are in the formats of their releases, whatever `format` says.
     """
     config = text_config(config)
-    is_gpt_oss = config["architectures"] == [GPT_OSS]
-    encoder = None if is_gpt_oss or format == "bf16" else ENCODERS[format]()
-    if is_gpt_oss:
-        groups, layers = list(gpt_oss_entries(config)), list[ExpertLayer]()
+    released, quantization = RELEASED.get(config["architectures"][0], (None, {}))
+    encoder = None if released or format == "bf16" else ENCODERS[format]()
+    if released:
+        groups, layers = list(released(config)), list[ExpertLayer]()
     else:
         groups, layers = entries(config, encoder)
     size = sum(entry.nbytes for group in groups for entry in group)
@@ -258,10 +349,10 @@ def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: 
             list(threads.map(fill, writer.files))
         writer.finish()
         write_tokenizer(folder, config["vocab_size"])
-        quantization = {"quantization_config": {"quant_method": "mxfp4"}} if is_gpt_oss else {}
         if encoder is not None:
             quantization = _declare(layers, encoder, groups, folder)
-        write_json(folder / "config.json", {**config, **quantization})
+        declared = {"quantization_config": quantization} if quantization else {}
+        write_json(folder / "config.json", {**config, **declared})
     return size
 
 
@@ -276,7 +367,7 @@ def _declare(
     quantization, files = encoder.declare(kept, names)
     for name, value in files.items():
         write_json(folder / name, value)
-    return {"quantization_config": quantization}
+    return quantization
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -312,7 +403,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", type=Path, help="config.json of any model that transformers knows")
-    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of experts; GPT-OSS: MXFP4")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of experts; GPT-OSS, V4: MXFP4")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

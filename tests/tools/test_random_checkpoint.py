@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.models.families import FAMILIES, build
+from tests.models.test_deepseek_v4 import build_published as build_v4
 from tests.tiny import QWEN3_MOE, write_model
 from tools.random_checkpoint import FORMATS, POOL_BYTES, QWEN3_30B, write
 from turnout import LLM, SamplingParams
@@ -85,13 +86,35 @@ def test_gpt_oss_has_the_tensors_of_a_checkpoint_in_mxfp4(tmp_path: Path):
     assert {dtype for name, (_, dtype) in ours.items() if name.endswith(("_blocks", "_scales"))} == {"U8"}
 
 
+def test_deepseek_v4_has_the_tensors_of_a_release(tmp_path: Path):
+    built = build_v4(tmp_path / "bf16")
+    write(tmp_path / "random", built.config)
+    ours, real = tensors(tmp_path / "random"), tensors(tmp_path / "bf16")
+    fp4 = {name for name, (_, dtype) in ours.items() if dtype == "I8"}
+    assert fp4 == {name for name in real if ".ffn.experts." in name}
+    fp8 = {name for name, (_, dtype) in ours.items() if dtype == "F8_E4M3"}
+    assert {name.split(".", 2)[2] for name in fp8} == {
+        *(f"attn.{name}.weight" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")),
+        *(f"ffn.shared_experts.{name}.weight" for name in ("w1", "w2", "w3")),
+    }
+    scales = {name.removesuffix("weight") + "scale" for name in fp4 | fp8}
+    assert {name for name, (_, dtype) in ours.items() if dtype == "F8_E8M0"} == scales
+    shapes = {name: shape for name, (shape, _) in real.items() if not name.startswith("mtp.")}
+    shapes |= {name: [shapes[name][0], shapes[name][1] // 2] for name in fp4}
+    assert {name: shape for name, (shape, _) in ours.items() if name not in scales} == shapes
+
+
 @pytest.mark.parametrize(
     ("family", "format"),
     [(None, format) for format in FORMATS]
-    + [("gpt_oss", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("glm4_moe_lite", "fp8"), ("deepseek_v3", "mxfp4")],
+    + [("gpt_oss", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("glm4_moe_lite", "fp8"), ("deepseek_v3", "mxfp4")]
+    + [("deepseek_v4", "mxfp4")],
 )
 def test_it_runs_and_speaks(tmp_path: Path, family: str | None, format: str):
-    config = build(tmp_path / "shape", FAMILIES[family]).config if family else CONFIG
+    config = CONFIG
+    if family:
+        shape = tmp_path / "shape"
+        config = (build_v4(shape) if family == "deepseek_v4" else build(shape, FAMILIES[family])).config
     written = {name: value for name, value in config.items() if name != "quantization_config"}
     before = copy.deepcopy(written)
     write(tmp_path / "random", written, format=format, seed=1)
