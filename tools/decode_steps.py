@@ -4,36 +4,57 @@ time goes.
     python -m tools.decode_steps demo --output benchmarks/results/steps-DEVICE-DATE.json
     python -m tools.random_checkpoint /dev/shm/qwen3-30b && python -m tools.decode_steps /dev/shm/qwen3-30b
 
-Requests of 64 prompt tokens decode together. A step is timed whole, from the schedule to sampled tokens, as
-the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a step, which may overlap, and `busy` is
-the part of the profiled time in which at least one ran. `floor_share` is the time that reading the step's
-bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding, experts as
-far as uniform routing reaches them, the cache, and states of requests, which are written too. Prompts of
---prefill tokens are timed from their arrival to the first token of the last.
+Requests of --context tokens decode together. Contexts of more than 64 are not computed: their caches and
+states hold noise, so that what is chosen among them is spread over all of them. A step is timed whole, from
+the schedule to sampled tokens, as the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a
+step, which may overlap, by PARTS as well, and `busy` is the part of the profiled time in which at least one
+ran. `floor_share` is the time that reading the step's bytes takes at BYTES_PER_S over the step's: weights
+outside experts without the input embedding, experts as far as uniform routing reaches them, what attention
+sees of the cache, and states of requests, which are written too. Prompts of --prefill tokens are timed from
+their arrival to the first token of the last. Other flags of the engine are read from the environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tools.timeline import busy
 from turnout import LLM, SamplingParams
+from turnout.attention.caches import AttentionCaches
+from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
 from turnout.bench.results import gpu_driver, result, save
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
+from turnout.engine.ranks.step_sync import SyncedStep
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.cuda_graphs import Computed
 from turnout.parallel.hardware import cpu_name
 
-PROMPT, LENGTH = 64, 128  # tokens
+PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
 BYTES_PER_S = 4.2e12  # what an H200 copies, measured
 KERNELS = 16  # listed per row, those that take most
+# Of a step, by what kernels are called: the first that is found.
+PARTS = {
+    "indexer": r"score_tile|choose_places",
+    "compressor": r"keep_tokens",
+    "attention": r"attend|join_spans|flash|fmha|rotate|turn_heads|step_heads|carry|norm_latents",
+    "streams": r"stream",
+    "experts": r"expert|gemm_of|pairs|places|held|choose_by_sigmoid|quantize",
+    "dense products": r"nvjet|gemm|gemv|cutlass|xmma|split|cublas|add_parts|multiply|decode",
+    "norms": r"norm",
+}
 
 
 class Bench:
@@ -48,7 +69,7 @@ class Bench:
             device=options.device,
             load_progress=False,
             disable_prefix_cache=True,
-            max_total_tokens=65536,
+            max_total_tokens=max(65536, most * (options.context + 2 * LENGTH)),
             max_running_requests=most,
             cuda_graph_max_bs=most,
         )
@@ -66,6 +87,8 @@ class Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         core, found = self._llm._open(), [self.loaded]
+        if self._options.context > PROMPT:
+            fill(core._forward._attention)
         graphs, options = core._forward.graphs, self._options
         loads = [(graphs, requests) for requests in options.requests]
         loads += [(None, requests) for requests in options.eager]
@@ -73,7 +96,7 @@ class Bench:
             core._forward.graphs = kept
             found.append(
                 {"model": self.loaded["model"], "decode": "graphs" if kept else "eager"}
-                | {"requests": requests}
+                | {"requests": requests, "context": options.context}
                 | self._throughput(requests)
                 | self._steps(core, requests)
             )
@@ -89,18 +112,22 @@ class Bench:
         return found
 
     def _throughput(self, requests: int) -> dict[str, float]:
-        """Of whole answers, prompts included."""
+        """Of whole answers, prompts included, if these are computed."""
+        if self._options.context > PROMPT:
+            return {}
         sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
         start = time.perf_counter()
         self._llm.generate(_prompts(requests, PROMPT), sampling, progress=False)
         return {"tokens_per_s": requests * LENGTH / (time.perf_counter() - start)}
 
     def _steps(self, core: EngineCore, requests: int) -> dict[str, Any]:
-        ids = _add(core, requests, PROMPT, LENGTH)
+        context = self._options.context
+        ids = _add(core, requests, context, LENGTH)
         decoding = False
-        while not decoding:
-            core.step()
-            decoding = core.synced is not None and core.synced.phase == "decode"
+        with skipped(core) if context > PROMPT else nullcontext():
+            while not decoding:
+                core.step()
+                decoding = core.synced is not None and core.synced.phase == "decode"
         _wait()
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -113,20 +140,23 @@ class Bench:
             _wait()
         core.abort(ids)
         core.step()
-        share = self._bytes_read(requests) / BYTES_PER_S / (step_ms / 1e3)
+        share = self._bytes_read(core, requests) / BYTES_PER_S / (step_ms / 1e3)
         return {"step_ms": step_ms, "floor_share": share} | _kernels(seen, PROFILED)
 
-    def _bytes_read(self, requests: int) -> float:
+    def _bytes_read(self, core: EngineCore, requests: int) -> float:
         """By one decode step: see the top of this file."""
         info = self._llm.info()
         model, memory = info["description"], info["memory"]
         head = model["shape"]["vocab_size"] * model["shape"]["hidden_size"]
         embedding = (model["dense"]["vocabulary"] - head) * getattr(torch, info["compute_dtype"]).itemsize
         reached = 1 - (1 - model["moe"]["top_k"] / model["moe"]["num_experts"]) ** requests
-        token_bytes = sum(group["token_bytes"] for group in info["kv"]["groups"])
-        cache = requests * (PROMPT + STEPS / 2) * token_bytes
-        states = 2 * requests * sum(group["request_bytes"] for group in info["kv"]["states"])
-        return memory["dense"] - embedding + reached * memory["experts"] + cache + states
+        tokens, caches = self._options.context + STEPS // 2, core._forward._attention
+        cache = sum(
+            len(group.index) * context_bytes(group.spec, tokens, group.dtype.itemsize)
+            for group in caches.groups
+        )
+        states = 2 * sum(group.state_bytes / len(group.states[0]) for group in caches.states)
+        return memory["dense"] - embedding + reached * memory["experts"] + requests * (cache + states)
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The second of two times, and the kernels of a third, of all its steps together."""
@@ -152,6 +182,45 @@ class Bench:
         return steps
 
 
+def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
+    """What one token with a context of so many reads of it in a layer, itself included; of entries that are
+    made of several tokens, what these are read for, on average."""
+    if isinstance(spec, CompressedSpec):
+        entries, rate = spec.entries(tokens), spec.rate
+        seen = min(spec.index_topk or entries, entries)
+        indexed = entries * spec.index_dim if seen < entries else 0
+        made = spec.remembered * spec.open_dim / rate if rate else 0
+        recent = min(tokens, spec.recent)
+        return itemsize * ((recent + seen) * spec.head_dim + indexed + made)
+    if isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
+        kept = spec.index_topk * (spec.latent_dim + spec.rope_dim)
+        return itemsize * (kept + tokens * spec.index_dim)
+    return min(tokens, spec.window or tokens) * spec.token_bytes(itemsize)
+
+
+def fill(caches: AttentionCaches) -> None:
+    """With noise, all that is kept of tokens."""
+    torch.manual_seed(0)
+    for keeper in (*caches.groups, *caches.states):
+        for kept in vars(keeper).values():
+            if isinstance(kept, torch.Tensor) and kept.is_floating_point():
+                kept.normal_()
+
+
+@contextmanager
+def skipped(core: EngineCore) -> Iterator[None]:
+    """Steps take requests further, but compute no layer."""
+    forward, caches = core._forward, core._forward._attention
+    like: Any = {"dtype": caches.groups[0].dtype, "device": caches.device}
+
+    def noise(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+        rows = sum(chunk.length for chunk in chunks)
+        return Computed(hidden_NH=torch.randn(rows, forward._model.shape.hidden_size, **like))
+
+    with patch.multiple(forward, prefill_graphs=None, graphs=None, eagerly=noise):
+        yield
+
+
 def _prompts(requests: int, tokens: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(0)
     return torch.randint(10, 200, (requests, tokens), generator=draw).tolist()
@@ -175,25 +244,35 @@ def _watched() -> ProfilerActivity:
 
 
 def _show(row: dict[str, Any]) -> None:
-    print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
+    print({key: value for key, value in row.items() if key not in ("kernels", "parts")}, flush=True)
+    for name, part in row["parts"].items():
+        print(f"    {part['us']:9.1f} us {part['launches']:7.1f} x [{name}]", flush=True)
     for kernel in row["kernels"]:
         print(f"    {kernel['us']:9.1f} us {kernel['launches']:7.1f} x {kernel['name']}", flush=True)
+
+
+def part_of(kernel: str) -> str:
+    """Of PARTS, by the name of a kernel; "rest" where none fits."""
+    return next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")
 
 
 def _kernels(seen: profile, times: int) -> dict[str, Any]:
     """Of one of `times` repetitions."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans = []
     for event in seen.events() or ():
         if event.device_type.name == "CUDA":
             spans.append((event.time_range.start, event.time_range.end))
-            totals[event.name[:80]][0] += 1 / times
-            totals[event.name[:80]][1] += event.device_time / times
+            for sums in totals[event.name[:80]], parts[part_of(event.name)]:
+                sums[0] += 1 / times
+                sums[1] += event.device_time / times
     largest = sorted(totals.items(), key=lambda item: -item[1][1])[:KERNELS]
     return {
         "launches": round(sum(count for count, _ in totals.values())),
         "kernel_us": sum(us for _, us in totals.values()),
         "busy": busy(spans),
+        "parts": {name: {"launches": count, "us": us} for name, (count, us) in sorted(parts.items())},
         "kernels": [{"name": name, "launches": count, "us": us} for name, (count, us) in largest],
     }
 
@@ -205,6 +284,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="decoded in graphs")
+    parser.add_argument("--context", type=int, default=PROMPT, help="tokens of requests that decode")
     parser.add_argument("--eager", type=int, nargs="*", default=[1, 64], help="decoded without graphs")
     parser.add_argument(
         "--prefill",

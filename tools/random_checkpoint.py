@@ -9,12 +9,12 @@
 Names and shapes are those of transformers' model for the configuration, with the experts one by one. Types
 and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them; experts and other
 products in FP8 blocks as DeepSeek-V3 and Qwen3-30B-A3B-FP8 have them; in MXFP4 as `turnout quantize` writes
-them; or bf16. GPT-OSS is in MXFP4, DeepSeek-V4 as released, without its draft stages. A configuration for text and images gives the text model. Only values are
-made up. They come from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB
-takes minutes, this as long as writing, which several threads do, a file each. Only bf16 tensors larger than
-the pool (embeddings and head) are drawn value by value, since a repeated pool would give many token ids the
-same row. The scales give weights a standard deviation of 0.02: hidden states stay finite and routing is
-spread over the experts.
+them; or bf16. GPT-OSS is in MXFP4, and DeepSeek-V4 as released, without its draft stages. A configuration for
+text and images gives the text model. Only values are made up. They come from pools of random numbers, each
+tensor starting elsewhere in its pool: drawing 17 GB takes minutes, this as long as writing, which several
+threads do, a file each. Only bf16 tensors larger than the pool (embeddings and head) are drawn value by
+value, since a repeated pool would give many token ids the same row. The scales give weights a standard
+deviation of 0.02: hidden states stay finite and routing is spread over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
 says is text.
