@@ -139,14 +139,21 @@ def moved(value: Any) -> Any:
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "min-p": {"temperature": 1.0, "min_p": 0.1},
     "top-k and top-p": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
     "log-probabilities": {"logprobs": 3},
     "named log-probabilities": {"logprobs": 0, "logprob_token_ids": (1, 5)},
     "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
     "bias": {"logit_bias": {4: 3.0}, "min_tokens": 3, "stop_token_ids": (9,)},
     "everything": {
-        "temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 1, "frequency_penalty": 0.5,
-        "logit_bias": {4: 3.0},
+        "temperature": 1.0, "top_k": 1500, "top_p": 0.9, "min_p": 0.1, "seed": 3, "logprobs": 1,
+        "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2,
+        "logit_bias": {4: 3.0}, "min_tokens": 3, "stop_token_ids": (9,),
+    },
+    "everything but top-k": {
+        "temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "logprobs": 0, "logprob_token_ids": (1, 5),
+        "frequency_penalty": 0.5, "logit_bias": {4: 3.0},
     },
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from turnout.cache import cache_folder
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
+from turnout.engine.sampling.sampler import draw_ordered
 from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.kv_cache import KVCache
@@ -156,6 +157,7 @@ def first_prompts(
         if not done:
             words = -(-logits_SV.shape[1] // 32)
             forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
+            draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
         if forward.prefill_graphs is not None:
             forward(chunks, synced)  # attention alone is launched otherwise
         for chunk in chunks:

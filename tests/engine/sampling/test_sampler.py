@@ -17,8 +17,8 @@ from turnout.engine.sampling.sampler import (
     Scores,
     _best,
     _draw,
-    _draw_ordered,
     _keep_top,
+    draw_ordered,
     uniform,
 )
 from turnout.engine.sampling_params import SamplingParams
@@ -127,7 +127,7 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     drawn = torch.zeros(8, V, dtype=torch.bool)
     for place in range(150):
         uniforms = [uniform(seed, place) for seed in range(8)]
-        draw = _draw_ordered if top_k or top_p < 1 else _draw
+        draw = draw_ordered if top_k or top_p < 1 else _draw
         for i, token in enumerate(draw(logits.clone(), params, uniforms)):
             drawn[i, token] = True
     assert not (drawn & ~allowed).any()
@@ -147,10 +147,10 @@ def test_looking_at_the_best_first_draws_as_looking_at_all(monkeypatch: pytest.M
         for place in range(20):
             uniforms = [uniform(seed, place) for seed in range(6)]
             monkeypatch.setattr(sampler, "WIDTH", 10**6)
-            expected = _draw_ordered(logits, params, uniforms).tolist()
+            expected = draw_ordered(logits, params, uniforms).tolist()
             monkeypatch.setattr(sampler, "WIDTH", 128)
-            assert _draw_ordered(logits, params, uniforms).tolist() == expected
-            alone = [_draw_ordered(logits[i : i + 1], params[:1], uniforms[i : i + 1])[0] for i in range(6)]
+            assert draw_ordered(logits, params, uniforms).tolist() == expected
+            alone = [draw_ordered(logits[i : i + 1], params[:1], uniforms[i : i + 1])[0] for i in range(6)]
             assert alone == expected
     probs, tokens = _best(torch.softmax(logits, -1))
     wanted, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)

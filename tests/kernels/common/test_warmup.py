@@ -25,6 +25,7 @@ from turnout.kernels.common import (
     rows,
     split_gemm,
     token_mask,
+    top_p,
 )
 
 MOST, RUNNING = 4096, 256
@@ -172,6 +173,14 @@ def grammar_masks(size: int) -> None:
     token_mask.forbid_tokens(torch.empty(size, 5000), torch.empty(size, 157, dtype=torch.int32))
 
 
+def draws_by_top_p(size: int) -> None:
+    size = min(size, RUNNING)
+    of_rows = torch.empty(size), torch.empty(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    top_p.draw_top_p(
+        torch.empty(size, 5000), torch.empty(size, dtype=torch.bool), of_rows[1], of_rows[0], *of_rows[1:]
+    )
+
+
 def normed_products(size: int) -> None:
     """Of a step of one token."""
     for delta in (None, b16(size, H), b16(4, size, H)):
@@ -180,7 +189,8 @@ def normed_products(size: int) -> None:
 
 PARTS = (
     norm, rotate, sums, routing, low_ranks, products, fp8_products, wire, states, index_scores,
-    prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks, normed_products,
+    prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks, draws_by_top_p,
+    normed_products,
 )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ class Sampler:
             for rows in [[i] for i in drawn] if self._one_by_one else [drawn] * bool(drawn):
                 params = [requests[i].sampling for i in rows]
                 uniforms = [uniform(requests[i].seed, num_outputs[i]) for i in rows]
-                draw, index = _draw_ordered if ordered else _draw, self._index(rows)
+                draw, index = draw_ordered if ordered else _draw, self._index(rows)
                 columns_CS[0, index] = draw(logits_SV[index], params, uniforms)
                 if self._report_near_ties:
                     columns_CS[2, index] = 0  # no choice between two best ones
@@ -276,32 +276,54 @@ def _draw(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequenc
     return _pick(_probabilities(logits_SV, params), params, uniforms)[:, 0]
 
 
-def _draw_ordered(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+def draw_ordered(logits_SV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """As `_draw`, by top-k and top-p as well.
 
     Most rows keep few tokens, and sorting 64 vocabularies of 150,000 takes longer than a forward: the best
     WIDTH are looked at first, and all only for rows to which those are not enough. Whether they are follows
-    from the row alone, and so does what it draws. Without a top-k the host waits to learn it.
+    from the row alone, and so does what it draws. Without a top-k only the device knows, and a GPU is not
+    waited for: a kernel looks at all of such rows (kernels/common/top_p.py).
     """
     probs_SV = _probabilities(logits_SV, params)
-    totals_S1 = probs_SV.sum(-1, keepdim=True)
+    totals_S1 = probs_SV.sum(-1, keepdim=True, dtype=torch.float64)
     chosen = torch.zeros(len(params), dtype=torch.int64, device=probs_SV.device)
-    rows = list(range(len(params)))
+    rows = set(range(len(params)))
     if probs_SV.shape[1] > WIDTH:
         best_SW, order_SW = _best(probs_SV)
-        held = [False] * len(params)
-        if not all(p.top_k for p in params):
-            held = (best_SW.sum(-1, keepdim=True) > _top_p(params, probs_SV.device) * totals_S1)[
-                :, 0
-            ].tolist()
-        enough = [i for i in rows if (0 < params[i].top_k <= WIDTH if params[i].top_k else held[i])]
-        rows = sorted(set(rows) - set(enough))
-        _draw_from(best_SW, order_SW, totals_S1, enough, params, uniforms, chosen)
+        held = {i for i in rows if 0 < params[i].top_k <= WIDTH}
+        if unknown := {i for i in rows if not params[i].top_k}:
+            limits_S1 = _top_p(params, probs_SV.device) * totals_S1
+            held_S1 = best_SW.sum(-1, keepdim=True, dtype=torch.float64) > limits_S1
+            held |= {i for i in unknown if held_S1[i, 0].item()} if probs_SV.is_cpu else unknown
+        _draw_from(best_SW, order_SW, totals_S1, sorted(held), params, uniforms, chosen)
+        if unknown and not probs_SV.is_cpu:
+            _draw_from_all(probs_SV, best_SW[:, :1], held_S1, limits_S1, params, uniforms, chosen)
+        rows -= held
     if rows:
         # Stable, so that equal probabilities come in the order of ids in every batch.
         all_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
-        _draw_from(all_SV, order_SV, totals_S1, rows, params, uniforms, chosen)
+        _draw_from(all_SV, order_SV, totals_S1, sorted(rows), params, uniforms, chosen)
     return chosen
+
+
+def _draw_from_all(
+    probs_SV: Tensor,
+    best_S1: Tensor,
+    held_S1: Tensor,
+    limits_S1: Tensor,
+    params: Sequence[SamplingParams],
+    uniforms: Sequence[float],
+    chosen_S: Tensor,
+) -> None:
+    """Put a token into `chosen` for each row without a top-k that is not `held`: of those that hold
+    `limits`."""
+    from turnout.kernels.common.top_p import draw_top_p
+
+    device = probs_SV.device
+    held_S1 |= on_device([p.top_k > 0 for p in params], torch.bool, device)[:, None]
+    floors_S1 = best_S1 * _column([p.min_p for p in params], device)
+    uniforms_S = on_device(uniforms, torch.float64, device)
+    draw_top_p(probs_SV, held_S1, limits_S1, floors_S1, uniforms_S, chosen_S)
 
 
 def _draw_from(
@@ -354,15 +376,16 @@ def _pick(probs_SW: Tensor, params: Sequence[SamplingParams], uniforms: Sequence
 def _keep_top(probs_SW: Tensor, totals_S1: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Zero all but the top-k, then all but the fewest that hold `top_p` of the rest; sorted input.
 
-    totals: of all tokens, of which the input may have the best only.
+    totals: float64, of all tokens, of which the input may have the best only.
     """
     device, W = probs_SW.device, probs_SW.shape[1]
     k_S1 = on_device([min(p.top_k, W) if p.top_k > 0 else W for p in params], torch.int64, device)[:, None]
     limited_S1 = on_device([p.top_k > 0 for p in params], torch.bool, device)[:, None]
     places_W = torch.arange(W, device=device)
     probs_SW = probs_SW.masked_fill(places_W >= k_S1, 0)
-    totals_S1 = torch.where(limited_S1, probs_SW.sum(-1, keepdim=True), totals_S1)
-    before_SW = probs_SW.cumsum(-1) - probs_SW
+    totals_S1 = torch.where(limited_S1, probs_SW.sum(-1, keepdim=True, dtype=torch.float64), totals_S1)
+    # As float64, in which no order of summation moves the end.
+    before_SW = probs_SW.cumsum(-1, dtype=torch.float64) - probs_SW
     top_p_S1 = _top_p(params, device)
     beyond_SW = before_SW >= top_p_S1 * totals_S1
     # top_p 1 keeps all, for rounding of the sums must not cut the tail; the first is always kept.
