@@ -29,6 +29,7 @@ PANELS = ("Model", "Attention", "Experts", "Parallelism", "Memory and scheduling
     functools.partial(flag, panel=panel) for panel in PANELS
 )
 
+MOST_RANKS = 4096  # more are a slip of the finger, which a plan would arrange in all ways for minutes
 DRAFT_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of speculative decoding by a checkpoint's own draft layer
 
 
@@ -111,11 +112,15 @@ class Config:
         0, "all-to-all capacity per rank; 0: the budget's", minimum=0
     )
 
-    tp_size: int = parallel_flag(1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1)
-    dp_size: int = parallel_flag(
-        1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1
+    tp_size: int = parallel_flag(
+        1, "ranks in all", "--tp", "--tensor-parallel-size", minimum=1, maximum=MOST_RANKS
     )
-    ep_size: int = parallel_flag(1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1)
+    dp_size: int = parallel_flag(
+        1, "data-parallel attention groups", "--dp", "--data-parallel-size", minimum=1, maximum=MOST_RANKS
+    )
+    ep_size: int = parallel_flag(
+        1, "expert-parallel ranks", "--ep", "--expert-parallel-size", minimum=1, maximum=MOST_RANKS
+    )
     enable_dp_attention: bool | None = parallel_flag(
         None,
         "attention data-parallel, experts across all ranks; by default for models with compressed attention, "
@@ -127,7 +132,7 @@ class Config:
     enable_dp_lm_head: bool = parallel_flag(
         False, "the head divided over the ranks that share requests only, as it always is"
     )
-    nnodes: int = parallel_flag(1, "hosts", minimum=1)
+    nnodes: int = parallel_flag(1, "hosts", minimum=1, maximum=MOST_RANKS)
     node_rank: int = parallel_flag(0, "which host this is", minimum=0)
     dist_init_addr: str = parallel_flag("", "HOST:PORT where ranks dial in to the first host")
 

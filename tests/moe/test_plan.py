@@ -373,6 +373,19 @@ def test_experts_that_do_not_divide_are_refused_with_sizes_that_do(spec, topolog
         assert make(spec, topology=Topology(tp_size=tp_size, ep_size=size))
 
 
+def test_the_remedy_names_the_most_ranks_over_which_experts_divide():
+    for tp_size in (6, 7, 48, 90, 96, 600):
+        topology = Topology(tp_size=tp_size, dp_size=2 - tp_size % 2, enable_dp_attention=True)
+        remedy = the_refusal(refused(SPEC, topology=topology, num_layers=1), "layer").remedy
+        tp, eps = re.fullmatch(r"use (?:--tp-size (\d+) )?--ep-size ([\d, or]+)", remedy).groups()
+        found = int(tp or tp_size), [int(n) for n in re.findall(r"\d+", eps)]
+        fitting = [
+            (n, [ep for ep in range(1, n + 1) if n % ep == 64 % ep == 512 % (n // ep) == 0])
+            for n in range(topology.dp_size, tp_size + 1, topology.dp_size)
+        ]
+        assert found == [one for one in fitting if one[1]][-1]
+
+
 def test_fp8_blocks_bind_shards_not_whole_experts():
     odd = replace(SPEC, format="fp8", intermediate_size=704)  # 5.5 blocks
     assert make(odd)

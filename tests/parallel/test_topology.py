@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnout.parallel.topology import Topology, split_address
+from turnout.parallel.topology import Topology, divisors, split_address
 
 
 @st.composite
@@ -102,6 +102,11 @@ def test_data_parallel_groups_need_data_parallel_attention():
     (refusal,) = Topology(tp_size=4, dp_size=2).refusals()
     assert "--enable-dp-attention" in refusal.remedy
     assert Topology(tp_size=4, dp_size=2, enable_dp_attention=True).refusals() == []
+
+
+@given(st.integers(1, 5000))
+def test_divisors(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
 
 
 @pytest.mark.parametrize(

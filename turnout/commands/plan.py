@@ -36,6 +36,7 @@ from turnout.vocabulary import Bf16Units, Format, Reduce, SharedExpert
 
 REFUSED = 2  # exit code, as for every user error
 RANKS_SHOWN = 16
+SIZES_SHOWN = 8
 SHARED = {SharedExpert.SHARDED: "a part on each rank", SharedExpert.WHOLE: "whole on each rank"}
 
 
@@ -321,11 +322,24 @@ def _print_layouts(console: Console, config: Config, others: Sequence[ParallelLa
     for other in others:
         for refusal in other.refusals[:1]:
             reasons.setdefault(refusal, []).append(other)
+    sizes = {other.topology.ep_size for other in others}
     if reasons:
         console.print(Text(f"Refused parallel layouts of {config.tp_size} ranks", style="bold"))
     for refusal, refused in reasons.items():
-        places = ", ".join(f"{o.topology.dp_size} x {o.topology.ep_size}" for o in refused)
-        console.print(Text(f"  dp x ep {places}: {refusal}"))
+        console.print(Text(f"  dp x ep {_places(refused, sizes)}: {refusal}"))
+
+
+def _places(refused: Sequence[ParallelLayout], sizes: set[int]) -> str:
+    """Of each, dp x ep; where there are many `sizes` of ep and a dp is refused with all, that in short."""
+    by_dp: dict[int, list[int]] = {}
+    for other in refused:
+        by_dp.setdefault(other.topology.dp_size, []).append(other.topology.ep_size)
+    return ", ".join(
+        f"{dp_size} x any"
+        if len(ep_sizes) == len(sizes) > SIZES_SHOWN
+        else ", ".join(f"{dp_size} x {ep_size}" for ep_size in ep_sizes)
+        for dp_size, ep_sizes in by_dp.items()
+    )
 
 
 def _roomiest(others: Sequence[ParallelLayout]) -> str:

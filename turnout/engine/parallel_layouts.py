@@ -10,12 +10,14 @@ from typing import Any
 
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, ModelFolder, decide
+from turnout.engine.parallel_config import attention_refusals
 from turnout.errors import PlanRefused, Refusal
 from turnout.formats.spec import FORMATS, ITEMSIZE
 from turnout.moe.budget import moves
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.capabilities.rank_share import DispatchShare
 from turnout.moe.planning.backend_refusals import dispatcher_refusals
+from turnout.moe.planning.sharding_rules import layer_refusals
 from turnout.moe.spec import RankShape
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology, divisors
@@ -24,7 +26,7 @@ from turnout.vocabulary import Layout, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """`config` with other --dp-size and --ep-size: its engine plan, or everything in its way."""
+    """`config` with other --dp-size and --ep-size: its engine plan, or what is in its way."""
 
     topology: Topology
     engine_plan: EnginePlan | None
@@ -64,11 +66,22 @@ class ParallelLayout:
 
 
 def parallel_layouts(config: Config, model: ModelFolder, hardware: Hardware) -> Iterator[ParallelLayout]:
-    """All sizes that divide --tp-size, attention groups first; the rest of `config` stays as asked."""
+    """All sizes that divide --tp-size, attention groups first; the rest of `config` stays as asked.
+
+    Most ways to arrange many ranks divide no heads or experts: of those, that is all that is said.
+    """
+    description = model.description
     sizes = divisors(config.tp_size)
     for dp_size, ep_size in product(sizes, sizes):
         asked = dataclasses.replace(config, dp_size=dp_size, ep_size=ep_size, enable_dp_attention=dp_size > 1)
         topology = Topology.of(asked)
+        uneven = topology.refusals() or [
+            *attention_refusals(description, topology),
+            *layer_refusals(description.moe, topology),
+        ]
+        if uneven:
+            yield ParallelLayout(topology=topology, engine_plan=None, refusals=tuple(uneven))
+            continue
         try:
             yield ParallelLayout(topology=topology, engine_plan=decide(asked, model, hardware, topology))
         except PlanRefused as error:

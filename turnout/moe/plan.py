@@ -233,7 +233,8 @@ def _allowed(
     )
     requested_dispatchers, no_dispatcher = _requested_dispatchers(problem.request, dispatchers)
     found = [*impossible, *no_runner, *no_dispatcher]
-    if misarranged:  # what a rank would hold cannot be told
+    too_many = problem.topology.expert_tp > problem.spec.intermediate_size
+    if misarranged or too_many:  # what a rank would hold cannot be told
         found += problem.budget.refusals(in_chunks=any(d.in_chunks for d in requested_dispatchers))
         raise PlanRefused("the ranks cannot be arranged as asked", found)
     # In the place of a name that nothing has, all: what else stands in the way is told too.

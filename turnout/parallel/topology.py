@@ -11,6 +11,7 @@ and so are the attention-TP ranks of one DP group. Example, tp 8, dp 4, ep 4:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -153,7 +154,8 @@ class Topology:
 
 def divisors(n: int) -> list[int]:
     """Ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def one_of(values: Sequence[int]) -> str:

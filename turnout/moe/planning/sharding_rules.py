@@ -7,6 +7,7 @@ groups of the format's scales.
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from turnout.errors import Refusal
 from turnout.formats.spec import FORMATS
@@ -69,20 +70,23 @@ def parallel_layout(spec: MoESpec, topology: Topology, multiple: int = 1) -> str
     """The remedy: the --ep-size, else --tp-size and perhaps --dp-size too, under which experts and shards
     divide, the latter by `multiple`."""
     nnodes = topology.nnodes
+    expert_tps = [n for n in divisors(spec.intermediate_size) if _shards_fit(spec, n, multiple)]
+    fitting: dict[int, list[int]] = {}  # --ep-size by --tp-size
+    for ep_size, expert_tp in product(divisors(spec.num_experts), expert_tps):
+        if ep_size * expert_tp <= topology.tp_size:
+            fitting.setdefault(ep_size * expert_tp, []).append(ep_size)
     for step, dp_too in ((math.lcm(topology.dp_size, nnodes), False), (nnodes, True)):
-        for tp_size in range(topology.tp_size, 0, -step):
-            fitting = [ep for ep in divisors(tp_size) if _divides(spec, tp_size, ep, multiple)]
-            if fitting:
-                smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
-                smaller += f"--dp-size {one_of(divisors(tp_size))} " if dp_too else ""
-                return f"use {smaller}--ep-size {one_of(fitting)}"
+        tp_size = max((n for n in fitting if n % step == 0), default=0)
+        if tp_size:
+            smaller = f"--tp-size {tp_size} " if tp_size < topology.tp_size else ""
+            smaller += f"--dp-size {one_of(divisors(tp_size))} " if dp_too else ""
+            return f"use {smaller}--ep-size {one_of(fitting[tp_size])}"
     return CONVERT
 
 
-def _divides(spec: MoESpec, tp_size: int, ep_size: int, multiple: int) -> bool:
-    """Whether experts divide by `ep_size`, and shards into whole groups and by `multiple`."""
-    expert_tp = tp_size // ep_size
-    return spec.num_experts % ep_size == 0 and all(
+def _shards_fit(spec: MoESpec, expert_tp: int, multiple: int) -> bool:
+    """Whether shards are whole groups, and divide by `multiple`."""
+    return all(
         spec.intermediate_size % (expert_tp * unit) == 0
         for unit in (multiple, _shard_multiple(spec, expert_tp))
     )
