@@ -102,7 +102,7 @@ def _up(
                     at = rows + (first - begin) // TILE_ROWS * steps * TILE
                     products(
                         units, at, steps * TILE, last - first, gate, two, three, four, count * halves, steps,
-                        sums,
+                        sums, count * panel,
                     )  # fmt: skip
                     for p in range(first, last):
                         place = tiles + 8 * e
@@ -156,7 +156,7 @@ def _down(
                     at = rows + (first - start) // TILE_ROWS * steps * TILE
                     products(
                         units, at, steps * TILE, last - first, one, one + panel, one + 2 * panel,
-                        one + 3 * panel, count, steps, sums
+                        one + 3 * panel, count, steps, sums, count * panel,
                     )  # fmt: skip
                     for p in range(first, last):
                         factor = splat(get_f32(weight + 4 * p))
