@@ -11,6 +11,9 @@ groups of outputs, Z rows of each group's projection, Hi/Di number/size of index
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,9 +28,20 @@ from turnout.models.weights import Weights
 from turnout.parallel.groups import Group
 
 
-def turned(x_NGD: Tensor, rotary: tuple[Tensor, Tensor], *, back: bool = False) -> Tensor:
-    """The last R of each head rotated in pairs of neighbours, by cos and sin [N, 1, R] of halves."""
+def turned(
+    x_NGD: Tensor, rotary: tuple[Tensor, Tensor], *, norm: Norm | None = None, back: bool = False
+) -> Tensor:
+    """The last R of each head rotated in pairs of neighbours, by cos and sin [N, 1, R] of halves, after a
+    norm."""
     cos_N1R, sin_N1R = rotary
+    if x_NGD.device.type == "cuda" and find_spec("triton"):
+        from turnout.kernels.common.turned import turn
+
+        of_norm: Any = {"weight_D": norm.weight, "eps": norm.eps} if norm else {}
+        rotated: Tensor = turn(x_NGD, cos_N1R[:, 0], sin_N1R[:, 0], back=back, **of_norm)
+        return rotated
+    if norm:
+        x_NGD = norm(x_NGD)
     half = cos_N1R.shape[-1] // 2
     cos, sin = cos_N1R[..., :half], sin_N1R[..., half:]
     if back:
@@ -85,8 +99,8 @@ class CompressedProjection(Mixer):
         q_NL, kv_ND, raw_NX, weights_NH = self._linear(x_NH, self._down).split(self._sizes, dim=-1)
         q_NL = self._query_norm(q_NL)
         q_NHD = self._linear(q_NL, self._query_up).view(N, spec.num_heads, spec.head_dim)
-        q_NHD = turned(self._query_unit(q_NHD), rotary)
-        kv_ND = turned(self._kv_norm(kv_ND)[:, None], rotary)[:, 0]
+        q_NHD = turned(q_NHD, rotary, norm=self._query_unit)
+        kv_ND = turned(kv_ND[:, None], rotary, norm=self._kv_norm)[:, 0]
         rest = self._compressible(raw_NX, weights_NH, q_NL, rotary) if self._compressors else None
         out_NHD = attention.compressed(self._layer, q_NHD, kv_ND, self._sinks, rest)
         out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, self._out_a_GZX.shape[-1])

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,9 @@ from turnout.models.decoder import MLP, Flow, Mixer
 from turnout.models.interface import Step
 from turnout.models.spec import StreamSpec
 from turnout.moe.in_flight import InFlight
+
+# To streams: [N, S, H], or post [N, S] times what a block gave [N, H]; None: nothing.
+Added = Tensor | tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,23 @@ class StreamWeights:
         pre_NS = torch.sigmoid(self.products(x_NSH) * self.scale + self.base) + self.spec.eps
         return _sum(pre_NS, x_NSH)
 
+    def of_sum(self, x_NSH: Tensor, added: Added) -> tuple[Tensor, Tensor, Tensor]:
+        """(the input [N, H] of a block, float32 post [N, S], the streams [N, S, H] mixed by M), of x and what
+        is added to it."""
+        if self.fn.device.type == "cuda" and find_spec("triton"):
+            from turnout.kernels.common.streams import connect
+
+            rest: Any = {"iterations": self.spec.iterations, "eps": self.spec.eps, "norm_eps": self.norm_eps}
+            found: tuple[Tensor, Tensor, Tensor] = connect(
+                x_NSH, added, self.fn, self.base, self.scale, **rest
+            )
+            return found
+        if isinstance(added, tuple):
+            added = _spread(*added)
+        return self(x_NSH if added is None else x_NSH + added)
+
     def __call__(self, x_NSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the input [N, H] of a block, float32 post [N, S], the streams [N, S, H] mixed by M)."""
+        """As `of_sum` of x alone, with torch."""
         S, eps = self.spec.count, self.spec.eps
         sizes = [S, S, S * S]
         (pre, post, mix), (pre_b, post_b, mix_b) = (
@@ -95,10 +115,9 @@ class StreamLayer:
         self, x_NSH: Tensor, delta_NSH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The streams [N, S, H] as the MLP's connection mixed them, its post [N, S], and the MLP's input."""
-        total_NSH = x_NSH if delta_NSH is None else x_NSH + delta_NSH
-        x_NH, post_NS, mixed_NSH = self.attention_streams(total_NSH)
+        x_NH, post_NS, mixed_NSH = self.attention_streams.of_sum(x_NSH, delta_NSH)
         y_NH = self.attention(self.attention_norm(x_NH), rotary, step.attention)
-        x_NH, post_NS, mixed_NSH = self.mlp_streams(mixed_NSH + _spread(post_NS, y_NH))
+        x_NH, post_NS, mixed_NSH = self.mlp_streams.of_sum(mixed_NSH, (post_NS, y_NH))
         return mixed_NSH, post_NS, self.mlp_norm(x_NH)
 
     def overlapped(
