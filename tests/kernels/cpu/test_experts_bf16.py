@@ -29,6 +29,14 @@ ACTIVATIONS = [
     (Activation(kind="relu2"), True),
 ]
 
+# Float32 on ties of bfloat16 (to an even and to an odd one) and next to them, at every exponent
+# but that of subnormal numbers; infinities and NaN.
+_TIES = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x18001, 0x7F8000, 0x7FFFFF])
+_BITS = (torch.arange(1, 255)[:, None] * 2**23 + _TIES).flatten()
+_OTHERS = torch.tensor([0, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF])
+_UNSIGNED = torch.cat((_BITS, _OTHERS)).int().view(torch.float32)
+SUMS = torch.cat((_UNSIGNED, -_UNSIGNED[_UNSIGNED != 0]))
+
 
 def made(hidden: int, inner: int, activation: Activation, biased: bool) -> ExpertWeights:
     rows = 2 * inner if activation.gated else inner
@@ -69,7 +77,7 @@ def layer(experts: ExpertWeights, activation: Activation, units: Bf16Units) -> k
 def run(mine: kernels.Layer, units: Bf16Units, x, ids, factors) -> torch.Tensor:
     pairs = kernels.sort_pairs(ids, factors, 0, E)
     if units == Bf16Units.NONE:
-        return kernels.run(mine, x.float(), pairs, len(x))
+        return kernels.run(mine, x.float(), pairs, len(x)).bfloat16()
     return experts_bf16.run(mine, x, pairs, len(x), str(units))
 
 
@@ -116,3 +124,27 @@ def test_rows_that_nobody_chose_are_not_read(units):
     out = run(mine, units, x, ids, torch.ones(3, 1))
     assert out.isfinite().all()
     assert out[1].eq(0).all()
+
+
+@pytest.mark.parametrize("units", HERE)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_are_rounded_as_torch_rounds(units, threads, monkeypatch):
+    """Experts that put 1 out everywhere, so that a token's sum is its weight, of any bits."""
+    for module in (kernels, experts_bf16):
+        monkeypatch.setattr(module, "threads_for", lambda multiplications: threads)
+    hidden, inner = 144, 32
+    ones = ExpertWeights(
+        w13=PackedTensor(format="bf16", data=torch.ones(E, inner, hidden).bfloat16()),
+        w2=PackedTensor(format="bf16", data=torch.ones(E, hidden, inner).bfloat16()),
+        num_experts=E,
+    )
+    ones.w13.data[:, 1:] = 0
+    x = torch.zeros(len(SUMS), hidden).bfloat16()
+    x[:, 3] = 1
+    ids = torch.arange(len(SUMS), dtype=torch.int32)[:, None] % E
+    out = run(layer(ones, Activation(kind="relu2"), units), units, x, ids, SUMS[:, None])
+    assert out.dtype == torch.bfloat16
+    expected = SUMS.bfloat16()[:, None].expand_as(out)
+    number = ~SUMS.isnan()
+    assert torch.equal(out[number].view(torch.int16), expected[number].contiguous().view(torch.int16))
+    assert out[~number].isnan().all()

@@ -257,7 +257,7 @@ def _dots(
 
 @intrinsic
 def store_bf16(_: Any, address: Any, v: Any) -> Any:
-    """16 float32, rounded to bfloat16."""
+    """16 float32, rounded to the nearest bfloat16, ties to even; subnormal ones become zero."""
 
     def build(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         if HAS_AVX512:

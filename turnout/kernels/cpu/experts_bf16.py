@@ -4,8 +4,11 @@
 
 `up` gathers the tokens of an expert, up to some hundred at a time, multiplies them with panels of gate and up
 together, and leaves the activation's output a, rounded to bfloat16, in tiles: each expert's pairs begin at a
-tile of their own. `down` goes through all experts for some columns, and adds weighted products to each
-token's sum in float32, in the order of experts.
+tile of their own. `down` goes through all experts for some columns, adds weighted products to each
+order of experts, and rounds the sums to bfloat16.
+
+Rounded by torch afterwards, 256 tokens of the layer in docs/notes/cpu-kernels.md took 24 ms and not 19 on two
+cores of an AMD EPYC, for torch's threads wait for more work by spinning, in the way of those of `up`.
 
 Legend: T tokens, k top-k, P pairs, E local experts, H hidden, I intermediate, B panels of 16 columns.
 """
@@ -122,15 +125,18 @@ def _up(
         end_tiles()
 
 
-@kernel("void(" + "int64, " * 16 + "int64)")
+@kernel("void(" + "int64, " * 17 + "int64)")
 def _down(
-    counter, units, a, starts, tiles, token, weight, E, T, w, panel, factors, steps, B, columns, bias, out
+    counter, units, a, starts, tiles, token, weight, E, T, w, panel, factors, steps, B, columns, bias, space,
+    out
 ):  # fmt: skip
-    """out [T, 16 B] = per token the sum over its pairs, by expert, of weight * (a times w[e]).
+    """out [T, 16 B], bfloat16 = per token the sum over its pairs, by expert, of weight * (a times w[e]).
 
-    w: [E, B] panels. columns: panels of a unit of work. bias: float32 [E, 16 B], or 0.
+    w: [E, B] panels. columns: panels of a unit of work. bias: float32 [E, 16 B], or 0. space: float32
+    [T, 16 columns] for each thread, where tokens' sums are made.
     """
     sums = stack(SUMS)
+    totals = space + take(counter + 8) * T * columns * 64
     if units == AMX:
         begin_tiles()
     blocks = (B + columns - 1) // columns
@@ -139,9 +145,8 @@ def _down(
         if job >= blocks:
             break
         begin, until = job * columns, min(job * columns + columns, B)
-        for t in range(T):
-            for b in range(begin, until):
-                store(out + (t * B + b) * 64, zeros())
+        for to in range(totals, totals + T * columns * 64, 64):
+            store(to, zeros())
         for e in range(E):
             start, end = get_i64(starts + 8 * e), get_i64(starts + 8 * e + 8)
             after = splat(get_f32(factors + 4 * e))
@@ -160,19 +165,22 @@ def _down(
                     )  # fmt: skip
                     for p in range(first, last):
                         factor = splat(get_f32(weight + 4 * p))
-                        to = out + (get_i64(token + 8 * p) * B + b) * 64
+                        to = totals + (get_i64(token + 8 * p) * columns + b - begin) * 64
                         for c in range(count):
                             y = load(sums + (p - first) * SUMS_PITCH + c * 64) * after
                             if bias:
                                 y = y + load(bias + (e * B + b + c) * 64)
                             store(to + c * 64, fma(factor, y, load(to + c * 64)))
                 b += count
+        for t in range(T):
+            for b in range(begin, until):
+                store_bf16(out + (t * B + b) * 32, load(totals + (t * columns + b - begin) * 64))
     if units == AMX:
         end_tiles()
 
 
 def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int, units: str) -> Tensor:
-    """float32 [rows, H]: of each row the weighted sum over its pairs, zero where it has none.
+    """bfloat16 [rows, H]: of each row the weighted sum over its pairs, zero where it has none.
 
     x: bfloat16; both matrices of the layer in pairs (panels.py). units: "amx_bf16" or "avx512_bf16", which
     this processor must have.
@@ -194,7 +202,6 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int, units: str) -> Tens
     space = make(threads, group, steps * STEP, dtype=torch.bfloat16)
     blocks, busy = inner // LANES, max(int(counts_E.count_nonzero()), 1)
     columns = max(blocks * busy // (JOBS * threads), 4) if threads > 1 and busy < JOBS * threads else blocks
-    out_RH = torch.empty(rows, w2.outputs)
     kind = UNITS[units]
     parallel(
         _up, threads, kind, x_RH.data_ptr(), 2 * H, pairs.starts.data_ptr(),
@@ -205,9 +212,13 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int, units: str) -> Tens
     )  # fmt: skip
     blocks = w2.outputs // LANES
     columns = blocks if threads == 1 else max(4, blocks // (4 * threads))
+    threads = min(threads, -(-blocks // columns))
+    totals = torch.empty(threads, rows, columns * LANES)
+    out_RH = torch.empty(rows, w2.outputs, dtype=torch.bfloat16)
     parallel(
         _down, threads, kind, a.data_ptr(), pairs.starts.data_ptr(), tiles.data_ptr(),
         pairs.token.data_ptr(), pairs.weight.data_ptr(), E, rows, w2.data.data_ptr(), w2.panel_bytes,
-        w2.factors.data_ptr(), inner_steps, blocks, columns, address(layer.b2), out_RH.data_ptr(),
+        w2.factors.data_ptr(), inner_steps, blocks, columns, address(layer.b2), totals.data_ptr(),
+        out_RH.data_ptr(),
     )  # fmt: skip
     return out_RH

@@ -91,15 +91,15 @@ class NumbaRunner:
         x = batch.hidden.data
         if isinstance(batch, TokensBatch):
             pairs = kernels.sort_pairs(batch.topk_ids, batch.topk_weights, self._first, self._count)
-            return self._run(x, pairs).to(self._dtype)
+            return self._run(x, pairs)
         E, C, H = x.shape
         pairs = kernels.batched_pairs(batch.counts, C)
-        return self._run(x.flatten(0, 1), pairs).view(E, C, H).to(self._dtype)
+        return self._run(x.flatten(0, 1), pairs).view(E, C, H)
 
     def _run(self, x_RH: Tensor, pairs: kernels.Pairs) -> Tensor:
-        """float32 [R, H]"""
+        """[R, H] in the compute type; bfloat16 units are for bfloat16 only."""
         if self._units == Bf16Units.NONE:
-            return kernels.run(self._layer, x_RH.float(), pairs, len(x_RH))
+            return kernels.run(self._layer, x_RH.float(), pairs, len(x_RH)).to(self._dtype)
         from turnout.kernels.cpu import experts_bf16
 
         return experts_bf16.run(self._layer, x_RH.bfloat16(), pairs, len(x_RH), str(self._units))
