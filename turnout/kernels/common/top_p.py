@@ -2,9 +2,9 @@
 (Triton).
 
 The host does not know which rows those are: one program looks at each row, and ends at once where the best
-were enough. The others search: 31 sums over a row, of what exceeds a bound, find the least probability that
-top-p keeps, and as many the one that the draw falls on. Among equal ones the first tokens come first. A
-row's bits do not depend on the batch.
+were enough. The others search: 15 times a row is summed beyond three bounds at once, to find the least
+probability that top-p keeps, and as often for the one that the draw falls on. Among equal ones the first
+tokens come first. A row's bits do not depend on the batch.
 
 Sorting these rows instead would need their number on the host, which would wait for the device to learn it.
 
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS, WARPS = 4096, 16  # at once, of a program
-BITS = tl.constexpr(31)  # of a probability, without its sign
-INFINITY = tl.constexpr(0x7F800000)
+TWO = tl.constexpr(1 << 30)  # its bits, beyond those of any probability
+PASSES = tl.constexpr(15)  # of two bits each
 
 
 @triton.jit
@@ -40,16 +40,32 @@ def _above(row_ptr, bits, V: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _first_bits(row_ptr, bound, INCLUSIVE: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr):
-    """The least bits beyond which the sum stays below `bound`, or INCLUSIVE: does not exceed it."""
+    """The least bits beyond which the sum stays below `bound`, or INCLUSIVE: does not exceed it; and the sum.
+
+    Each pass over the row leaves a quarter of the bits.
+    """
     low = 0
-    high = INFINITY
-    for _ in range(BITS):
-        middle = low + (high - low) // 2
-        above = _above(row_ptr, middle, V, TOKENS)
-        fits = above <= bound if INCLUSIVE else above < bound
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle)
-    return high
+    high = TWO
+    above = tl.sum(tl.zeros([2], tl.float64), 0)
+    for _ in range(PASSES):
+        half, quarter = (high - low) // 2, (high - low) // 4
+        a, b, c = low + quarter, low + half, low + half + quarter
+        above_a = tl.zeros([TOKENS], tl.float64)
+        above_b = tl.zeros([TOKENS], tl.float64)
+        above_c = tl.zeros([TOKENS], tl.float64)
+        for start in range(0, V, TOKENS):
+            probs, bits = _load(row_ptr, start + tl.arange(0, TOKENS), V)
+            above_a += tl.where(bits > a, probs, 0.0).to(tl.float64)
+            above_b += tl.where(bits > b, probs, 0.0).to(tl.float64)
+            above_c += tl.where(bits > c, probs, 0.0).to(tl.float64)
+        sum_a, sum_b, sum_c = tl.sum(above_a, 0), tl.sum(above_b, 0), tl.sum(above_c, 0)
+        in_a = sum_a <= bound if INCLUSIVE else sum_a < bound
+        in_b = sum_b <= bound if INCLUSIVE else sum_b < bound
+        in_c = sum_c <= bound if INCLUSIVE else sum_c < bound
+        low = tl.where(in_a, low, tl.where(in_b, a, tl.where(in_c, b, c)))
+        high = tl.where(in_a, a, tl.where(in_b, b, tl.where(in_c, c, high)))
+        above = tl.where(in_a, sum_a, tl.where(in_b, sum_b, tl.where(in_c, sum_c, above)))
+    return high, above
 
 
 @triton.jit
@@ -63,8 +79,7 @@ def draw(
     if tl.load(enough_ptr + row) == 0:
         row_ptr = probs_ptr + row.to(tl.int64) * V
         limit = tl.load(limit_ptr + row)
-        least = _first_bits(row_ptr, limit, False, V, TOKENS)
-        above = _above(row_ptr, least, V, TOKENS)
+        least, above = _first_bits(row_ptr, limit, False, V, TOKENS)
         each = least.to(tl.float32, bitcast=True).to(tl.float64)
         last = tl.ceil((limit - above) / each) - 1  # of those with the least probability, from 0
         kept = above + (last + 1) * each
@@ -72,9 +87,9 @@ def draw(
         if floor > least:
             kept = _above(row_ptr, floor - 1, V, TOKENS)
         target = tl.load(uniform_ptr + row) * kept
-        bits = _first_bits(row_ptr, target, True, V, TOKENS)
+        bits, above = _first_bits(row_ptr, target, True, V, TOKENS)
         each = bits.to(tl.float32, bitcast=True).to(tl.float64)
-        place = tl.floor((target - _above(row_ptr, bits, V, TOKENS)) / each)
+        place = tl.floor((target - above) / each)
         place = tl.where(bits == least, tl.minimum(place, last), place)
         place = tl.minimum(place, V).to(tl.int32)
         found, seen = 0, 0
