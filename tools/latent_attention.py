@@ -44,7 +44,7 @@ BOUND = 2e-2  # of values near 1 in bfloat16
 
 def candidates(num_heads: int) -> list[Tiles]:
     """The default first. Of Hopper's tensor cores (wgmma) with 64 heads a program."""
-    from turnout.kernels.attention.latent import Tiles
+    from turnout.kernels.attention.latent import SPECIALISED, Tiles
 
     narrow = {"narrow": True, "parts": 4}
     found = [
@@ -65,12 +65,17 @@ def candidates(num_heads: int) -> list[Tiles]:
             Tiles(heads=64, warps=8, ahead=True, **narrow),
             Tiles(heads=64, warps=8, programs=1, **narrow),
             Tiles(heads=64, warps=8, ahead=True),
-            Tiles(heads=64, warps=8, tokens=32, stages=3),
             Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True),
             Tiles(heads=64, warps=8, tokens=32, stages=3, **narrow),
             Tiles(heads=64, warps=8, tokens=32, stages=3, ahead=True, **narrow),
             Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True, **narrow),
             Tiles(heads=64, warps=8, tokens=32, stages=4, ahead=True, programs=1, **narrow),
+        ]
+        found += [
+            SPECIALISED,
+            SPECIALISED._replace(programs=2),
+            SPECIALISED._replace(parts=8, joining=8),
+            SPECIALISED._replace(parts=8, joining=8, shortest=64),
         ]
     return found
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.kernels import interpreted
+from tests.kernels.compiled import compiled, machine_code
+from turnout.kernels.attention.latent_specialised import attend_latent_span_specialised
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +70,30 @@ def test_on_a_gpu(H: int, splits: int, tiles: dict[str, int]):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("H", [64, 128])
+def test_specialised_on_a_gpu(H: int, splits: int, page: int):
+    """Contexts of no, few and many tiles; what no row sees is NaN."""
+    from turnout.kernels.attention.latent import SPECIALISED, attend
+
+    torch.manual_seed(0)
+    ends, B = [1, 0, 4000, 777, 16, 64, 128, 129, 4096], 9
+    pages = torch.randperm(B * 4096 // page).view(B, -1)
+    q, cache = torch.randn(B, H, 576).bfloat16(), torch.randn(B * 4096, 576).bfloat16()
+    slots = (pages[..., None] * page + torch.arange(page)).flatten(1)
+    seen = [cache[slots[b, :end]].double() for b, end in enumerate(ends)]
+    for b, end in enumerate(ends):
+        cache[slots[b, end:]] = torch.nan
+    given = (t.cuda() for t in (q, cache, pages.int(), torch.tensor(ends).int()))
+    rest = {"latent_dim": 512, "page_size": page, "splits": splits, "scale": 576**-0.5}
+    found = attend(*given, **rest, tiles=SPECIALISED).cpu()
+    for b, kept in enumerate(seen):
+        wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if len(kept) else 0
+        assert (found[b].double() - wanted).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
 def test_index_scores_and_chosen_rows_on_a_gpu():
     """Of DeepSeek-V3.2's sizes, against the reference in torch."""
     from turnout.attention.indexing import Index, index_scores
@@ -113,3 +143,22 @@ def test_expanded_on_a_gpu(dtype: torch.dtype, prefix: int):
     seen = torch.ones(length, length, device="cuda").tril().bool()[prefix:]
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
     assert (out.transpose(0, 1) - wanted).abs().max() < (3e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_specialised_kernel_compiles_as_designed(tmp_path: Path):
+    constants = {"PAGE": 16, "STAGES": 2, "PDL": True}
+    types = dict.fromkeys(("q_ptr", "cache_ptr", "partial_ptr"), "*bf16") | {"lse_ptr": "*fp32"}
+    done = compiled(
+        attend_latent_span_specialised,
+        constants,
+        warps=4,
+        multiples=("H",),
+        table_ptr="*i32",
+        ends_ptr="*i32",
+        **types,
+    )
+    products = Counter(re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", done.asm["ptx"]))
+    assert products == {"64": 2 * 36, "256": 2 * 4}  # scores, of the first tile and of the next; two halves
+    instructions, _ = machine_code(done, tmp_path)
+    # What is begun together runs together. Had operands to wait, ptxas would let each product end first.
+    assert len(re.findall(r"HGMMA.*gsb0", instructions)) == 2 * 3 + 2

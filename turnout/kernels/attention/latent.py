@@ -33,7 +33,8 @@ class Tiles(NamedTuple):
     those of Hopper. tokens: of a context at a time. stages: of loading them. programs: of a multiprocessor,
     for which contexts are cut. shortest: tokens of a span, of the longest context. ahead: as the kernel's.
     narrow: spans leave results in q's dtype, half of float32's bytes. parts: programs that join the spans of
-    a head.
+    a head, with `joining` warps in all. specialised: by the kernel of latent_specialised.py, which has 64
+    heads and tokens and 12 warps; see `can_specialise`.
     """
 
     heads: int = 16
@@ -45,15 +46,32 @@ class Tiles(NamedTuple):
     ahead: bool = False
     narrow: bool = False
     parts: int = 1
+    joining: int = 8
+    specialised: bool = False
 
+
+SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, ahead=True, narrow=True, joining=2, specialised=True)
+_FEW_HEADS = Tiles(16, 32, 4, 3, 2, shortest=64, ahead=True, narrow=True, parts=4)
 
 # Least heads, most rows of a step, and the tiles of these: the first that holds. Lines of it are what
 # tools/latent_attention.py prints.
-CHOICES: tuple[tuple[int, int, Tiles], ...] = ()
+CHOICES: tuple[tuple[int, int, Tiles], ...] = (
+    (64, 4, SPECIALISED._replace(parts=8, joining=8)),
+    (64, 1 << 30, SPECIALISED),
+    (16, 1, _FEW_HEADS._replace(tokens=64, warps=8)),
+    (16, 1 << 30, _FEW_HEADS),
+)
 
 
 def tiles_for(rows: int, num_heads: int) -> Tiles:
     return next((tiles for least, most, tiles in CHOICES if num_heads >= least and rows <= most), Tiles())
+
+
+def can_specialise(q_BHC: Tensor, latent_dim: int) -> bool:
+    """Whether there are tiles `specialised` for these queries: of DeepSeek's sizes, on Hopper."""
+    _, H, C = q_BHC.shape
+    sizes = H % 64 == 0 and (latent_dim, C) == (512, 576) and q_BHC.dtype == torch.bfloat16
+    return sizes and q_BHC.is_cuda and torch.cuda.get_device_capability(q_BHC.device)[0] == 9
 
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])
@@ -145,24 +163,45 @@ def attend(
     All contiguous. table int32 or int64 [B, P]; ends int32 or int64 [B], 0 for a row that is padding: it
     gives 0. splits: a power of two. tiles: None: what CHOICES says.
     """
-    B, H, C = q_BHC.shape
+    B, H, _ = q_BHC.shape
     out_BHL = torch.empty(B, H, latent_dim, dtype=q_BHC.dtype, device=q_BHC.device)
     early = launches_early(q_BHC.device)
     tiles = tiles or tiles_for(B, H)
-    powers = [max(16, triton.next_power_of_2(size)) for size in (latent_dim, C - latent_dim)]
+    if tiles.specialised and not can_specialise(q_BHC, latent_dim):
+        tiles = Tiles()
+    whole = splits == 1 and (tiles.narrow or q_BHC.dtype == torch.float32)  # nothing is left to join
     parts = (x.split(ROWS) for x in (q_BHC, table_BP, ends_B, out_BHL))
     for q, table, ends, out in zip(*parts, strict=True) if B else ():
         kept_as = q.dtype if tiles.narrow else torch.float32
-        partial = torch.empty(len(q), H, splits, latent_dim, dtype=kept_as, device=q.device)
-        lse = torch.empty(len(q), H, splits, dtype=torch.float32, device=q.device)
-        attend_latent_span[(len(q), -(-H // tiles.heads), splits)](
-            q, cache_SC, table, ends, partial, lse,
-            scale * math.log2(math.e), table.shape[1], H, splits,
-            tiles.heads, latent_dim, C - latent_dim, *powers, page_size, tiles.tokens, tiles.ahead, early,
-            num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
-        )  # fmt: skip
+        partial = out if whole else out.new_empty(len(q), H, splits, latent_dim, dtype=kept_as)
+        lse = out.new_empty(len(q), H, splits, dtype=torch.float32)
+        _attend_spans(q, cache_SC, table, ends, partial, lse, scale * math.log2(math.e), page_size, tiles)
+        if whole:
+            continue
+        width = triton.next_power_of_2(latent_dim) // tiles.parts
         join_spans[(len(q) * H, tiles.parts)](
-            partial, lse, lse, out, H, latent_dim, powers[0] // tiles.parts, splits, False, early,
-            num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
+            partial, lse, lse, out, H, latent_dim, width, splits, False, early,
+            num_warps=max(1, tiles.joining // tiles.parts), launch_pdl=early,
         )  # fmt: skip
     return out_BHL
+
+
+def _attend_spans(
+    q: Tensor, cache: Tensor, table: Tensor, ends: Tensor, partial: Tensor, lse: Tensor, scale: float,
+    page_size: int, tiles: Tiles,
+) -> None:  # fmt: skip
+    """Launch the kernel of `tiles`; partial [B, H, N, LC] or, of one span, [B, H, LC]."""
+    B, H, C = q.shape
+    splits, latent_dim = lse.shape[-1], partial.shape[-1]
+    if tiles.specialised:
+        from turnout.kernels.attention import latent_specialised
+
+        latent_specialised.attend_spans(q, cache, table, ends, partial, lse, scale, page_size)
+        return
+    early = launches_early(q.device)
+    powers = [max(16, triton.next_power_of_2(size)) for size in (latent_dim, C - latent_dim)]
+    attend_latent_span[(B, -(-H // tiles.heads), splits)](
+        q, cache, table, ends, partial, lse, scale, table.shape[1], H, splits,
+        tiles.heads, latent_dim, C - latent_dim, *powers, page_size, tiles.tokens, tiles.ahead, early,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
+    )  # fmt: skip
