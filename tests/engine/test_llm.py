@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -130,10 +134,18 @@ def test_a_bad_prompt_is_named_and_nothing_runs(folder: Path) -> None:
             llm.chat("hello")  # type: ignore[arg-type]
         with pytest.raises(UserError, match=r"messages\[0\]='hello': must be a dictionary with a role"):
             llm.chat(["hello"])  # type: ignore[list-item]
+        with pytest.raises(UserError, match="must be a text or a list of token ids"):
+            llm.generate([2**70])
+        with pytest.raises(UserError, match=r"'\\udcff' at character 2: half of a surrogate pair"):
+            llm.generate("ab\udcff")
         assert llm.generate([], GREEDY) == []
         assert len(llm.generate([1, 2, 3], GREEDY)) == 1
     with pytest.raises(UserError, match="closed"):
         llm.generate("x")
+    with pytest.raises(UserError, match="closed"), llm:
+        pass
+    with pytest.raises(UserError, match="model=None: must be the path"):
+        LLM(None)  # type: ignore[arg-type]
 
 
 def test_an_interrupt_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +165,77 @@ def test_an_interrupt_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Mo
         assert not core.has_work()
         assert core.stats().pages_used == 0
         assert len(llm.generate("again", GREEDY)[0].token_ids) == 24
+
+
+def test_threads_share_a_model_in_turn(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm, ThreadPoolExecutor(6) as pool:
+        alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts(12)]
+        together = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0].token_ids, prompts(12)))
+        assert together == alone
+        running = pool.submit(llm.generate, prompts(12), GREEDY)
+        llm.close()  # before that is answered, or after
+        error = running.exception()
+        assert "closed" in str(error) if error else [c.token_ids for c in running.result()] == alone
+
+
+def test_several_models_answer_side_by_side(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as one, LLM(folder, **SETTINGS) as other, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda llm: llm.generate(prompts(6), GREEDY), (one, other)))
+        again = one.generate(prompts(6), GREEDY)
+    assert [[c.token_ids for c in found] for found in answers] == [[c.token_ids for c in again]] * 2
+
+
+def test_a_call_in_the_middle_of_another_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal's handler would make it."""
+    with LLM(str(folder), **SETTINGS) as llm:
+        core = llm._open()
+        step = core.step
+
+        def interrupted() -> list:
+            with pytest.raises(UserError, match="in the middle of an answer"):
+                llm.generate("nested", GREEDY)
+            return step()
+
+        monkeypatch.setattr(core, "step", interrupted)
+        assert len(llm.generate("hello", GREEDY)[0].token_ids) == 24
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_cannot_compute(folder: Path) -> None:
+    def told(pipe: Connection) -> None:
+        for call in (lambda: llm.generate("hello", GREEDY), lambda: LLM(str(folder), **SETTINGS)):
+            try:
+                pipe.send(call())
+            except UserError as error:
+                pipe.send(str(error))
+        llm.close()  # of the other process: not here
+        pipe.send(llm.rank)
+
+    fork = multiprocessing.get_context("fork")
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours, theirs = fork.Pipe()
+        child = fork.Process(target=told, args=(theirs,))
+        child.start()
+        assert all("was forked from one that had made an LLM" in ours.recv() for _ in range(2))
+        assert ours.recv() == 0
+        child.join()
+        assert child.exitcode == 0
+        assert len(llm.generate("hello", GREEDY)[0].token_ids) == 24
+
+
+def test_completions_are_pickled_and_models_are_not(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm:
+        scored = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+        completions = llm.generate(["hello", [1, 2]], scored)
+        assert pickle.loads(pickle.dumps(completions)) == completions
+        with pytest.raises(TypeError, match="make one in each process"):
+            pickle.dumps(llm)
+
+
+def test_without_standard_error_no_bar_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert len(llm.generate(["a", "b"], SamplingParams(max_tokens=2))) == 2
 
 
 def test_a_progress_bar_goes_to_standard_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

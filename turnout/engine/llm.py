@@ -4,18 +4,22 @@ with LLM("demo") as llm:
     for completion in llm.generate(["2 + 2 =", "3 + 3 ="], SamplingParams(max_tokens=8)):
         print(completion.text)
 
+Several models may be loaded at once. Calls of several threads for one model follow one another.
+
 Under torchrun the model is spread over its processes, the ranks. Each makes the same calls with the same
 prompts; each data-parallel group answers its share, and all ranks get all completions.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
@@ -36,6 +40,11 @@ from turnout.parallel.groups import Groups, disconnect
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+
+FORKED = (
+    "this process was forked from one that had made an LLM, and lacks the threads that compute; give "
+    'each LLM a process of its own, by multiprocessing\'s method "spawn" or "forkserver"'
+)
 
 
 @dataclass(slots=True)
@@ -70,15 +79,22 @@ class Completion:
 
 
 class LLM:
-    """A loaded model. Close it, or use it as a context manager, to free its memory early."""
+    """A loaded model. Close it, or use it as a context manager, to free its memory early.
+
+    Threads may share it. It stays in its process: a forked one lacks the threads that compute, and would wait
+    for them forever.
+    """
 
     tokenizer: Tokenizer
     _core: EngineCore | None
     _groups: Groups
+    _process: ClassVar[int] = 0  # which made an LLM
 
-    def __init__(self, model: str = "demo", **flags: Any):
+    def __init__(self, model: str | os.PathLike[str] = "demo", **flags: Any):
         """`flags` are the fields of `turnout.config.Config`. Raises UserError."""
-        self._start(load(Config, {"model": model, **flags}), launched())
+        if not isinstance(model, str | os.PathLike):
+            raise UserError(f"model={model!r}: must be the path of a checkpoint folder, a hub id, or demo")
+        self._start(load(Config, {"model": os.fspath(model), **flags}), launched())
 
     @classmethod
     def from_config(cls, config: Config, launched: Launched | None = None) -> LLM:
@@ -91,7 +107,11 @@ class LLM:
         return llm
 
     def __enter__(self) -> LLM:
+        self._open()
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM can neither be copied nor pickled; make one in each process")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,12 +119,18 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free weights and KV cache, and leave the other ranks. A closed LLM answers no more."""
-        if self._core is not None:
-            self._core.close()
-            if self._groups.world.size > 1:
-                disconnect()
-        self._core = None
+        """Free weights and KV cache, and leave the other ranks. A closed LLM answers no more.
+
+        Waits for calls that are being answered in other threads. Does nothing in a forked process.
+        """
+        if os.getpid() != LLM._process:
+            return
+        with self._turn:
+            if self._core is not None:
+                self._core.close()
+                if self._groups.world.size > 1:
+                    disconnect()
+            self._core = None
 
     @property
     def rank(self) -> int:
@@ -156,12 +182,16 @@ class LLM:
     def _start(self, config: Config, launched: Launched | None) -> None:
         self._core = None
         self._issued = 0
+        self._turn, self._answering = threading.RLock(), False
+        if LLM._process not in (0, os.getpid()):
+            raise UserError(FORKED)
         check_launch(config, launched)
         engine_plan = resolve(config, rank=launched.rank if launched else 0)
         self.tokenizer = Tokenizer.load(engine_plan.folder, trust_remote_code=config.trust_remote_code)
         self._groups, step_sync = rendezvous(
             engine_plan, init_method=launched.init_method if launched else ""
         )
+        LLM._process = os.getpid()
         with loading_bar(shown=self.rank == 0 and config.load_progress) as progress:
             self._core = build_engine(
                 engine_plan,
@@ -171,6 +201,8 @@ class LLM:
             )
 
     def _open(self) -> EngineCore:
+        if os.getpid() != LLM._process:
+            raise UserError(FORKED)
         if self._core is None:
             raise UserError("this LLM is closed; make a new one")
         return self._core
@@ -178,13 +210,29 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], sampling: Sequence[SamplingParams], progress: bool | None
     ) -> list[Completion]:
+        self._open()
+        with self._turn:
+            if self._answering:  # a signal's handler calls; waiting would be forever
+                raise UserError("this LLM is in the middle of an answer, which this call has interrupted")
+            self._answering = True
+            try:
+                return self._run_in_turn(prompts, sampling, progress)
+            finally:
+                self._answering = False
+
+    def _run_in_turn(
+        self, prompts: list[list[int]], sampling: Sequence[SamplingParams], progress: bool | None
+    ) -> list[Completion]:
         core, topology = self._open(), self._groups.topology
         requests = [self._request(ids, params) for ids, params in zip(prompts, sampling, strict=True)]
         self._check_same(requests)
         for i, request in enumerate(requests):
             _check(core, request, i, len(requests))
-        shown = progress if progress is not None else len(requests) > 1 and sys.stderr.isatty()
-        answers = self._answer(core, requests[topology.dp_rank :: topology.dp_size], shown and self.rank == 0)
+        if progress is None:
+            progress = len(requests) > 1 and sys.stderr is not None and sys.stderr.isatty()
+        answers = self._answer(
+            core, requests[topology.dp_rank :: topology.dp_size], progress and self.rank == 0
+        )
         found: dict[str, Completion] = {}
         for share in gather_values(self._groups.world, answers):
             found |= share
@@ -264,7 +312,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     listed = [prompts] if one else list(prompts) if _is_sequence(prompts) else [prompts]
     for i, prompt in enumerate(listed):
         if not isinstance(prompt, str) and not (
-            _is_sequence(prompt) and all(type(token) is int for token in prompt)
+            _is_sequence(prompt) and all(type(token) is int and abs(token) < 2**63 for token in prompt)
         ):
             raise UserError(
                 f"prompt {i + 1} of {len(listed)} is {prompt!r}: must be a text or a list of token ids"

@@ -23,6 +23,7 @@ import tokenizers
 from turnout.checkpoint.locate import require_folder
 from turnout.errors import UserError
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -73,9 +74,17 @@ class Tokenizer:
         return {content: i for content, i in added.items() if any(content in text for text in texts)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Other threads run meanwhile."""
+        """Token ids of `text`. Other threads run meanwhile. Raises UserError for a lone surrogate."""
         # Of the library's calls only this one releases the GIL; it also skips offsets, half of the work.
-        return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            if isinstance(text, str) and (lone := _SURROGATE.search(text)):
+                raise UserError(
+                    f"the text has {lone[0]!r} at character {lone.start()}: half of a surrogate pair, "
+                    "which is no character"
+                ) from None
+            raise
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on `len(encode(text))` that costs no tokenising; 0 if there is none."""
