@@ -3,8 +3,9 @@ among the ranks of this host.
 
 The one is for the server, its clients and whatever else runs. Threads wait at a barrier after every
 operation, so all wait for the one whose core another process took. Measured on 2 cores (demo model, tokens
-per second at 1 and 32 streams): on a busy machine 277 and 1693 with 1 thread, less than a tenth of that
-with 2 (57 and 714 with OMP_WAIT_POLICY=passive); on a quiet one 258 and 1893 with 1, 268 and 1977 with 2.
+per second at 1 and 32 streams): on a busy machine 277 and 1693 with 1 thread; with 2 less than a tenth of
+that where OpenMP's threads spin, 57 and 714 where they sleep, as those of ranks do (rank_environment in
+ranks/local_launcher.py); on a quiet one 258 and 1893 with 1, 268 and 1977 with 2.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from turnout.engine.ranks.local_launcher import (
     describe_exit,
     interface_of,
     local_address,
-    network_environment,
+    rank_environment,
 )
 
 SECONDS = 20.0
@@ -93,12 +93,20 @@ def test_interfaces_are_those_that_the_system_lists():
 
 def test_a_named_interface_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert network_environment()["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
-    assert "NCCL_SOCKET_IFNAME" not in {k for k in network_environment() if k not in os.environ}
+    assert rank_environment()["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+    assert "NCCL_SOCKET_IFNAME" not in {k for k in rank_environment() if k not in os.environ}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
-    assert network_environment()["GLOO_SOCKET_IFNAME"] == "chosen0"
+    assert rank_environment()["GLOO_SOCKET_IFNAME"] == "chosen0"
 
 
 def test_ranks_do_not_look_for_each_other_in_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert not [name for name in network_environment() if name.startswith("TORCHELASTIC")]
+    assert not [name for name in rank_environment() if name.startswith("TORCHELASTIC")]
+
+
+def test_openmp_sleeps_while_it_waits_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert rank_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in os.environ
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert rank_environment()["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -131,6 +132,11 @@ def test_every_rank_gets_work_and_says_so(ready: Served):
     )  # all steps are common
     assert {rank["pid"] for rank in ranks} == {process.pid for process in ranks_of(ready[0])}
     assert set(metric(root, "turnout:idle_steps_total")) == {'{rank="0"}', '{rank="1"}'}
+
+
+def test_threads_of_ranks_leave_their_cores_while_they_wait(ready: Served):
+    for rank in ranks_of(ready[0]):
+        assert rank.environ()["OMP_WAIT_POLICY"] == os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def test_experts_are_counted_once(ready: Served):

@@ -25,7 +25,7 @@ from turnout.engine.engine_plan import resolve
 from turnout.engine.ranks.local_launcher import (
     LocalLauncher,
     leave_with_launcher,
-    network_environment,
+    rank_environment,
     stop_signals,
 )
 from turnout.errors import UserError
@@ -111,7 +111,7 @@ def _start(
             rank,
             ["-m", "turnout", *arguments],
             lambda rank, code: exits.put((rank, code)),
-            environment=network_environment() | {name: str(value) for name, value in told.items()},
+            environment=rank_environment() | {name: str(value) for name, value in told.items()},
             stdin=subprocess.DEVNULL if quiet else None,
             stdout=quiet,
             stderr=quiet,

@@ -20,7 +20,7 @@ from turnout.checkpoint.fingerprint import stamp
 from turnout.checkpoint.locate import locate
 from turnout.config import Config, ServerConfig
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, network_environment
+from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, rank_environment
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Reading
 from turnout.server.supervise.secret import curve_keys
@@ -119,7 +119,7 @@ class LocalRanks:
             with suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(exited, rank, code)
 
-        environment = network_environment(rendezvous.towards) | self._environment
+        environment = rank_environment(rendezvous.towards) | self._environment
         weights = ""
         with suppress(OSError, UserError):  # ranks say what is wrong with the model
             weights = stamp(locate(self._config.model))

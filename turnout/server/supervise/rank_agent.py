@@ -28,7 +28,7 @@ from turnout.checkpoint.fingerprint import fingerprint
 from turnout.checkpoint.locate import locate, require_folder
 from turnout.config import ServerConfig
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.ranks.local_launcher import network_environment, stop_signals
+from turnout.engine.ranks.local_launcher import rank_environment, stop_signals
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
 from turnout.parallel.topology import split_address
@@ -128,7 +128,7 @@ class RankAgent:
             self._contact = time.monotonic()
             if not self._hello.gpus:  # else it is the head that says which of them its ranks see
                 towards = channel.writer.get_extra_info("peername")[0]
-                self._fork_server.prepare(network_environment(towards))
+                self._fork_server.prepare(rank_environment(towards))
             folder = locate(str(self._own.get("model", welcome.model)))
             require_folder(folder)
             channel.send(rank_protocol.Weights(await asyncio.to_thread(fingerprint, folder)))
