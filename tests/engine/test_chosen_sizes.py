@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.planned import NVFP4, QWEN3_30B, SMALL, write
 from turnout.config import Config
+from turnout.engine.chosen_sizes import sizes_to_time
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.worker import summary
 from turnout.errors import PlanRefused
@@ -38,6 +39,11 @@ def test_an_h200_serves_hundreds_of_requests_in_graphs(model: Model):
     assert plan.num_pages * plan.page_size > 1_000_000
     assert re.search(r"leaves 99% .* 1,\d{3} tokens", plan.size_reasons["max_running_requests"])
     assert any("--max-running-requests 512: leaves" in line for line in summary(plan))
+    assert any("8192" in line and "halved at the start while" in line for line in summary(plan))
+    assert sizes_to_time(plan) == {
+        "max_running_requests": [512, 256, 128, 64],
+        "max_prefill_tokens": [8192, 4096, 2048],
+    }
     assert plan.describe()["sizes"]["cuda_graph_max_bs"] == {"value": 512, "reason": "all running requests"}
 
 
@@ -55,6 +61,7 @@ def test_a_size_that_was_given_stays(model: Model):
     plan = resolve(model(QWEN3_30B | NVFP4, max_running_requests=700, max_prefill_tokens=100), H200)
     assert sizes(plan) == (700, 100, 700)
     assert plan.size_reasons["max_running_requests"] == plan.size_reasons["max_prefill_tokens"] == "as asked"
+    assert sizes_to_time(plan) == {}
 
 
 def test_graphs_of_batches_that_no_step_has_are_left_out(model: Model):
@@ -80,4 +87,5 @@ def test_more_requests_than_memory_holds_are_refused_before_serving(model: Model
 def test_a_cpu_keeps_its_sizes(model: Model):
     plan = resolve(model(SMALL), HOST)
     assert sizes(plan) == (64, 2048, 64)
+    assert sizes_to_time(plan) == {}
     assert "cuda_graph_max_bs" not in plan.size_reasons

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.engine.toy import ToyModel, make_core, request
+from tests.engine.toy import ToyModel, engine_plan, make_core, request, run
 from tests.moe.build import make_plan, make_spec
-from turnout.engine import warmup
+from turnout.config import Config
+from turnout.engine import chosen_sizes, warmup
+from turnout.engine.builder import build_engine
+from turnout.engine.core import EngineCore
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.warmup import Tuner
+from turnout.models.interface import Step
 from turnout.moe.backends.flashinfer import autotune
+from turnout.parallel.exchange import StepRecord
 from turnout.parallel.groups import SINGLE_RANK
 
 SPEC = make_spec("silu", "bf16", intermediate_size=128)
@@ -86,3 +94,73 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     while core.has_work():
         found += [token for output in core.step() for token in output.token_ids]
     assert found == ToyModel().greedy([3, 1, 4, 1, 5], 6, eos=False)
+
+
+class Machine(ToyModel):
+    """Takes so many seconds for each token, by a clock of its own."""
+
+    def __init__(self, token_seconds: float) -> None:
+        super().__init__()
+        self.token_seconds, self.now = token_seconds, 0.0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.now += self.token_seconds * len(step.input_ids)
+        return super().forward(step)
+
+
+def built(machine: Machine, monkeypatch: pytest.MonkeyPatch, *, asked: bool = False) -> EngineCore:
+    """An engine whose plan chose 8 running requests and 64 prompt tokens, of which 2 and 16 are the least."""
+    candidates = {"max_running_requests": {"cpu": (2, 8)}, "max_prefill_tokens": {"cpu": (16, 64)}}
+    monkeypatch.setattr(chosen_sizes, "CANDIDATES", candidates)
+    monkeypatch.setattr(warmup, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    config = Config(max_running_requests=8, max_prefill_tokens=64, page_size=4, chunked_prefill_size=64)
+    plan = engine_plan(config, machine.shape, num_pages=64, max_context=128)
+    reasons = dict.fromkeys(candidates, chosen_sizes.AS_ASKED if asked else "leaves enough")
+    return build_engine(dataclasses.replace(plan, size_reasons=reasons), model=machine)
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "running", "prompt"), [(0.007, 8, 64), (0.01, 8, 32), (0.05, 8, 16), (0.1, 4, 16)]
+)
+def test_sizes_of_steps_that_take_too_long_are_halved(
+    token_seconds: float, running: int, prompt: int, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    machine = Machine(token_seconds)
+    with caplog.at_level(logging.WARNING):
+        core = built(machine, monkeypatch)
+    info = core.info()
+    assert {name: size["value"] for name, size in info["sizes"].items()} == {
+        "max_running_requests": running,
+        "max_prefill_tokens": prompt,
+    }
+    assert info["measured_step_ms"]["prefill"][64] == pytest.approx(64_000 * token_seconds)
+    assert ("max_prefill_tokens" in caplog.text.replace("-", "_")) == (prompt < 64)
+    if prompt == 32:
+        assert "--max-prefill-tokens 32: a step of 64 took 640 ms, more than 500" in caplog.text
+    machine.steps.clear()
+    asked = {str(i): [1 + i, 2, 3] * 10 for i in range(8)}
+    found = run(core, [request(id, ids, max_tokens=3, ignore_eos=True) for id, ids in asked.items()])
+    assert {id: output.token_ids for id, output in found.items()} == {
+        id: ToyModel().greedy(ids, 3, eos=False) for id, ids in asked.items()
+    }
+    assert prompt <= max(machine.steps) <= prompt + running
+
+
+def test_a_size_that_was_asked_for_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(1.0)
+    core = built(machine, monkeypatch, asked=True)
+    assert machine.now == 0
+    assert core.info()["sizes"]["max_prefill_tokens"] == {"value": 64, "reason": chosen_sizes.AS_ASKED}
+
+
+def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(0.007)
+    core = built(machine, monkeypatch)
+
+    def exchange(record: StepRecord) -> list[StepRecord]:
+        return [record, record._replace(tokens=2 * record.tokens)]
+
+    plan, _ = warmup.lower_sizes(
+        core.engine_plan, core._forward, machine, core._scheduler, StepSync(exchange=exchange)
+    )
+    assert plan.lowered_sizes == {"max_prefill_tokens": 32}

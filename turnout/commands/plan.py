@@ -112,7 +112,7 @@ def _print(console: Console, answer: EnginePlan | PlanRefused) -> None:
     if answer.size_reasons:
         console.print("Sizes", style="bold")
         for name, reason in answer.size_reasons.items():
-            console.print(Text(f"  - {flag_name(name)} {getattr(answer.config, name)}: {reason}"))
+            console.print(Text(f"  - {flag_name(name)} {answer.size(name)}: {reason}"))
     if answer.topology.tp_size > 1:
         console.print(_buffers(answer))
     if plan.refused:

@@ -35,7 +35,7 @@ from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
-from turnout.engine.warmup import Tuner, count_compilations, first_prompts, measure_steps
+from turnout.engine.warmup import Tuner, count_compilations, first_prompts, lower_sizes, measure_steps
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.models.shared_weights import SharedWeights
@@ -86,11 +86,14 @@ def build_engine(
         with torch.inference_mode():
             first_prompts(engine_plan, forward, model, scheduler.kv, progress)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": verified}
-    if scheduler.times is not None:
-        with torch.inference_mode():
-            loaded["measured_step_ms"] = measure_steps(
+    with torch.inference_mode():
+        engine_plan, step_ms = lower_sizes(engine_plan, forward, model, scheduler, step_sync)
+        if scheduler.times is not None:
+            step_ms = step_ms | measure_steps(
                 engine_plan, forward, model, scheduler.kv, scheduler.times, step_sync
             )
+    if step_ms:
+        loaded["measured_step_ms"] = step_ms
     return EngineCore(
         engine_plan,
         model=model,

@@ -1,7 +1,8 @@
 """Sizes that flags leave to the plan: running requests, prompt tokens of a step, batches in CUDA graphs.
 
-Each is the largest candidate that costs the KV cache little and leaves decoding to the same backends. A size
-that was given stays, or is refused by the plan; only graphs of batches that no step has are left out.
+Each is the largest candidate that costs the KV cache little and leaves decoding to the same backends. A step
+of that size is timed at the start, and the size halved while it takes too long (warmup.py). A size that was
+given stays, or is refused by the plan; only graphs of batches that no step has are left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from turnout.config import Config
 from turnout.errors import PlanRefused
 from turnout.moe.plan import MoEPlan
+from turnout.parallel.hardware import Hardware
 
 
 class Sized(Protocol):
@@ -23,6 +25,8 @@ class Sized(Protocol):
     def config(self) -> Config: ...
     @property
     def plan(self) -> MoEPlan: ...
+    @property
+    def hardware(self) -> Hardware: ...
     @property
     def page_size(self) -> int: ...
     @property
@@ -43,6 +47,8 @@ CANDIDATES = {
     "max_prefill_tokens": {"cuda": (2048, 8192, 4096), "cpu": (2048,)},
 }
 KV_KEPT = 0.9  # of the KV cache that the least sizes leave
+AS_ASKED = "as asked"
+STEP_SECONDS = 0.5  # of a step of a chosen size: whoever decodes waits as long for a token
 REQUEST_TOKENS = 1024  # of the KV cache, for each running request; or a whole context, if that is shorter
 
 
@@ -60,7 +66,7 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
         return plan_for(dataclasses.replace(config, **sized))
 
     plan = planned(sizes)
-    reasons = dict.fromkeys(sizes, "as asked")
+    reasons = dict.fromkeys(sizes, AS_ASKED)
     for name in [name for name in sizes if not getattr(config, name)]:
         reasons[name] = (
             "the default" if device == "cpu" else "with more, requests would have too little KV cache"
@@ -73,16 +79,27 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
                     continue
                 plan, sizes[name] = larger, size
                 reasons[name] = (
-                    f"leaves {min(kept, 1):.0%} of the KV cache, {tokens:,} tokens a running request"
+                    f"leaves {min(kept, 1):.0%} of the KV cache, {tokens:,} tokens a running request; halved "
+                    f"at the start while a step of as many takes more than {1000 * STEP_SECONDS:g} ms"
                 )
                 break
     if device == "cuda":
         asked, running = config.cuda_graph_max_bs, plan.config.max_running_requests
-        reasons["cuda_graph_max_bs"] = "as asked" if asked else "all running requests"
+        reasons["cuda_graph_max_bs"] = AS_ASKED if asked else "all running requests"
         if asked > running:
             reasons["cuda_graph_max_bs"] = f"not {asked}: no step decodes more requests than run"
     plan.size_reasons.update(reasons)
     return plan
+
+
+def sizes_to_time(plan: Sized) -> dict[str, list[int]]:
+    """Of sizes that were chosen and have smaller candidates: these and the smaller ones, largest first."""
+    found = {}
+    for name, each in CANDIDATES.items():
+        size, least = getattr(plan.config, name), each[plan.hardware.device][0]
+        if plan.size_reasons.get(name, AS_ASKED) != AS_ASKED and size > least:
+            found[name] = [size >> i for i in range(size.bit_length()) if size >> i >= least]
+    return found
 
 
 def _tokens_per_request(plan: Sized) -> int:

@@ -66,12 +66,17 @@ class EnginePlan(Rank):
     memory: MemoryTable
     measured: Times = dataclasses.field(default_factory=dict)  # what chose between runners
     size_reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # by field of the configuration
+    lowered_sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # by step times, at the start
 
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens of one request per step. A CPU would keep those that decode waiting for seconds."""
         default = CPU_CHUNK if self.hardware.device == "cpu" else self.config.max_prefill_tokens
         return self.config.chunked_prefill_size or default
+
+    def size(self, name: str) -> int:
+        """What a field of the configuration in `size_reasons` came to."""
+        return self.lowered_sizes.get(name, getattr(self.config, name))
 
     @property
     def why_no_decode_graphs(self) -> str:
@@ -105,7 +110,7 @@ class EnginePlan(Rank):
 
         Bounded by pages of whole contexts and by --max-running-requests, for which other caches have room.
         """
-        most = self.config.max_running_requests
+        most = self.size("max_running_requests")
         tokens = [*(size for size in (8192, 32768, 131072) if size < self.max_context), self.max_context]
         return {size: min(most, self.num_pages // -(-size // self.page_size)) for size in tokens}
 
@@ -138,7 +143,7 @@ class EnginePlan(Rank):
             "budget": dataclasses.asdict(self.budget)
             | {"gathered": self.budget.gathered, "received": self.budget.received},
             "sizes": {
-                name: {"value": getattr(self.config, name), "reason": reason}
+                name: {"value": self.size(name), "reason": reason}
                 for name, reason in self.size_reasons.items()
             },
             "plan": msgspec.to_builtins(self.plan),  # tables hold configurations of a runner's own types

@@ -1,16 +1,21 @@
 """What is decided between loading and serving, once for all ranks: the cuts of library kernels, that all
-kernels of prompts are compiled, and how long steps take where they have a target."""
+kernels of prompts are compiled, sizes of steps that would take too long, and how long steps take where they
+have a target."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
 from turnout.cache import cache_folder
+from turnout.engine.chosen_sizes import STEP_SECONDS, sizes_to_time
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
@@ -19,9 +24,10 @@ from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
-from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.scheduler.scheduler import Chunk, Scheduler
 from turnout.engine.scheduler.step_times import LEAST_TOKENS, StepTimes
 from turnout.engine.step.forward import Forward
+from turnout.flags import flag_name
 from turnout.models.interface import Model, ProgressFn
 from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
@@ -31,6 +37,8 @@ from turnout.moe.runner_by_batch_size import RunnerByBatchSize, make_runner
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import Groups
 from turnout.vocabulary import Layout, Phase
+
+logger = logging.getLogger(__name__)
 
 
 class Tuner:
@@ -137,17 +145,15 @@ def first_prompts(
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
     second. Collective; before any request. Leaves no trace but in memory that is free."""
     config = engine_plan.config
-    pages = min(pool.num_available for pool in kv.pools)
-    rows = min(config.max_running_requests, pages)
-    room = min(engine_plan.max_context, pages // rows * engine_plan.page_size)
+    rows, room = _room(engine_plan, kv)
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
-    steps = [[min(room, size - at) for at in range(0, size, room)] for size in sizes]
+    steps = [_cut(size, room) for size in sizes]
     # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
     steps += [[1] * (1 << i) for i in range(1, min(rows, config.max_prefill_tokens).bit_length())]
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("compiling", done, len(steps))
-        size, chunks = sum(lengths), [_prompt(row, length) for row, length in enumerate(lengths)]
+        size, chunks = sum(lengths), _prompts(engine_plan, lengths)
         for chunk in chunks:
             kv.admit(chunk.request, chunk.length, spare=0)
         synced = _alike(engine_plan, Phase.PREFILL, size)
@@ -187,17 +193,9 @@ def measure_steps(
         found[phase] = {}
         size, slowest = least, 0.0
         while size <= most and slowest <= times.target:
-            lengths = [1] * size if phase == Phase.DECODE else [size]
-            chunks = [_prompt(row, length) for row, length in enumerate(lengths)]
-            synced = _alike(engine_plan, phase, size)
-            for chunk in chunks:
-                kv.admit(chunk.request, chunk.length, spare=0)
-            seconds = min(_seconds(forward, chunks, synced) for _ in range(3))
-            for chunk in chunks:
-                kv.release(chunk.request)
-            times.measured(
-                size if phase == Phase.DECODE else 0, size if phase == Phase.PREFILL else 0, seconds
-            )
+            decodes = phase == Phase.DECODE
+            seconds = _seconds(engine_plan, forward, kv, phase, [1] * size if decodes else [size])
+            times.measured(size if decodes else 0, 0 if decodes else size, seconds)
             found[phase][size] = 1000 * seconds
             slowest = max(step_sync.share_count(round(1e6 * seconds))) / 1e6
             size *= 2
@@ -206,7 +204,59 @@ def measure_steps(
     return found
 
 
-def _seconds(forward: Forward, chunks: list[Chunk], synced: SyncedStep) -> float:
+def lower_sizes(
+    engine_plan: EnginePlan, forward: Forward, model: Model, scheduler: Scheduler, step_sync: StepSync
+) -> tuple[EnginePlan, dict[str, dict[int, float]]]:
+    """The plan, and `scheduler`, with sizes that the plan chose halved while a step of as many takes longer
+    than STEP_SECONDS on some rank. Collective; before any request. Buffers keep the size that was planned.
+
+    Also returns milliseconds of this rank, by phase and size.
+    """
+    timed = sizes_to_time(engine_plan)
+    if not timed:
+        return engine_plan, {}
+    rows, room = _room(engine_plan, scheduler.kv)
+    lowered, reasons = {}, dict(engine_plan.size_reasons)
+    found: dict[str, dict[int, float]] = {}
+    for name, sizes in timed.items():
+        phase = Phase.PREFILL if name == "max_prefill_tokens" else Phase.DECODE
+        found[phase] = {}
+        for size in sizes:
+            lengths = _cut(min(size, room * rows), room) if phase == Phase.PREFILL else [1] * min(size, rows)
+            seconds = _seconds(engine_plan, forward, scheduler.kv, phase, lengths)
+            found[phase][size] = 1000 * seconds
+            slowest = max(step_sync.share_count(round(1e6 * seconds))) / 1e6
+            if slowest <= STEP_SECONDS or size == sizes[-1]:
+                break
+            lowered[name] = size // 2
+            took, most = 1000 * slowest, 1000 * STEP_SECONDS
+            reasons[name] = f"a step of {size} took {took:.0f} ms, more than {most:g}"
+        if name in lowered and step_sync.topology.rank == 0:
+            logger.warning("%s %d: %s", flag_name(name), lowered[name], reasons[name])
+    model.reset_counts()
+    engine_plan = dataclasses.replace(engine_plan, size_reasons=reasons, lowered_sizes=lowered)
+    scheduler.lower(
+        max_running=engine_plan.size("max_running_requests"),
+        prefill_tokens=engine_plan.size("max_prefill_tokens"),
+    )
+    return engine_plan, found
+
+
+def _seconds(
+    engine_plan: EnginePlan, forward: Forward, kv: KVCache, phase: Phase, lengths: Sequence[int]
+) -> float:
+    """That a step of prompts of these lengths takes, at best of three. Collective."""
+    chunks = _prompts(engine_plan, lengths)
+    synced = _alike(engine_plan, phase, sum(lengths))
+    for chunk in chunks:
+        kv.admit(chunk.request, chunk.length, spare=0)
+    seconds = min(_run(forward, chunks, synced) for _ in range(3))
+    for chunk in chunks:
+        kv.release(chunk.request)
+    return seconds
+
+
+def _run(forward: Forward, chunks: list[Chunk], synced: SyncedStep) -> float:
     began = time.perf_counter()
     computed = forward(chunks, synced)
     logits_SV, _ = forward.logits(computed, list(range(len(chunks))))
@@ -221,8 +271,25 @@ def _alike(engine_plan: EnginePlan, phase: Phase, tokens: int) -> SyncedStep:
     return SyncedStep(phase=phase, tokens=each, commands=0, pending=False, leaving=False)
 
 
-def _prompt(row: int, length: int) -> Chunk:
-    message = AddRequest(id=f"first-{row}", prompt_ids=[0] * length, sampling=SamplingParams(max_tokens=1))
-    request = Request.start(message, seed=0, eos_token_ids=())
-    request.row, request.state_slots = row, [row]
-    return Chunk(request, 0, length)
+def _room(engine_plan: EnginePlan, kv: KVCache) -> tuple[int, int]:
+    """Requests that run together, and tokens that each may then have."""
+    pages = min(pool.num_available for pool in kv.pools)
+    rows = min(engine_plan.config.max_running_requests, pages)
+    return rows, min(engine_plan.max_context, pages // rows * engine_plan.page_size)
+
+
+def _cut(size: int, most: int) -> list[int]:
+    return [min(most, size - at) for at in range(0, size, most)]
+
+
+def _prompts(engine_plan: EnginePlan, lengths: Sequence[int]) -> list[Chunk]:
+    """Of tokens that differ, so that these need as many experts as those of real prompts."""
+    draw, vocabulary = random.Random(0), range(engine_plan.description.shape.vocab_size)
+    chunks = []
+    for row, length in enumerate(lengths):
+        ids = draw.choices(vocabulary, k=length)
+        message = AddRequest(id=f"first-{row}", prompt_ids=ids, sampling=SamplingParams(max_tokens=1))
+        request = Request.start(message, seed=0, eos_token_ids=())
+        request.row, request.state_slots = row, [row]
+        chunks.append(Chunk(request, 0, length))
+    return chunks

@@ -245,7 +245,7 @@ def load(
     startup.end()
     if speaks:
         print(startup, file=sys.stderr, flush=True)
-    info = core.info() | {"summary": summary(engine_plan), "startup_seconds": startup.seconds}
+    info = core.info() | {"summary": summary(core.engine_plan), "startup_seconds": startup.seconds}
     info = json.loads(json.dumps(info))  # subclasses of str and int become plain
     send(Outputs(outputs=[], stats=core.stats()))
     send(Ready(rank=start.rank, info=info, max_context=engine_plan.max_context, vocab_size=vocab_size))
@@ -269,7 +269,7 @@ def summary(engine_plan: EnginePlan) -> list[str]:
         f"{_megabytes(memory.dense + memory.experts)} of weights, {_megabytes(memory.kv)} of KV cache "
         f"for {engine_plan.num_pages * engine_plan.page_size} tokens; context {engine_plan.max_context}",
         *(
-            f"{flag_name(name)} {getattr(engine_plan.config, name)}: {reason}"
+            f"{flag_name(name)} {engine_plan.size(name)}: {reason}"
             for name, reason in engine_plan.size_reasons.items()
             if engine_plan.hardware.device == "cuda"
         ),

@@ -150,6 +150,12 @@ class Scheduler:
             return Lack.RANKS
         return Lack.SLOTS if len(self.running) >= self.max_running else Lack.PREFILL
 
+    def lower(self, *, max_running: int, prefill_tokens: int) -> None:
+        """Take these sizes, where they are smaller. Before any request."""
+        self.max_running = min(self.max_running, max_running)
+        self.prefill_tokens = min(self.prefill_tokens, prefill_tokens)
+        self.chunk_tokens = min(self.chunk_tokens, prefill_tokens)
+
     def refuse(self, num_prompt: int, max_tokens: int) -> str | None:
         """Why a request of these sizes can never run, or None if it can."""
         total = num_prompt + max_tokens
