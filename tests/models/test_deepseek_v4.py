@@ -62,11 +62,17 @@ def expected(built: Built) -> Tensor:
 class Paged:
     """Sequences in pages of the engine's caches, full of NaN at first."""
 
-    def __init__(self, model: Model, page_size: int, rows: int = 2):
+    def __init__(
+        self,
+        model: Model,
+        page_size: int,
+        rows: int = 2,
+        make: type[CompressedAttention] = CompressedAttention,
+    ):
         self.model, layers = model, model.shape.attention
         self.caches = AttentionCaches(
             [
-                CompressedAttention(
+                make(
                     group,
                     number=number,
                     num_pages=rows * (512 // page_size),

@@ -89,10 +89,11 @@ class AttentionBackend:
     """What a folder of attention/backends declares, the `BACKEND` of its declaration.py.
 
     implementations: of each kind that it computes, "package.module:class", a subclass of `PagedAttention`
-    (paged.py). head_multiple, page_multiple: what head sizes and pages are multiples of. architectures: major
-    compute capabilities of GPUs that it runs on; empty: all. on_request: the kinds that it computes only
-    where --attention-backend names it. device_tables: it reads pages and lengths on the device, so that
-    CUDA graphs may hold its decoding, and kernels that make keys and values store them (`Attention.place`).
+    (paged.py). most_head_dim: but of compressed attention. head_multiple, page_multiple: what head sizes and
+    pages are multiples of. architectures: major compute capabilities of GPUs that it runs on; empty: all.
+    on_request: the kinds that it computes only where --attention-backend names it. device_tables: it reads
+    pages and lengths on the device, so that CUDA graphs may hold its decoding, and kernels that make keys and
+    values store them (`Attention.place`).
     index_fp8: it reads index keys in FP8. states: of recurrent layers; None: it has nothing for them.
 
     prompts_for: it has no decoding, and computes prompts for this backend, by classes like
@@ -157,7 +158,11 @@ class AttentionBackend:
                 f"keeps values as large as keys ({D}), not {spec.value_dim}",
                 other_model,
             ),
-            (most is not None and most < D, f"takes heads of at most {most}, not {D}", other_model),
+            (
+                most is not None and most < D and not isinstance(spec, CompressedSpec),
+                f"takes heads of at most {most}, not {D}",
+                other_model,
+            ),
             (
                 D % self.head_multiple > 0,
                 f"takes heads of multiples of {self.head_multiple}, not {D}",

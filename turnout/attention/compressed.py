@@ -99,6 +99,11 @@ class CompressedAttention(TorchAttention):
     def state_bytes(self) -> int:
         return self._recent.nbytes + self._open.nbytes
 
+    def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a layer: the rings of all slots, of last tokens and of contents and gates, and its entries."""
+        i = self.index[layer]
+        return self._recent[i], self._open[i], self.layer_cache(layer)
+
     def copy_state(self, source: int, target: int) -> None:
         for ring in (self._recent, self._open):
             ring[:, target] = ring[:, source]

@@ -7,8 +7,8 @@ of a context, M entries that are made, W windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +16,35 @@ from torch import Tensor
 from turnout.attention.indexing import Index, index_scores, largest
 from turnout.attention.kinds import CompressedSpec
 
-Turn = Callable[[Tensor, Tensor], Tensor]  # ([M, D], positions int64 [M]) -> [M, D], ends rotated
+
+class Turn(Protocol):
+    """Rotates the ends of entries."""
+
+    def __call__(self, x_MD: Tensor, positions_M: Tensor, /) -> Tensor:
+        """[M, D] of [M, D] and int64 [M]."""
+        ...
+
+    def cos_sin(self, positions_M: Tensor, /) -> tuple[Tensor, Tensor]:
+        """cos and sin [M, R] by which it does, of halves; sin with the sign of each half."""
+        ...
+
+
+class RowNorm(Protocol):
+    """An RMS norm of rows."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor:
-    """What makes entries of one kind. bias: [rate, series * D], added to gates; norm: [D] to [D] of rows."""
+    """What makes entries of one kind. bias: [rate, series * D], added to gates; norm: of rows [D]."""
 
     spec: CompressedSpec
     bias_RX: Tensor
-    norm: Callable[[Tensor], Tensor]
+    norm: RowNorm
     turn: Turn
 
     def __call__(self, content_PX: Tensor, gate_PX: Tensor, first: int, count: int) -> Tensor:

@@ -142,10 +142,12 @@ class PagedAttention:
         drafts, then of `chunks`."""
         raise NotImplementedError
 
-    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+    def rows(
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+    ) -> Attention:
         """The attention of one token per row, for CUDA graphs and --deterministic on CUDA: everything is
         int64 and read on the device. table: the pages of contexts; ends: their tokens, 0 in rows of padding,
-        which attend to nothing."""
+        which attend to nothing. states: slots of what is kept of requests next to pages."""
         raise NotImplementedError
 
     def _place(self, request: PagedSequence) -> None:

@@ -58,7 +58,9 @@ class TorchAttention(PagedAttention):
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return _LaidOut(self, self._layout(decoding, chunks))
 
-    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+    def rows(
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+    ) -> Attention:
         return RowAttention(self, slots_N, table_NP, ends_N)
 
     def _layout(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> StepLayout:

@@ -60,6 +60,10 @@ class TurnAt:
     def __call__(self, x_MD: Tensor, positions_M: Tensor) -> Tensor:
         return turned(x_MD[:, None], self._rope(positions_M))[:, 0]
 
+    def cos_sin(self, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        cos_M1R, sin_M1R = self._rope(positions_M)
+        return cos_M1R[:, 0], sin_M1R[:, 0]
+
 
 class CompressedProjection(Mixer):
     """spec: of this layer, with the heads of this rank. down: Lq rows of queries, D of kv, X of what entries

@@ -178,16 +178,16 @@ class DecodeGraphs:
     def _step(self, part: Part, tokens: tuple[int, ...], second: Step | None) -> Step:
         """tokens: of each data-parallel rank."""
         rows_FB, tables = part
-        ids_B, positions_B, ends_B, slots_B, *_ = rows_FB
+        ids_B, positions_B, ends_B, states_B, *_ = rows_FB
         attentions = [
-            group.rows(slots_B, table_BP, ends_B)
+            group.rows(slots_B, table_BP, ends_B, states_B)
             for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
         ]
         return Step(
             input_ids=ids_B,
             positions=positions_B,
             attention=self._attention.together(
-                attentions, [Rows(states, slots_B, positions_B) for states in self._attention.states]
+                attentions, [Rows(states, states_B, positions_B) for states in self._attention.states]
             ),
             phase=Phase.DECODE,
             tokens=tokens,

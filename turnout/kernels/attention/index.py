@@ -1,11 +1,13 @@
-"""Scores of index keys in the pages of a sequence, for one query token each (Triton).
+"""Scores of index keys in the pages of a sequence, for one query token each, and the largest (Triton).
 
     score[n, l] = sum over heads h of weights[n, h] * relu(q[n, h] . key[l])
 
-A program scores a tile of one token's context with all heads, so that products are never stored.
+A program scores a tile of one token's context with all heads, so that products are never stored. Another
+finds the K-th largest score of a token bit by bit, and then goes through the scores once more for places, so
+that what is chosen is ascending and the lowest among equals; neither reads beyond a context.
 
 Legend: N tokens, H index heads, D their size, HP/DP powers of two of those, S slots of the cache, P pages of
-a row of the table, L = P * page size.
+a row of the table, L = P * page size, K how many are chosen.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 64  # of a context at a time
+RANKED = 2048  # scores of a context at a time
 
 
 @triton.jit(do_not_specialize=["P"])
 def score_tile(
-    q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, P,
+    q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, P, stride,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """out float32 [N, L]; -inf from ends[n] on, where nothing is read."""
+    """out float32 [N, L]; -inf from ends[n] on, where nothing is read. Keys are `stride` apart."""
     n = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     h = tl.arange(0, HP)
@@ -39,7 +42,7 @@ def score_tile(
         page = tl.load(table_ptr + n * P + place // PAGE, mask=known, other=0)
         slot = page.to(tl.int64) * PAGE + place % PAGE
         read = known[:, None] & (d[None, :] < D)
-        keys = tl.load(keys_ptr + slot[:, None] * D + d[None, :], mask=read, other=0.0)
+        keys = tl.load(keys_ptr + slot[:, None] * stride + d[None, :], mask=read, other=0.0)
         products = tl.maximum(tl.dot(q, tl.trans(keys), input_precision="ieee"), 0.0)
         scores = tl.where(known, tl.sum(products * weights[:, None], 0), float("-inf"))
     tl.store(out_ptr + n * P * PAGE + place, scores, mask=place < P * PAGE)
@@ -50,8 +53,8 @@ def scores(
 ) -> Tensor:
     """float32 [N, L]: of the first ends[n] keys in the pages of each row, then -inf.
 
-    All contiguous; q and keys of one type, weights float32, table and ends int32 or int64. An end of 0 makes
-    a row padding.
+    All contiguous, but for keys, whose rows may be of anything larger; q and keys of one type, weights
+    float32, table and ends int32 or int64. An end of 0 makes a row padding.
     """
     N, H, D = q_NHD.shape
     P = table_NP.shape[1]
@@ -59,7 +62,81 @@ def scores(
     powers = [max(16, triton.next_power_of_2(size)) for size in (H, D)]
     if N:
         score_tile[(N, triton.cdiv(P * page_size, TOKENS))](
-            q_NHD, weights_NH, keys_SD, table_NP, ends_N, out_NL, P, H, D, *powers, page_size, TOKENS,
-            num_warps=4,
+            q_NHD, weights_NH, keys_SD, table_NP, ends_N, out_NL, P, keys_SD.stride(0),
+            H, D, *powers, page_size, TOKENS, num_warps=4,
         )  # fmt: skip
     return out_NL
+
+
+@triton.jit
+def _ranks(scores_ptr, at, end, BLOCK: tl.constexpr):
+    """(places from `at` on, whether they are known, int32 that are ordered as their scores)."""
+    place = at + tl.arange(0, BLOCK)
+    known = place < end
+    score = tl.load(scores_ptr + place, mask=known, other=0.0)
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # no -0, which equals 0
+    return place, known, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _count(scores_ptr, end, least, BLOCK: tl.constexpr):
+    """How many of the scores have a rank of at least this."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, end, BLOCK):
+        _, known, rank = _ranks(scores_ptr, at, end, BLOCK)
+        found += (known & (rank >= least)).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["P", "L"])
+def choose_places(
+    scores_ptr, table_ptr, ends_ptr, out_ptr, counts_ptr, P, L, K,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out int32 [N, K]: slots of the K largest of the first ends[n] scores [N, L], then -1; counts [N]."""
+    n = tl.program_id(0).to(tl.int64)
+    end = tl.load(ends_ptr + n).to(tl.int32)
+    scores_ptr += n * L
+    least = tl.full([], -2147483648, tl.int32)
+    room = end
+    if end > K:
+        if _count(scores_ptr, end, 0, BLOCK) >= K:
+            least = tl.full([], 0, tl.int32)
+        for bit in range(31):
+            higher = least + (1 << (30 - bit))
+            if _count(scores_ptr, end, higher, BLOCK) >= K:
+                least = higher
+        room = K - _count(scores_ptr, end, least + 1, BLOCK)
+    taken = 0
+    equals = 0
+    for at in range(0, end, BLOCK):
+        place, known, rank = _ranks(scores_ptr, at, end, BLOCK)
+        equal = (known & (rank == least)).to(tl.int32)
+        chosen = (known & (rank > least)) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= room))
+        to = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        page = tl.load(table_ptr + n * P + place // PAGE, mask=chosen, other=0)
+        slot = page.to(tl.int32) * PAGE + place % PAGE
+        tl.store(out_ptr + n * K + to, slot, mask=chosen)
+        taken += tl.sum(chosen.to(tl.int32), 0)
+        equals += tl.sum(equal, 0)
+    for at in range(taken, K, BLOCK):
+        rest = at + tl.arange(0, BLOCK)
+        tl.store(out_ptr + n * K + rest, tl.full([BLOCK], -1, tl.int32), mask=rest < K)
+    tl.store(counts_ptr + n, taken)
+
+
+def chosen(
+    scores_NL: Tensor, table_NP: Tensor, ends_N: Tensor, count: int, *, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """(int32 [N, K]: the slots of the K = `count` largest of the first ends[n] scores, by place, then -1;
+    int32 [N]: how many these are). All contiguous; scores float32 without NaN, table and ends as of `scores`.
+    """
+    N, L = scores_NL.shape
+    out_NK = torch.empty(N, count, dtype=torch.int32, device=scores_NL.device)
+    counts_N = torch.empty(N, dtype=torch.int32, device=scores_NL.device)
+    if N:
+        choose_places[(N,)](
+            scores_NL, table_NP, ends_N, out_NK, counts_N, table_NP.shape[1], L, count, page_size, RANKED,
+            num_warps=8,
+        )  # fmt: skip
+    return out_NK, counts_N

@@ -14,11 +14,13 @@ BACKEND = AttentionBackend(
         AttentionKind.FULL: "turnout.attention.backends.triton.paged:TritonAttention",
         AttentionKind.SLIDING_WINDOW: "turnout.attention.backends.triton.paged:TritonAttention",
         AttentionKind.LATENT: "turnout.attention.backends.triton.latent:TritonLatent",
+        AttentionKind.COMPRESSED: "turnout.attention.backends.triton.compressed:TritonCompressed",
         AttentionKind.SPARSE_LATENT: "turnout.attention.backends.triton.latent:TritonSparseLatent",
     },
     most_head_dim=256,
     package=TRITON,
-    on_request=frozenset({AttentionKind.SPARSE_LATENT}),  # until its kernels have run on a GPU
+    # Until their kernels have run on a GPU.
+    on_request=frozenset({AttentionKind.SPARSE_LATENT, AttentionKind.COMPRESSED}),
     device_tables=True,
     states=StateKernels(
         implementation="turnout.attention.backends.triton.states:TritonStates", most_head_dim=128

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turnout.attention.indexing import Index, largest, places
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.latent import LatentAttention
 from turnout.attention.paged import to_device
@@ -23,6 +23,8 @@ from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.attention.up_projection import UpProjection
 from turnout.attention.workspace import SPARSE_ROWS
 
+ROWS = 8 * SPARSE_ROWS  # whose scores take less than what torch's ranking of SPARSE_ROWS does
+
 
 class TritonLatent(LatentAttention):
     """Latent attention, whose decoding tokens kernels compute."""
@@ -30,7 +32,9 @@ class TritonLatent(LatentAttention):
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return LatentStep(self, decoding, chunks)
 
-    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+    def rows(
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+    ) -> Attention:
         return LatentRows(self, slots_N, table_NP, ends_N)
 
 
@@ -40,7 +44,9 @@ class TritonSparseLatent(SparseLatentAttention):
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return SparseLatentStep(self, decoding, chunks)
 
-    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+    def rows(
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+    ) -> Attention:
         return SparseLatentRows(self, slots_N, table_NP, ends_N)
 
 
@@ -169,23 +175,20 @@ def choose_rows(
 ) -> Tensor:
     """int32 [N, K]: the slots that tokens choose among the first ends [N] of the pages [N, P], then -1.
 
-    Of fixed shapes, for graphs: all of the table is ranked, SPARSE_ROWS tokens at a time.
+    ROWS tokens at a time, whose scores fill the table.
     """
-    from turnout.kernels.attention.index import scores
+    from turnout.kernels.attention.index import chosen, scores
 
-    K, size, parts = paged.spec.index_topk, paged.page_size, [table_NP.new_empty(0, paged.spec.index_topk)]
-    for start in range(0, len(ends_N), SPARSE_ROWS):
-        rows = slice(start, start + SPARSE_ROWS)
+    K, size, parts = paged.spec.index_topk, paged.page_size, []
+    for start in range(0, len(ends_N), ROWS):
+        rows = slice(start, start + ROWS)
         table_RP, ends_R = table_NP[rows].contiguous(), ends_N[rows].contiguous()
         some = index.rows(rows)
         scores_RL = scores(
             some.q_NHD.contiguous(), some.weights_NH.contiguous(), keys_SD, table_RP, ends_R, page_size=size
         )
-        seen_RL = torch.arange(scores_RL.shape[1], device=ends_R.device) < ends_R[:, None]
-        places_RK = places(largest(scores_RL, seen_RL, K), K)
-        slots_RK = table_RP.gather(1, places_RK.clamp(min=0) // size) * size + places_RK % size
-        parts.append(torch.where(places_RK < 0, -1, slots_RK))
-    return torch.cat(parts).int()
+        parts.append(chosen(scores_RL, table_RP, ends_R, K, page_size=size)[0])
+    return torch.cat(parts) if parts else table_NP.new_empty(0, K, dtype=torch.int32)
 
 
 def attend_absorbed(

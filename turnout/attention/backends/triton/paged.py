@@ -23,7 +23,9 @@ class TritonAttention(PagedAttention):
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return StepAttention(self, decoding, chunks)
 
-    def rows(self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor) -> Attention:
+    def rows(
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+    ) -> Attention:
         return RowAttention(self, slots_N, table_NP, ends_N)
 
 

@@ -1,0 +1,177 @@
+"""Compressed attention's kernels in Triton's interpreter, against transformers' model; and on a GPU, at real
+sizes, against torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import interpreted
+from tests.kernels.compiled import compiled
+from turnout.attention.backends.triton.compressed import TritonCompressed
+from turnout.attention.compressed import CompressedAttention
+from turnout.attention.entries import Compressible, Compressor
+from turnout.attention.kinds import CompressedSpec, cache_groups
+from turnout.models.blocks import Norm, RotaryEmbedding
+from turnout.models.compressed_attention import TurnAt
+from turnout.models.rope import Rope
+
+FLASH = {
+    "num_heads": 64,
+    "num_kv_heads": 1,
+    "head_dim": 512,
+    "value_dim": 512,
+    "scale": 512**-0.5,
+    "sinks": True,
+}
+FLASH |= {"rope_dim": 64, "recent": 128, "output_groups": 8}
+INDEX = {"rate": 4, "overlap": True, "index_heads": 64, "index_dim": 128, "index_topk": 512}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, bool]:
+    return interpreted.results("attention/compressed_in_interpreter.py")
+
+
+CASES = ["choose", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(results: dict[str, bool], case: str):
+    assert results[case]
+
+
+def test_attention_compiles_for_hopper():
+    """With the tiles that it has by default, within the memory of a multiprocessor."""
+    from turnout.kernels.attention.compressed import DEFAULT, attend_compressed_span
+
+    halves = dict.fromkeys(("q_ptr", "recent_ptr", "cache_ptr"), "*bf16")
+    whole = {"ends_ptr": "*i64", "states_ptr": "*i64", "table_ptr": "*i32", "counts_ptr": "*i32"}
+    constants = {
+        "RECENT": 128,
+        "HB": DEFAULT.heads,
+        "DP": 512,
+        "PAGE": 1,
+        "TOKENS": DEFAULT.tokens,
+        "PDL": True,
+    }
+    constants["scale"] = 0.06
+    compiled(attend_compressed_span, constants, warps=DEFAULT.warps, multiples=("D", "Y"), **halves, **whole)
+
+
+class Layer:
+    """What one layer brings to a step of N tokens, of values as a model's, and the caches of a group full of
+    noise."""
+
+    def __init__(self, rate: dict[str, Any], N: int, device: torch.device):
+        self.spec = spec = CompressedSpec(**FLASH, **rate)
+        self.device, self.N = device, N
+        rope = Rope(
+            head_dim=64,
+            rotary_dim=64,
+            theta=160000.0,
+            max_positions=10**6,
+            adjust=lambda plain: plain,
+            scaling=1.0,
+            latent_scaling=1.0,
+            interleaved=True,
+        )
+        turn = TurnAt(RotaryEmbedding(rope, device=device, dtype=torch.bfloat16))
+
+        def maker(dim: int) -> Compressor:
+            weight = 1 + self.drawn(dim) / 4
+            return Compressor(
+                spec=spec,
+                bias_RX=self.drawn(spec.rate, spec.series * dim),
+                norm=Norm(weight, 1e-6),
+                turn=turn,
+            )
+
+        self.rest = None
+        if spec.rate:
+            self.rest = Compressible(raw_NX=self.drawn(N, spec.open_dim), entries=maker(512))
+        if spec.index_heads:
+            self.rest = Compressible(
+                raw_NX=self.drawn(N, spec.open_dim),
+                entries=maker(512),
+                index_entries=maker(128),
+                index_queries=self.drawn(N, 64, 128),
+                index_weights=self.drawn(N, 64).float() * (64 * 128) ** -0.5,
+            )
+        self.q, self.kv, self.sinks = self.drawn(N, 64, 512), self.drawn(N, 512), self.drawn(64).float()
+
+    def drawn(self, *size: int) -> Tensor:
+        return torch.randn(*size, device=self.device).bfloat16()
+
+    def paged(self, make: type[CompressedAttention], pages: int) -> CompressedAttention:
+        torch.manual_seed(1)
+        (group,) = cache_groups([self.spec])
+        sizes = {
+            "num_pages": self.N * pages,
+            "page_size": 16,
+            "max_running": self.N,
+            "max_context": pages * 16,
+        }
+        made = make(group, **sizes, device=self.device, dtype=torch.bfloat16)
+        for kept in (made._cache, made._recent, made._open):
+            kept.normal_()
+        return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rate", [{}, INDEX, {"rate": 128}], ids=["window", "rate-4", "rate-128"])
+def test_rows_on_a_gpu(rate: dict[str, Any]):
+    """A step of single tokens as a graph has it, and what it leaves, against torch's blocks, at the sizes of
+    DeepSeek-V4-Flash: contexts with no entries, with few, with more than are chosen, some of whose windows
+    end."""
+    starts = [0, 2, 127, 128, 3000, 5119, 8191, 8190]
+    N, pages = len(starts), 513
+    torch.manual_seed(0)
+    layer = Layer(rate, N, torch.device("cuda"))
+    reference, kernels = (layer.paged(make, pages) for make in (CompressedAttention, TritonCompressed))
+    found = []
+    for paged in (reference, kernels):
+        owned = [SimpleNamespace(pages=list(range(row, N * pages, N)), placed=0) for row in range(N)]
+        chunks = [
+            SimpleNamespace(
+                request=SimpleNamespace(row=row, kv=[owned[row]], state_slots=[row]),
+                start=s,
+                end=s + 1,
+                length=1,
+            )
+            for row, s in enumerate(starts)
+        ]
+        if paged is reference:
+            step = paged.laid_out(chunks, [])
+        else:
+            slots = torch.tensor(paged.place_singles(chunks), device="cuda")
+            rows, at = (torch.tensor(x, device="cuda") for x in (list(range(N)), starts))
+            paged.table[rows, at // 16] = slots // 16
+            step = paged.rows(slots, paged.table[rows], at + 1, rows)
+        found.append(step.compressed(0, layer.q, layer.kv, layer.sinks, layer.rest))
+    torch.testing.assert_close(found[1], found[0], rtol=3e-2, atol=3e-2)
+    for name in ("_recent", "_open", "_cache"):
+        ours, theirs = getattr(kernels, name), getattr(reference, name)
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ties", [False, True])
+def test_choice_on_a_gpu(ties: bool):
+    """Of 2048 among up to 40,000, as torch chooses."""
+    from turnout.attention.indexing import largest, places
+    from turnout.kernels.attention.index import chosen
+
+    torch.manual_seed(0)
+    scores, table = torch.randn(6, 2500 * 16).cuda(), torch.randperm(6 * 2500).view(6, 2500).cuda()
+    scores = scores.round() if ties else scores
+    ends = torch.tensor([0, 3, 2048, 2049, 32768, 40000]).cuda()
+    found, counts = chosen(scores, table, ends, 2048, page_size=16)
+    at = places(largest(scores, torch.arange(40000).cuda() < ends[:, None], 2048), 2048)
+    wanted = torch.where(at < 0, -1, table.gather(1, at.clamp(min=0) // 16) * 16 + at % 16)
+    assert torch.equal(found.long(), wanted)
+    assert torch.equal(counts.long(), (wanted >= 0).sum(1))
