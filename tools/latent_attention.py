@@ -9,7 +9,11 @@ the time that it took. Contexts of all layers together exceed the cache of the G
 is the largest difference from attention in float32, of contexts of several lengths; tiles that miss BOUND, or
 that the GPU has no room for, are reported and not timed.
 
-The last lines are the best of each shape, and CHOICES for turnout/kernels/attention/latent.py: of each number
+With --chosen each token also attends to as many vectors of its context, anywhere in it, in the tiles that are
+chosen for the shape, as sparse attention does (2048 of 32768: `--chosen 2048 --known`).
+
+The last lines are the best of each shape, how much faster that is of what is chosen than of the whole, and
+CHOICES for turnout/kernels/attention/latent.py: of each number
 of heads and requests the tiles with the least time over all contexts.
 
 --device cpu --requests 2 --context 40 shows on any machine that all tiles give what they should, in Triton's
@@ -82,9 +86,16 @@ def candidates(num_heads: int) -> list[Tiles]:
 
 @dataclass(frozen=True)
 class Case:
+    """chosen: vectors of the context that are read; 0: all of them."""
+
     requests: int
     num_heads: int
     context: int
+    chosen: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.chosen or self.context
 
 
 class Bench:
@@ -96,32 +107,42 @@ class Bench:
         # The interpreter's products of bfloat16 are wrong.
         rest: Any = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
         pages = -(-case.context // PAGE)
-        self.nbytes = case.requests * case.context * (LATENT + ROPE) * 2
-        layers = max(2, min(64, CACHES // self.nbytes)) if on_gpu else 1
+        self.nbytes = case.requests * case.read * (LATENT + ROPE) * 2
+        layers = max(2, min(64, CACHES * case.read // (self.nbytes * case.context))) if on_gpu else 1
         size = case.requests * pages * PAGE, LATENT + ROPE
         self.caches = [torch.randn(size, **rest) for _ in range(layers)]
         self.table = torch.randperm(case.requests * pages, device=device).view(case.requests, pages)
-        self.ends = torch.full((case.requests,), case.context, device=device)
+        self.page = PAGE
+        if case.chosen:
+            self.page, self.table = 1, self._chosen()
+        self.ends = torch.full((case.requests,), case.read, device=device)
         self.q = torch.randn(case.requests, case.num_heads, LATENT + ROPE, **rest)
         self.processors = 132
         if on_gpu:
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.ragged = self.ends - 7 * torch.arange(case.requests, device=device) % case.context
+        self.ragged = self.ends - 7 * torch.arange(case.requests, device=device) % case.read
         self.wanted = [self._expected(b) for b in self._checked()]
+
+    def _chosen(self) -> Tensor:
+        """int32 [requests, chosen]: slots of each context, ascending by place."""
+        case = self.case
+        drawn = torch.rand(case.requests, case.context, device=self.device)
+        places = drawn.topk(case.chosen).indices.sort().values
+        return (self.table.gather(1, places // PAGE) * PAGE + places % PAGE).int()
 
     def _checked(self) -> range:
         return range(min(8, self.case.requests))
 
     def _expected(self, b: int) -> Tensor:
         """float32 [H, LATENT] of a request whose context ends at `ragged`."""
-        slots = (self.table[b, :, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
+        slots = (self.table[b, :, None] * self.page + torch.arange(self.page, device=self.device)).flatten()
         kept = self.caches[-1][slots[: int(self.ragged[b])]].float()
         return (self.q[b].float() @ kept.T * SCALE).softmax(-1) @ kept[:, :LATENT]
 
     def attend(self, cache: Tensor, ends: Tensor, tiles: Tiles, splits: int) -> Tensor:
         from turnout.kernels.attention import latent
 
-        rest: Any = {"latent_dim": LATENT, "page_size": PAGE, "scale": SCALE}
+        rest: Any = {"latent_dim": LATENT, "page_size": self.page, "scale": SCALE}
         return latent.attend(self.q, cache, self.table, ends, splits=splits, tiles=tiles, **rest)
 
     def measure(self, tiles: Tiles) -> dict[str, Any]:
@@ -131,7 +152,7 @@ class Bench:
         from turnout.kernels.attention import latent
 
         case = self.case
-        splits = latent.spans(case.requests, case.num_heads, case.context, self.processors, tiles)
+        splits = latent.spans(case.requests, case.num_heads, case.read, self.processors, tiles)
         row = vars(case) | {"tiles": tiles._asdict(), "splits": splits}
         try:
             found = self.attend(self.caches[-1], self.ragged, tiles, splits)
@@ -147,7 +168,7 @@ class Bench:
                 self.attend(cache, self.ends, tiles, splits)
 
         seconds = seconds_of(run, self.device)[0] / len(self.caches)
-        products = 2 * case.requests * case.context * case.num_heads * (2 * LATENT + ROPE)
+        products = 2 * case.requests * case.read * case.num_heads * (2 * LATENT + ROPE)
         needed = max(self.nbytes / BYTES_PER_S, products / PRODUCTS_PER_S)
         return row | {
             "us": seconds * 1e6,
@@ -161,7 +182,7 @@ def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The fastest row of each shape."""
     found: dict[Case, dict[str, Any]] = {}
     for row in rows:
-        case = Case(row["requests"], row["num_heads"], row["context"])
+        case = Case(row["requests"], row["num_heads"], row["context"], row.get("chosen", 0))
         if "us" in row and (case not in found or row["us"] < found[case]["us"]):
             found[case] = row
     return list(found.values())
@@ -173,6 +194,7 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[int, int, Tiles]]:
     its own."""
     from turnout.kernels.attention.latent import Tiles
 
+    rows = [row for row in rows if not row.get("chosen")]
     least = {(row["requests"], row["num_heads"], row["context"]): row["us"] for row in best(rows)}
     over: dict[tuple[int, int], dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -190,6 +212,17 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[int, int, Tiles]]:
     return found
 
 
+def sparse_gains(rows: list[dict[str, Any]]) -> list[str]:
+    """Of each shape of which something is chosen: how many times as fast its best is as that of the whole."""
+    least = {(row["requests"], row["num_heads"], row["context"], row["chosen"]): row for row in best(rows)}
+    return [
+        f"{chosen} of {context} tokens, {heads} heads, {requests} requests: {row['us']:.1f} us, "
+        f"{least[requests, heads, context, 0]['us'] / row['us']:.2f} times as fast"
+        for (requests, heads, context, chosen), row in least.items()
+        if chosen and (requests, heads, context, 0) in least
+    ]
+
+
 def told(row: dict[str, Any]) -> str:
     tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
     values = {k: v for k, v in row.items() if k != "tiles"}.items()
@@ -204,23 +237,29 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--num-heads", type=int, nargs="+", default=[128, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--chosen", type=int, default=0, help="of a context, by sparse attention")
+    parser.add_argument("--known", action="store_true", help="only the tiles that are chosen now")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     check_output(options.output)
     device = torch.device(options.device)
     if device.type == "cpu":
         interpret_kernels()
+    from turnout.kernels.attention.latent import tiles_for
+
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for context in options.context:
         for num_heads in options.num_heads:
             for requests in options.requests:
-                bench = Bench(Case(requests, num_heads, context), device)
-                for tiles in candidates(num_heads):
-                    rows.append(bench.measure(tiles))
-                    print(told(rows[-1]), flush=True)
-                del bench
-    print("Best:", *map(told, best(rows)), "CHOICES:", sep="\n")
+                for chosen in (0, options.chosen) if 0 < options.chosen < context else (0,):
+                    bench = Bench(Case(requests, num_heads, context, chosen), device)
+                    known = [tiles_for(requests, num_heads)]
+                    for tiles in known if chosen or options.known else candidates(num_heads):
+                        rows.append(bench.measure(tiles))
+                        print(told(rows[-1]), flush=True)
+                    del bench
+    print("Best:", *map(told, best(rows)), *sparse_gains(rows), "CHOICES:", sep="\n")
     print(*(f"    {choice}," for choice in choices(rows)), sep="\n", flush=True)
     if options.output:
         name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()

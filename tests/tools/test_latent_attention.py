@@ -30,6 +30,23 @@ def test_tiles_are_chosen_over_all_contexts_and_wrong_ones_never() -> None:
     assert choices(rows) == [(128, 1, deep), (128, 1 << 30, wide)]
 
 
+def test_what_is_chosen_beside_the_whole(tmp_path: Path) -> None:
+    """In the tiles that are chosen; each attends to some of its context, as attention in float32 does."""
+    output = tmp_path / "latent.json"
+    tiny = ["--device", "cpu", "--requests", "2", "--num-heads", "4", "--context", "40", "--chosen", "24"]
+    command = [sys.executable, "-m", "tools.latent_attention", *tiny, "--known", "--output", str(output)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    whole, chosen = json.loads(output.read_text())["rows"]
+    assert (whole["chosen"], chosen["chosen"]) == (0, 24)
+    assert whole["error"] < 1e-5
+    assert chosen["error"] < 1e-5
+    gain = whole["us"] / chosen["us"]
+    assert (
+        f"24 of 40 tokens, 4 heads, 2 requests: {chosen['us']:.1f} us, {gain:.2f} times as fast" in run.stdout
+    )
+
+
 @pytest.mark.more
 def test_all_tiles_give_the_same_as_attention_in_float32(tmp_path: Path) -> None:
     output = tmp_path / "latent.json"
