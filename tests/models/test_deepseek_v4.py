@@ -20,6 +20,8 @@ from torch import Tensor
 from tests.checkpoint import packing
 from tests.models.families import FAMILIES, Built, build, write
 from tests.models.running import PlainAttention, load
+from tests.models.test_dense import check_bytes
+from tests.models.test_dense import kept as kept_in_fp8
 from tests.models.test_logits import BOUND, error, prompt, reference
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
@@ -208,8 +210,11 @@ def fp8_of_powers(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("experts", FAMILY.own_formats)
-def test_as_released(experts: str, built: Built, tmp_path: Path) -> None:
-    """FP8 with e8m0 scales, experts in FP4, or of base models all in FP8 with float32 scales."""
+def test_as_released(experts: str, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 with e8m0 scales, experts in FP4, or of base models all in FP8 with float32 scales.
+
+    Decoded, or kept in FP8 as on a GPU.
+    """
     tensors, plain = {}, {}
     kept = ("norm", "gate.", "compressor", "weights_proj", "hc_", "embed", "head", "ape", "sink", "mtp")
     for name, tensor in built.tensors.items():
@@ -235,6 +240,9 @@ def test_as_released(experts: str, built: Built, tmp_path: Path) -> None:
     )
     assert error(same, reference(built.model, ids)) > 10 * BOUND  # the rounding shows
     assert error(stored, same) <= 1e-3 * float(same.abs().max())
+    check_bytes(tmp_path / "stored", kept_in_fp8(tmp_path / "stored", monkeypatch))
+    model = load(tmp_path / "stored", activation_format="bf16")
+    assert error(PlainAttention(model).logits(("a", ids))[0], same) <= 1e-3 * float(same.abs().max())
 
 
 def test_a_table_that_names_no_expert(built: Built, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from turnout.vocabulary import Format
 EVERYTHING = ModulePatterns.parse("modelopt", ["*"], "built in")
 DECODED = {"int4": "int4", "fp8_channel": "fp8"}  # methods of which runners lack some or all -> stored as
 
+FP8_OUTSIDE = {"deepseek_v4": Format.FP8}  # methods whose layers outside experts are so whatever experts are
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
@@ -61,9 +63,9 @@ class Quantization:
         return replace(self, ignore=self.ignore + ModulePatterns.parse("modelopt", [module], "built in"))
 
     def is_fp8(self, module: str) -> bool:
-        """Whether the linear layer called `module` is stored in FP8."""
+        """Whether the linear layer called `module`, which is no expert's, is stored in FP8."""
         found = self.of(module)
-        return found is not None and found.stored == Format.FP8
+        return found is not None and Format.FP8 in (found.stored, FP8_OUTSIDE.get(found.method))
 
     def experts_format(self, prefix: str) -> tuple[Format, bool]:
         """(format, quantised activations) of the experts at `prefix`, such as `model.layers.0.mlp.experts`.

@@ -163,7 +163,7 @@ def read_compressed_attention(
     index_up = None
     if spec.index_heads:
         rows[f"{index}.weights_proj"] = whole(spec.index_heads)
-        index_up = weights.fused({f"{index}.wq_b": whole(spec.index_heads * spec.index_dim)}, whole(rank))
+        index_up = weights.dense({f"{index}.wq_b": whole(spec.index_heads * spec.index_dim)}, whole(rank))
     sinks_H = weights.tensor(f"{prefix}.attn_sink", spec.num_heads)
     out_a = weights.linear(f"{prefix}.wo_a", groups.times(Z), whole(spec.num_heads * D // spec.output_groups))
 
@@ -184,14 +184,14 @@ def read_compressed_attention(
         local,
         down=weights.fused(rows, outer),
         query_norm=norm(f"{prefix}.q_norm", rank),
-        query_up=weights.fused({f"{prefix}.wq_b": heads.times(D)}, whole(rank)),
+        query_up=weights.dense({f"{prefix}.wq_b": heads.times(D)}, whole(rank)),
         query_unit=Norm(torch.ones(D, dtype=weights.dtype, device=weights.device), norm_eps),
         kv_norm=norm(f"{prefix}.kv_norm", D),
         sinks=sinks_H.narrow(0, heads.start, heads.size).float(),
         compressors=compressors,
         index_up=index_up,
         out_a_GZX=out_a.unflatten(0, (groups.size, Z)),
-        out_b=weights.fused({f"{prefix}.wo_b": outer}, groups.times(Z)),
+        out_b=weights.dense({f"{prefix}.wo_b": outer}, groups.times(Z)),
         group=group,
         linear=weights.multiply,
     )

@@ -141,7 +141,9 @@ def _parameters_in_fp8(spec: DecoderSpec, is_fp8: Callable[[str], bool]) -> Dens
             shared_experts += gated_mlp(inner, f"{prefix}.{names.moe}.{names.shared_expert}")
         if isinstance(layer, DeltaNetSpec):
             counts.append(_delta_net_in_fp8(spec, layer, f"{prefix}.{names.recurrent}", stored))
-        elif not isinstance(layer, CompressedSpec):  # that is decoded while it loads
+        elif isinstance(layer, CompressedSpec):
+            counts.append(_compressed_in_fp8(spec, layer, f"{prefix}.{names.attention}", stored))
+        else:
             counts.append(_attention_in_fp8(spec, layer, f"{prefix}.self_attn", stored))
     queries, keys_values, replicated, _ = map(sum, zip(*counts, strict=True))
     return DenseParameters(
@@ -165,6 +167,20 @@ def _delta_net_in_fp8(
         queries=stored((layer.channels + inner) * H, prefix, *large)
         + stored(2 * layer.num_heads * H, prefix, *small)
         + stored(inner * H, prefix, "out_proj")
+    )
+
+
+def _compressed_in_fp8(
+    spec: DecoderSpec, layer: CompressedSpec, prefix: str, stored: Callable[..., int]
+) -> _Counts:
+    """stored: as of `_attention_in_fp8`. What reads the same input as compressors, which are not quantised,
+    and what is multiplied by groups are decoded while they load."""
+    assert spec.compressed is not None, "layers of compressed attention have projections"
+    H, rank, output = spec.shape.hidden_size, spec.compressed.query_rank, spec.compressed.output_rank
+    return _Counts(
+        queries=stored(layer.num_heads * layer.head_dim * rank, prefix, "wq_b")
+        + stored(layer.output_groups * output * H, prefix, "wo_b"),
+        replicated=stored(layer.index_heads * layer.index_dim * rank, prefix, "indexer.wq_b"),
     )
 
 
