@@ -200,8 +200,8 @@ class GatedMLP:
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
         """[N, H] to [N, H]. step: for the arguments of an MoE layer, which is called in the same way."""
-        if self._rows and x_NH.device.type == "cuda" and self._limit is None:
-            h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype)
+        if self._rows and x_NH.device.type == "cuda":
+            h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype, self._limit)
         else:
             gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
             if self._limit is not None:

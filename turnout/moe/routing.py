@@ -45,7 +45,8 @@ class Router:
         """experts_of_token: int32 [V, k], which ids of tokens choose by instead of their scores."""
         self._experts_of_token = experts_of_token
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
-        self._choose = _one_kernel(device, num_experts, routing, correction_bias)
+        by_id = experts_of_token is not None
+        self._choose = None if by_id else _one_kernel(device, num_experts, routing, correction_bias)
         self.adds_parts = device.type == "cuda" and self._choose is not None
 
     def __call__(
@@ -83,15 +84,16 @@ def _one_kernel(
     device: torch.device, num_experts: int, routing: Routing, bias_E: Tensor | None
 ) -> Choose | None:
     """What chooses in one launch here, if anything does."""
-    if routing.kind == RoutingKind.SQRT_SOFTPLUS_TOPK:
-        return None
-    by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK
+    roots = routing.kind == RoutingKind.SQRT_SOFTPLUS_TOPK
+    by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK or roots
     of_all = routing.kind == RoutingKind.SOFTMAX_TOPK
     if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
         from turnout.kernels.common.route import choose, choose_sigmoid
 
         if by_sigmoid:
-            return partial(choose_sigmoid, bias_E=bias_E, groups=routing.n_group, kept=routing.topk_group)
+            return partial(
+                choose_sigmoid, bias_E=bias_E, groups=routing.n_group, kept=routing.topk_group, roots=roots
+            )
         return partial(choose, of_all=of_all)
     if device.type == "cpu" and cpu.available() and not by_sigmoid:
         from turnout.kernels.cpu.route import choose as choose_on_cpu

@@ -87,15 +87,24 @@ def chooses(
 
 
 def by_sigmoid(
-    tokens: int, experts: int, top_k: int, *, groups=1, kept=1, biased=True, renormalize=True, parts=False
+    tokens: int,
+    experts: int,
+    top_k: int,
+    *,
+    kind=RoutingKind.SIGMOID_TOPK,
+    groups=1,
+    kept=1,
+    biased=True,
+    renormalize=True,
+    parts=False,
 ) -> bool:
     """Against the composed router, for biases of either sign and larger than any score."""
-    logits = 3 * torch.randn(tokens, experts)
+    logits = (3 if kind == RoutingKind.SIGMOID_TOPK else 9) * torch.randn(tokens, experts)
     bias = 5 * torch.randn(experts) if biased else None
     real = torch.rand(tokens) < 0.7 if tokens > 1 else None
     counts = torch.full((experts,), 5)
     routing = Routing(
-        kind=RoutingKind.SIGMOID_TOPK,
+        kind=kind,
         renormalize=renormalize,
         n_group=groups,
         topk_group=kept,
@@ -108,6 +117,7 @@ def by_sigmoid(
         bias_E=bias,
         groups=groups,
         kept=kept,
+        roots=kind == RoutingKind.SQRT_SOFTPLUS_TOPK,
         renormalize=renormalize,
         scaling=2.5,
         real_T=real,
@@ -189,6 +199,8 @@ results["sigmoid-groups"] = (
     and by_sigmoid(4, 12, 3, groups=3, kept=2, biased=False)
     and by_sigmoid(4, 4, 2, groups=4, kept=3)
 )
+ROOTS = {"kind": RoutingKind.SQRT_SOFTPLUS_TOPK}
+results["roots"] = by_sigmoid(9, 16, 4, **ROOTS) and by_sigmoid(4, 12, 3, biased=False, parts=True, **ROOTS)
 results["sigmoid-odd"] = sigmoid_odd()
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
 results["odd"] = odd()

@@ -22,6 +22,7 @@ CASES = [
     "topk-softmax",
     "sigmoid",
     "sigmoid-groups",
+    "roots",
     "sigmoid-odd",
     "odd",
     "none",

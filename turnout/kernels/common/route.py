@@ -117,10 +117,11 @@ def choose(
 def choose_by_sigmoid(
     logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, SIZE: tl.constexpr, ROOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `choose_experts`, with sigmoid scores as weights; bias, float32 [E], moves the choice alone.
+    """As `choose_experts`, with sigmoid scores as weights, or ROOTS of softplus; bias, float32 [E], moves the
+    choice alone.
 
     A token chooses from the KEPT of GROUPS groups, SIZE experts each, whose two best biased scores are the
     largest sums.
@@ -135,7 +136,12 @@ def choose_by_sigmoid(
         gdc_launch_dependents()
         gdc_wait()
     logits = _load_logits(logits_ptr, token, e, E, part_stride, 0.0, PARTS)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
+    if ROOTS:
+        small = tl.exp(-tl.abs(logits))
+        scores = tl.where(small < 1e-4, small - small * small / 2, tl.log(1.0 + small))
+        scores = tl.sqrt(scores + tl.maximum(logits, 0.0))
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     # Without a bias logits are in the same order, and large ones, whose scores are all 1, in no tie.
     left = scores + bias if BIASED or GROUPS > 1 else logits
     left = tl.where(left > -3e38, left, -3e38)
@@ -179,6 +185,7 @@ def choose_sigmoid(
     bias_E: Tensor | None,
     groups: int,
     kept: int,
+    roots: bool = False,
     renormalize: bool,
     scaling: float,
     real_T: Tensor | None,
@@ -195,7 +202,7 @@ def choose_sigmoid(
             logits, logits if bias_E is None else bias_E, ids_TK if real_T is None else real_T, ids_TK,
             weights_TK, counts_E, scaling, E, T * E, len(logits) if logits.dim() == 3 else 1, top_k,
             triton.next_power_of_2(top_k), block, bias_E is not None, groups, kept,
-            triton.next_power_of_2(groups), E // groups, renormalize, real_T is not None, early,
+            triton.next_power_of_2(groups), E // groups, roots, renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
         )  # fmt: skip
     return ids_TK, weights_TK

@@ -127,9 +127,13 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["N"])
 def gate_rows(
-    x_ptr, out_ptr, N, M, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, N, M, limit, PARTS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = silu(x[:, :M]) * x[:, M:], of x [N, 2M], or of the sum of parts [PARTS, N, 2M]."""
+    """out [N, M] = silu(x[:, :M]) * x[:, M:], of x [N, 2M], or of the sum of parts [PARTS, N, 2M].
+
+    LIMITED: the first are at most `limit`, and the others as large either way.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = c < M
@@ -142,6 +146,9 @@ def gate_rows(
         at = x_ptr + (part * N.to(tl.int64) + row) * 2 * M + c
         gate += tl.load(at, mask=held, other=0.0).to(tl.float32)
         up += tl.load(at + M, mask=held, other=0.0).to(tl.float32)
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * M + c, out.to(out_ptr.dtype.element_ty), mask=held)
 
@@ -214,14 +221,14 @@ def add(parts_PNM: Tensor, bias_M: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out_NM
 
 
-def gate(x: Tensor, dtype: torch.dtype) -> Tensor:
+def gate(x: Tensor, dtype: torch.dtype, limit: float | None = None) -> Tensor:
     """[N, M] in `dtype` of [N, 2M], or of [P, N, 2M], whose sum over P is meant; see `gate_rows`."""
     N, M = x.shape[-2], x.shape[-1] // 2
     out_NM = torch.empty(N, M, dtype=dtype, device=x.device)
     if N:
         block, early = min(1024, triton.next_power_of_2(M)), launches_early(x.device)
         gate_rows[(N, triton.cdiv(M, block))](
-            x.contiguous(), out_NM, N, M, len(x) if x.dim() == 3 else 1, block, early,
-            num_warps=4, launch_pdl=early,
+            x.contiguous(), out_NM, N, M, float(limit or 0), len(x) if x.dim() == 3 else 1,
+            limit is not None, block, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NM
