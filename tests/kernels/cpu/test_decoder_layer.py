@@ -185,10 +185,16 @@ def test_steps_that_are_not_one_call(monkeypatch):
         cos, sin = torch.randn(2, count, D)
         return torch.randn(count, H), None, weights["gain_H"], EPS, cos, sin, chunks, cache
 
+    dense = sum(weights[name].numel() for name in ("qkv_XH", "out_HY"))
     assert half(*given(0)) is None
+    monkeypatch.setattr(decoder_layer, "FEW_MULTIPLICATIONS", 20 * dense)  # attention's own do not count
     assert half(*given(20)) is not None
+    assert half(*given(21)) is None
     monkeypatch.setattr(decoder_layer, "FEW_MULTIPLICATIONS", 1)
     assert half(*given(20)) is None
     assert half(*given(2)) is not None
-    monkeypatch.setattr(decoder_layer, "threads_for", lambda multiplications: 2)
+    monkeypatch.setattr(
+        decoder_layer, "threads_for", lambda multiplications: 1 + (multiplications > 2 * dense)
+    )
+    assert half(*given(1)) is not None
     assert half(*given(2)) is None

@@ -29,17 +29,18 @@ from turnout.kernels.cpu.vectors import LANES, get_i64, put_i64, stack
 
 # With more of both, a library's products gain more than one call saves.
 FEW_TOKENS = 8
-FEW_MULTIPLICATIONS = 2**23
+FEW_MULTIPLICATIONS = 2**24
 
 _norm, _rotate, _choose = rows._norm, rows._rotate, route._choose
 _store, _attend = attention._store, attention._attend
 _pairs, _up, _down = experts._pairs, experts._up, experts._down
 
 
-def in_one_call(tokens: int, multiplications: float) -> bool:
-    """Whether a half of a layer is one call for a step of so many tokens, for which it makes so many."""
-    few = tokens <= FEW_TOKENS or multiplications <= FEW_MULTIPLICATIONS
-    return tokens > 0 and few and threads_for(multiplications) == 1
+def in_one_call(tokens: int, dense: float, others: float) -> bool:
+    """Whether a half of a layer is one call for a step of so many tokens, for which it makes so many
+    multiplications: in dense products, which else a library makes, and in others, by the same kernels."""
+    few = tokens <= FEW_TOKENS or dense <= FEW_MULTIPLICATIONS
+    return tokens > 0 and few and threads_for(dense + others) == 1
 
 
 @kernel("void(" + "int64, " * 27 + "float32, float32, float32)")
@@ -182,7 +183,7 @@ class AttentionHalf(_Bound):
         this layer's.
         """
         N = len(x_NH)
-        if not in_one_call(N, N * self._dense + chunks.pairs * self._per_pair):
+        if not in_one_call(N, N * self._dense, chunks.pairs * self._per_pair):
             return None
         x_NH, delta_NH, sums_NH, out_NH = _residual(x_NH, delta_NH)
         space = torch.empty(N * self._room)
@@ -216,7 +217,7 @@ class ExpertsHalf(_Bound):
         layer, (E, H) = self.layer, self.router_EH.shape
         L, inner = layer.w13.experts, layer.w2.inputs
         self._matrices = [torch.tensor(experts.matrices(w)) for w in (layer.w13, layer.w2)]
-        self._multiplications = E * H + self.top_k * 3 * inner * H
+        self._dense, self._others = E * H, self.top_k * 3 * inner * H
         self._scratch = layer.scratch(1), layer.scratch(WIDENED_ROWS)
         self._once, self._each = 2 * (L + 1) + E, H + E + self.top_k * (5 + inner)
         self._bound = (
@@ -234,7 +235,7 @@ class ExpertsHalf(_Bound):
         gain: contiguous float32, the weight of the norm.
         """
         N = len(x_NH)
-        if not in_one_call(N, N * self._multiplications):
+        if not in_one_call(N, N * self._dense, N * self._others):
             return None
         x_NH, delta_NH, sums_NH, out_NH = _residual(x_NH, delta_NH)
         space = torch.empty(self._once + N * self._each + self._scratch[N >= WIDENED_ROWS])
