@@ -178,12 +178,12 @@ class CompressedAttention(TorchAttention):
             ),
         )
 
-    def _part(self, chunk: Chunk, at: int, slots_E: Tensor) -> _Part:
+    def _part(self, chunk: Chunk, at: int, slots_E: Tensor) -> Part:
         spec, device = self.spec, self.device
         recent, remembered = self._recent.shape[2], self._open.shape[2]
         first = chunk.start // spec.rate if spec.rate else 0
         needed = max(0, first - spec.overlap) * spec.rate if spec.rate else chunk.start
-        return _Part(
+        return Part(
             rows=slice(at, at + chunk.length),
             slot=chunk.request.state_slots[0],
             start=chunk.start,
@@ -198,7 +198,7 @@ class CompressedAttention(TorchAttention):
 
     def attend_part(
         self,
-        part: _Part,
+        part: Part,
         layer: int,
         q_THD: Tensor,
         kv_TD: Tensor,
@@ -206,14 +206,8 @@ class CompressedAttention(TorchAttention):
         rest: Compressible | None,
     ) -> Tensor:
         """[T, Hq, D] of one chunk, whose tokens are then among what is kept."""
-        i, spec = self.index[layer], self.spec
-        ring_WD = self._recent[i, part.slot]
-        recent_LD = torch.cat((ring_WD[part.recent_P], kv_TD))
-        ring_WD[part.store_recent_P] = kv_TD[len(kv_TD) - len(part.store_recent_P) :]
-        entries_SY = self.layer_cache(layer)
-        if rest is not None:
-            self._compress(part, self._open[i, part.slot], entries_SY, rest)
-        entries_EY = entries_SY[part.slots_E]
+        spec, recent_LD = self.spec, self.keep_part(part, layer, kv_TD, rest)
+        entries_EY = self.layer_cache(layer)[part.slots_E]
 
         def choose(rows: slice, entries_EY: Tensor, seen_RE: Tensor) -> Tensor:
             if rest is None:
@@ -222,6 +216,16 @@ class CompressedAttention(TorchAttention):
             return rest.choose(slice(at + rows.start, at + rows.stop), entries_EY, seen_RE)
 
         return attend(spec, q_THD, part.start, recent_LD, entries_EY, sinks_H, choose)
+
+    def keep_part(self, part: Part, layer: int, kv_TD: Tensor, rest: Compressible | None) -> Tensor:
+        """[L, D]: the last tokens up to the last of these, which are then among what is kept."""
+        i = self.index[layer]
+        ring_WD = self._recent[i, part.slot]
+        recent_LD = torch.cat((ring_WD[part.recent_P], kv_TD))
+        ring_WD[part.store_recent_P] = kv_TD[len(kv_TD) - len(part.store_recent_P) :]
+        if rest is not None:
+            self._compress(part, self._open[i, part.slot], self.layer_cache(layer), rest)
+        return recent_LD
 
     def attend_block(
         self,
@@ -249,7 +253,7 @@ class CompressedAttention(TorchAttention):
         mask_B1X = additive(seen_BX, q_NHD.dtype)[:, None]
         return with_sinks(q_NHD[rows_B], keys_BXD, keys_BXD, mask_B1X, spec.scale, sinks_H)
 
-    def _compress(self, part: _Part, ring_WX: Tensor, entries_SY: Tensor, rest: Compressible) -> None:
+    def _compress(self, part: Part, ring_WX: Tensor, entries_SY: Tensor, rest: Compressible) -> None:
         """Store the entries of the windows that end in this part, and what the next ones are made of."""
         raw_TX, rate = rest.raw_NX[part.rows], self.spec.rate
         count = len(part.slots_E) - part.first
@@ -261,7 +265,7 @@ class CompressedAttention(TorchAttention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class Part:
     """One chunk of a step. Of rings: places that are read, before it, and written. first: the first window
     that may end in it. slots_E: of all entries of the context."""
 
@@ -290,7 +294,7 @@ class _Block:
     store_open_B: Tensor
     seen_BX: Tensor
     slots_BE: Tensor
-    ending: tuple[_Part, ...]
+    ending: tuple[Part, ...]
 
 
 def _ring(start: int, end: int, size: int, device: torch.device) -> Tensor:
@@ -303,7 +307,7 @@ class _LaidOut(Attention):
     """Of a step, or one of its micro-batches."""
 
     paged: CompressedAttention
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     blocks: tuple[_Block, ...]
 
     def compressed(

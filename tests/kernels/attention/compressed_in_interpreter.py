@@ -9,6 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -16,9 +17,14 @@ from tests.kernels import interpreter
 from tests.models.running import load
 from tests.models.test_deepseek_v4 import IDS, Paged, build_published
 from tests.models.test_logits import BOUND, error, reference
+from turnout.attention.backends.triton import compressed
 from turnout.attention.backends.triton.compressed import TritonCompressed
+from turnout.attention.compressed import CompressedAttention
+from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.indexing import largest, places
+from turnout.attention.kinds import CompressedSpec, cache_groups
 from turnout.kernels.attention import index
+from turnout.models.blocks import Norm
 from turnout.models.interface import Step
 from turnout.vocabulary import Phase
 
@@ -46,12 +52,18 @@ results["choose-ties"] = chooses(ties=True)
 index.RANKED = whole
 
 
+class PromptsByTorch(TritonCompressed):
+    """The interpreter would take minutes for them."""
+
+    attend_part = CompressedAttention.attend_part
+
+
 def steps(page_size: int, starts: list[int], count: int) -> bool:
     """Rows of a graph, in caches full of NaN, give what transformers' model gives; with a row of padding."""
     with tempfile.TemporaryDirectory() as folder:
         built = build_published(Path(folder))
         model, expected = load(built.folder), reference(built.model, IDS)
-    paged = Paged(model, page_size, len(starts), TritonCompressed)
+    paged = Paged(model, page_size, len(starts), PromptsByTorch)
     requests = [paged.request(row) for row in range(len(starts))]
     groups, right = paged.caches.groups, True
     for request, start in zip(requests, starts, strict=True):
@@ -86,5 +98,57 @@ def steps(page_size: int, starts: list[int], count: int) -> bool:
 results["steps"] = steps(16, [2, 126, 254], 3)
 results["steps-page-of-windows"] = steps(128, [127], 2)
 results["steps-page-in-windows"] = steps(4, [126], 2)
+
+
+def chunks(rate: dict[str, Any]) -> bool:
+    """A prompt in three chunks, one of a single token, beside another, by kernels and by torch; what is never
+    written is NaN."""
+    spec = CompressedSpec(
+        num_heads=3, num_kv_heads=1, head_dim=32, value_dim=32, scale=0.2, recent=8, output_groups=1, **rate
+    )
+    (group,), sizes = cache_groups([spec]), {"num_pages": 32, "page_size": 4, "max_running": 2}
+    found = []
+    for make in (CompressedAttention, TritonCompressed):
+        torch.manual_seed(0)
+        paged = make(group, **sizes, max_context=64, device=torch.device("cpu"), dtype=torch.float32)
+        for kept in (paged._cache, paged._recent, paged._open):
+            kept.fill_(torch.nan)
+        held = [SimpleNamespace(pages=list(range(row, 32, 2)), placed=0) for row in range(2)]
+        requests = [SimpleNamespace(row=row, kv=[held[row]], state_slots=[row]) for row in range(2)]
+        makers = [
+            Compressor(
+                spec=spec,
+                bias_RX=torch.randn(spec.rate, spec.series * dim),
+                norm=Norm(torch.randn(dim), 1e-6),
+                turn=lambda x, at: x * (1 + at[:, None] / 50),
+            )
+            for dim in (32, spec.index_dim)
+            if dim and spec.rate
+        ]
+        for first, second in (((0, 23), (0, 3)), ((23, 41), (3, 4)), ((41, 42), (4, 21))):
+            parts = [
+                SimpleNamespace(request=r, start=s, end=e, length=e - s)
+                for r, (s, e) in zip(requests, (first, second), strict=True)
+            ]
+            N = sum(part.length for part in parts)
+            rest = None
+            if makers:
+                rest = Compressible(
+                    raw_NX=torch.randn(N, spec.open_dim),
+                    entries=makers[0],
+                    index_entries=makers[1] if spec.index_dim else None,
+                    index_queries=torch.randn(N, 2, 16) if spec.index_dim else None,
+                    index_weights=torch.randn(N, 2) if spec.index_dim else None,
+                )
+            q, kv, sinks = torch.randn(N, 3, 32), torch.randn(N, 32), torch.randn(3)
+            found.append(paged.laid_out([], parts).compressed(0, q, kv, sinks, rest))
+    return all(torch.allclose(*pair, atol=2e-5) for pair in zip(found[:3], found[3:], strict=True))
+
+
+compressed.ROWS = 10
+INDEX = {"rate": 4, "overlap": True, "index_heads": 2, "index_dim": 16, "index_topk": 5}
+results["chunks-window"] = chunks({})
+results["chunks-chosen"] = chunks(INDEX)
+results["chunks-whole"] = chunks({"rate": 8})
 
 print(json.dumps(results))

@@ -38,6 +38,7 @@ def results() -> dict[str, bool]:
 
 
 CASES = ["choose", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
+CASES += ["chunks-window", "chunks-chosen", "chunks-whole"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +60,7 @@ def test_attention_compiles_for_hopper():
         "TOKENS": DEFAULT.tokens,
         "PDL": True,
     }
-    constants["scale"] = 0.06
+    constants |= {"scale": 0.06, "RING": True}
     compiled(attend_compressed_span, constants, warps=DEFAULT.warps, multiples=("D", "Y"), **halves, **whole)
 
 
@@ -107,23 +108,38 @@ class Layer:
     def drawn(self, *size: int) -> Tensor:
         return torch.randn(*size, device=self.device).bfloat16()
 
-    def paged(self, make: type[CompressedAttention], pages: int) -> CompressedAttention:
+    def paged(
+        self, make: type[CompressedAttention], requests: int, pages: int
+    ) -> tuple[CompressedAttention, list[Any]]:
+        """Caches full of noise, and requests that own so many pages each."""
         torch.manual_seed(1)
         (group,) = cache_groups([self.spec])
-        sizes = {
-            "num_pages": self.N * pages,
-            "page_size": 16,
-            "max_running": self.N,
-            "max_context": pages * 16,
-        }
-        made = make(group, **sizes, device=self.device, dtype=torch.bfloat16)
+        sizes = {"num_pages": requests * pages, "page_size": 16, "max_running": requests}
+        made = make(group, **sizes, max_context=pages * 16, device=self.device, dtype=torch.bfloat16)
         for kept in (made._cache, made._recent, made._open):
             kept.normal_()
-        return made
+        owned = [range(row, requests * pages, requests) for row in range(requests)]
+        return made, [
+            SimpleNamespace(row=row, kv=[SimpleNamespace(pages=list(p), placed=0)], state_slots=[row])
+            for row, p in enumerate(owned)
+        ]
+
+
+def chunk(request: Any, start: int, end: int) -> Any:
+    return SimpleNamespace(request=request, start=start, end=end, length=end - start)
+
+
+def assert_alike(kernels: CompressedAttention, reference: CompressedAttention) -> None:
+    for name in ("_recent", "_open", "_cache"):
+        ours, theirs = getattr(kernels, name), getattr(reference, name)
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+
+
+RATES = pytest.mark.parametrize("rate", [{}, INDEX, {"rate": 128}], ids=["window", "rate-4", "rate-128"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rate", [{}, INDEX, {"rate": 128}], ids=["window", "rate-4", "rate-128"])
+@RATES
 def test_rows_on_a_gpu(rate: dict[str, Any]):
     """A step of single tokens as a graph has it, and what it leaves, against torch's blocks, at the sizes of
     DeepSeek-V4-Flash: contexts with no entries, with few, with more than are chosen, some of whose windows
@@ -132,31 +148,33 @@ def test_rows_on_a_gpu(rate: dict[str, Any]):
     N, pages = len(starts), 513
     torch.manual_seed(0)
     layer = Layer(rate, N, torch.device("cuda"))
-    reference, kernels = (layer.paged(make, pages) for make in (CompressedAttention, TritonCompressed))
-    found = []
-    for paged in (reference, kernels):
-        owned = [SimpleNamespace(pages=list(range(row, N * pages, N)), placed=0) for row in range(N)]
-        chunks = [
-            SimpleNamespace(
-                request=SimpleNamespace(row=row, kv=[owned[row]], state_slots=[row]),
-                start=s,
-                end=s + 1,
-                length=1,
-            )
-            for row, s in enumerate(starts)
-        ]
-        if paged is reference:
-            step = paged.laid_out(chunks, [])
-        else:
-            slots = torch.tensor(paged.place_singles(chunks), device="cuda")
-            rows, at = (torch.tensor(x, device="cuda") for x in (list(range(N)), starts))
-            paged.table[rows, at // 16] = slots // 16
-            step = paged.rows(slots, paged.table[rows], at + 1, rows)
+    given = layer.q, layer.kv, layer.sinks, layer.rest
+    reference, requests = layer.paged(CompressedAttention, N, pages)
+    chunks = [chunk(request, s, s + 1) for request, s in zip(requests, starts, strict=True)]
+    wanted = reference.laid_out(chunks, []).compressed(0, *given)
+    kernels, requests = layer.paged(TritonCompressed, N, pages)
+    chunks = [chunk(request, s, s + 1) for request, s in zip(requests, starts, strict=True)]
+    slots = torch.tensor(kernels.place_singles(chunks), device="cuda")
+    rows, at = (torch.tensor(x, device="cuda") for x in (list(range(N)), starts))
+    kernels.table[rows, at // 16] = slots // 16
+    found = kernels.rows(slots, kernels.table[rows], at + 1, rows).compressed(0, *given)
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
+    assert_alike(kernels, reference)
+
+
+@pytest.mark.gpu
+@RATES
+@pytest.mark.parametrize("start", [0, 3001])
+def test_chunks_on_a_gpu(rate: dict[str, Any], start: int):
+    """Of a prompt, and what they leave, against torch."""
+    torch.manual_seed(0)
+    layer, found = Layer(rate, 700, torch.device("cuda")), []
+    made = [layer.paged(make, 1, 300) for make in (CompressedAttention, TritonCompressed)]
+    for paged, (request,) in made:
+        step = paged.laid_out([], [chunk(request, start, start + 700)])
         found.append(step.compressed(0, layer.q, layer.kv, layer.sinks, layer.rest))
     torch.testing.assert_close(found[1], found[0], rtol=3e-2, atol=3e-2)
-    for name in ("_recent", "_open", "_cache"):
-        ours, theirs = getattr(kernels, name), getattr(reference, name)
-        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+    assert_alike(made[1][0], made[0][0])
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from turnout.kernels.common.dependent import launches_early
 
 COPIED = 1024  # channels of a program that stores
 MADE_OF = 16  # tokens that an entry is made of, at a time
-DEFAULT = Tiles(tokens=32, stages=3, shortest=64)
+DEFAULT = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
 
 
 @triton.jit
@@ -117,18 +117,19 @@ def _attend_tile(q, keys, known, scale, best, total, acc):
     return higher, total * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["P", "SPLITS"])
+@triton.jit(do_not_specialize=["SPLITS", "FIRST"])
 def attend_compressed_span(
     q_ptr, recent_ptr, ends_ptr, states_ptr, cache_ptr, table_ptr, counts_ptr, partial_ptr, lse_ptr,
-    scale, P, H, SPLITS, Y, SEEN, D,
-    RECENT: tl.constexpr, HB: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
+    scale, table_stride, H, SPLITS, Y, SEEN, D, FIRST,
+    RING: tl.constexpr, RECENT: tl.constexpr, HB: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial [N, H, SPLITS, D] and lse float32 [N, H, SPLITS] (base 2) of one span and HB heads.
 
-    q [N, H, D]; recent [slots, RECENT, D], of which the last SEEN tokens are seen, up to ends - 1; cache
-    [entries, Y], the first D of which are key and value; table [N, P] pages of PAGE entries, of which counts
-    [N] are seen. `scale` includes log2(e). An end of 0 makes a row padding, whose lse are -inf.
+    q [N, H, D]; recent [slots, RECENT, D], of which the last SEEN tokens are seen, up to ends - 1, or,
+    without RING, [tokens, D] from position FIRST on; cache [entries, Y], whose first D are key and value;
+    table, rows `table_stride` apart, of pages of PAGE entries, of which counts [N] are seen. `scale` includes
+    log2(e). An end of 0 makes a row padding, whose lse are -inf.
     """
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HB + tl.arange(0, HB)
@@ -142,7 +143,9 @@ def attend_compressed_span(
     q = tl.load(q_ptr + rows[:, None] * D + d[None, :], mask=held, other=0.0)
     end = tl.load(ends_ptr + n).to(tl.int32)
     count = tl.load(counts_ptr + n).to(tl.int32)
-    ring = recent_ptr + tl.load(states_ptr + n).to(tl.int64) * RECENT * D
+    ring = recent_ptr
+    if RING:
+        ring += tl.load(states_ptr + n).to(tl.int64) * RECENT * D
     WIDTH: tl.constexpr = (RECENT + TOKENS - 1) // TOKENS * TOKENS
     span = tl.cdiv(tl.cdiv(WIDTH + count, SPLITS), TOKENS) * TOKENS
     start = split * span
@@ -152,15 +155,19 @@ def attend_compressed_span(
     acc = tl.zeros([HB, DP], tl.float32)
     for at in range(start, tl.minimum(stop, WIDTH), TOKENS):
         i = at + tl.arange(0, TOKENS)
-        age = (end - 1 - i + 2 * RECENT) % RECENT
-        known = (i < RECENT) & (age < SEEN) & (age < end)
+        if RING:
+            age = (end - 1 - i + 2 * RECENT) % RECENT
+            known = (i < RECENT) & (age < SEEN) & (age < end)
+        else:
+            known = (i < SEEN) & (end - SEEN + i >= 0)
+            i += end - SEEN - FIRST
         read = known[:, None] & (d < D)[None, :]
         keys = tl.load(ring + i[:, None] * D + d[None, :], mask=read, other=0.0)
         best, total, acc = _attend_tile(q, keys, known, scale, best, total, acc)
     for at in range(tl.maximum(start, WIDTH), stop, TOKENS):
         place = at - WIDTH + tl.arange(0, TOKENS)
         known = place < count
-        page = tl.load(table_ptr + n * P + place // PAGE, mask=known, other=0)
+        page = tl.load(table_ptr + n * table_stride + place // PAGE, mask=known, other=0)
         entry = page.to(tl.int64) * PAGE + place % PAGE
         read = known[:, None] & (d < D)[None, :]
         keys = tl.load(cache_ptr + entry[:, None] * Y + d[None, :], mask=read, other=0.0)
@@ -229,9 +236,9 @@ def make_entries(
 
 def attend(
     q_NHD: Tensor,
-    recent_SPD: Tensor,
+    recent: Tensor,
     ends_N: Tensor,
-    states_N: Tensor,
+    states_N: Tensor | None,
     cache_EY: Tensor,
     table_NP: Tensor,
     counts_N: Tensor,
@@ -242,26 +249,30 @@ def attend(
     longest: int,
     scale: float,
     processors: int,
+    first: int = 0,
     tiles: Tiles = DEFAULT,
 ) -> Tensor:
-    """[N, H, D] in q's dtype, over the last `seen` tokens in the rings of rows and counts [N] entries.
+    """[N, H, D] in q's dtype, over the last `seen` tokens and counts [N] entries.
 
-    All contiguous. table: int32 or int64, pages of `page` entries. longest: the most entries that a row may
-    see. sinks: float32 [H]. An end of 0 makes a row padding, which gives 0 and whose count must be 0.
+    recent: rings [slots, places, D] and states, the slots of rows; or, without states, [tokens, D] from
+    position `first` on. Contiguous, but for rows of the table, int32 or int64: pages of `page` entries.
+    longest: the most entries that a row may see. sinks: float32 [H]. An end of 0 makes a row padding, which
+    gives 0 and whose count must be 0.
     """
     N, H, D = q_NHD.shape
     out_NHD, DP = torch.empty_like(q_NHD), max(16, triton.next_power_of_2(D))
     early = launches_early(q_NHD.device)
     if not N:
         return out_NHD
-    splits = spans(N, H, recent_SPD.shape[1] + longest, processors, tiles)
+    places = seen if states_N is None else recent.shape[1]
+    splits = spans(N, H, places + longest, processors, tiles)
     kept_as = q_NHD.dtype if tiles.narrow else torch.float32
     partial = torch.empty(N, H, splits, D, dtype=kept_as, device=q_NHD.device)
     lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
     attend_compressed_span[(N, -(-H // tiles.heads), splits)](
-        q_NHD, recent_SPD, ends_N, states_N, cache_EY, table_NP, counts_N, partial, lse,
-        scale * math.log2(math.e), table_NP.shape[1], H, splits, cache_EY.shape[1], seen, D,
-        recent_SPD.shape[1], tiles.heads, DP, page, tiles.tokens, early,
+        q_NHD, recent, ends_N, ends_N if states_N is None else states_N, cache_EY, table_NP, counts_N,
+        partial, lse, scale * math.log2(math.e), table_NP.stride(0), H, splits, cache_EY.shape[1], seen, D,
+        first, states_N is not None, places, tiles.heads, DP, page, tiles.tokens, early,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
     )  # fmt: skip
     join_spans[(N * H, tiles.parts)](

@@ -21,13 +21,14 @@ TOKENS = 64  # of a context at a time
 RANKED = 2048  # scores of a context at a time
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["L"])
 def score_tile(
-    q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, P, stride,
+    q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, table_stride, L, stride,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """out float32 [N, L]; -inf from ends[n] on, where nothing is read. Keys are `stride` apart."""
+    """out float32 [N, L]; -inf from ends[n] on, where nothing is read. Keys are `stride`
+    apart, rows of the table `table_stride`."""
     n = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     h = tl.arange(0, HP)
@@ -39,13 +40,13 @@ def score_tile(
         held = (h[:, None] < H) & (d[None, :] < D)
         q = tl.load(q_ptr + (n * H + h[:, None]) * D + d[None, :], mask=held, other=0.0)
         weights = tl.load(weights_ptr + n * H + h, mask=h < H, other=0.0)
-        page = tl.load(table_ptr + n * P + place // PAGE, mask=known, other=0)
+        page = tl.load(table_ptr + n * table_stride + place // PAGE, mask=known, other=0)
         slot = page.to(tl.int64) * PAGE + place % PAGE
         read = known[:, None] & (d[None, :] < D)
         keys = tl.load(keys_ptr + slot[:, None] * stride + d[None, :], mask=read, other=0.0)
         products = tl.maximum(tl.dot(q, tl.trans(keys), input_precision="ieee"), 0.0)
         scores = tl.where(known, tl.sum(products * weights[:, None], 0), float("-inf"))
-    tl.store(out_ptr + n * P * PAGE + place, scores, mask=place < P * PAGE)
+    tl.store(out_ptr + n * L + place, scores, mask=place < L)
 
 
 def scores(
@@ -53,16 +54,16 @@ def scores(
 ) -> Tensor:
     """float32 [N, L]: of the first ends[n] keys in the pages of each row, then -inf.
 
-    All contiguous, but for keys, whose rows may be of anything larger; q and keys of one type, weights
+    All contiguous, but for keys and the table, whose rows may lie anyhow; q and keys of one type, weights
     float32, table and ends int32 or int64. An end of 0 makes a row padding.
     """
     N, H, D = q_NHD.shape
-    P = table_NP.shape[1]
-    out_NL = torch.empty(N, P * page_size, dtype=torch.float32, device=q_NHD.device)
+    L = table_NP.shape[1] * page_size
+    out_NL = torch.empty(N, L, dtype=torch.float32, device=q_NHD.device)
     powers = [max(16, triton.next_power_of_2(size)) for size in (H, D)]
     if N:
-        score_tile[(N, triton.cdiv(P * page_size, TOKENS))](
-            q_NHD, weights_NH, keys_SD, table_NP, ends_N, out_NL, P, keys_SD.stride(0),
+        score_tile[(N, triton.cdiv(L, TOKENS))](
+            q_NHD, weights_NH, keys_SD, table_NP, ends_N, out_NL, table_NP.stride(0), L, keys_SD.stride(0),
             H, D, *powers, page_size, TOKENS, num_warps=4,
         )  # fmt: skip
     return out_NL
@@ -88,9 +89,9 @@ def _count(scores_ptr, end, least, BLOCK: tl.constexpr):
     return tl.sum(found, 0)
 
 
-@triton.jit(do_not_specialize=["P", "L"])
+@triton.jit(do_not_specialize=["L"])
 def choose_places(
-    scores_ptr, table_ptr, ends_ptr, out_ptr, counts_ptr, P, L, K,
+    scores_ptr, table_ptr, ends_ptr, out_ptr, counts_ptr, table_stride, L, K,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out int32 [N, K]: slots of the K largest of the first ends[n] scores [N, L], then -1; counts [N]."""
@@ -114,7 +115,7 @@ def choose_places(
         equal = (known & (rank == least)).to(tl.int32)
         chosen = (known & (rank > least)) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= room))
         to = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        page = tl.load(table_ptr + n * P + place // PAGE, mask=chosen, other=0)
+        page = tl.load(table_ptr + n * table_stride + place // PAGE, mask=chosen, other=0)
         slot = page.to(tl.int32) * PAGE + place % PAGE
         tl.store(out_ptr + n * K + to, slot, mask=chosen)
         taken += tl.sum(chosen.to(tl.int32), 0)
@@ -129,14 +130,15 @@ def chosen(
     scores_NL: Tensor, table_NP: Tensor, ends_N: Tensor, count: int, *, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """(int32 [N, K]: the slots of the K = `count` largest of the first ends[n] scores, by place, then -1;
-    int32 [N]: how many these are). All contiguous; scores float32 without NaN, table and ends as of `scores`.
+    int32 [N]: how many these are). Contiguous but for rows of the table; scores float32 without NaN, table
+    and ends as of `scores`.
     """
     N, L = scores_NL.shape
     out_NK = torch.empty(N, count, dtype=torch.int32, device=scores_NL.device)
     counts_N = torch.empty(N, dtype=torch.int32, device=scores_NL.device)
     if N:
         choose_places[(N,)](
-            scores_NL, table_NP, ends_N, out_NK, counts_N, table_NP.shape[1], L, count, page_size, RANKED,
+            scores_NL, table_NP, ends_N, out_NK, counts_N, table_NP.stride(0), L, count, page_size, RANKED,
             num_warps=8,
         )  # fmt: skip
     return out_NK, counts_N
