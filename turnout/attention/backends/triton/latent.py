@@ -1,6 +1,6 @@
 """Latent attention on CUDA: tokens that decode by kernels (kernels/attention/latent.py), chunks by torch.
 
-With an indexer decoding tokens are scored by a kernel too (kernels/attention/index.py).
+With an indexer kernels also score and choose, for all tokens (kernels/attention/index.py).
 
 Legend: N tokens of a step, M of them decoding, R some tokens, P pages of a row of a table, H heads, D/Dv
 sizes of keys and values, C what is kept of a token, S slots of the cache, L tokens of a context, K =
@@ -151,7 +151,9 @@ class SparseLatentStep(LatentStep):
         for contexts, rows in zip(self._contexts, chunks, strict=True):
             chosen = None
             if contexts is not None:
-                chosen = self._sparse.choose(contexts, keys_SD, index.rows(rows))
+                slots_RL = contexts.slots.expand(len(contexts.ends_R), -1)
+                some = index.rows(rows)
+                chosen = choose_rows(self._sparse, keys_SD, some, slots_RL, contexts.ends_R, page_size=1)
             self._chosen.append(chosen)
 
 
@@ -171,18 +173,24 @@ def plain_keys(paged: SparseLatentAttention, layer: int, slots_N: Tensor, index:
 
 
 def choose_rows(
-    paged: SparseLatentAttention, keys_SD: Tensor, index: Index, table_NP: Tensor, ends_N: Tensor
+    paged: SparseLatentAttention,
+    keys_SD: Tensor,
+    index: Index,
+    table_NP: Tensor,
+    ends_N: Tensor,
+    *,
+    page_size: int = 0,
 ) -> Tensor:
     """int32 [N, K]: the slots that tokens choose among the first ends [N] of the pages [N, P], then -1.
 
-    ROWS tokens at a time, whose scores fill the table.
+    page_size: 0: that of `paged`. ROWS tokens at a time, whose scores fill the table.
     """
     from turnout.kernels.attention.index import chosen, scores
 
-    K, size, parts = paged.spec.index_topk, paged.page_size, []
+    K, size, parts = paged.spec.index_topk, page_size or paged.page_size, []
     for start in range(0, len(ends_N), ROWS):
         rows = slice(start, start + ROWS)
-        table_RP, ends_R = table_NP[rows].contiguous(), ends_N[rows].contiguous()
+        table_RP, ends_R = table_NP[rows], ends_N[rows].contiguous()
         some = index.rows(rows)
         scores_RL = scores(
             some.q_NHD.contiguous(), some.weights_NH.contiguous(), keys_SD, table_RP, ends_R, page_size=size
