@@ -27,9 +27,7 @@ convolution's width, Hk/Hv key/value heads, Dk/Dv their sizes, n blocks, L token
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +38,6 @@ from turnout.attention.kinds import DeltaNetSpec
 BLOCK = 64
 SPAN = 1024  # tokens whose blocks are prepared together: bounds the memory that a prompt takes
 FLOOR = 1e-6  # added to squares of lengths
-Carry: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `carry_states`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +100,12 @@ def step(cell: DeltaCell, mixed_BX: Tensor, windows_BWC: Tensor, states_BHKV: Te
     return cell.gated(torch.einsum("bhkv,bhk->bhv", states_BHKV, q_BHK), z_BY)
 
 
-def advance(
-    cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor, carry: Carry | None = None
-) -> Tensor:
-    """T tokens of one request: [T, Hv Dv]. Changes its window [W - 1, C] and state float32 [Hv, Dk, Dv].
-
-    carry: does what `carry_states` does, faster.
-    """
-    carry = carry or carry_states
-    spans = mixed_TX.split(SPAN)
-    return torch.cat([_advance_span(cell, span, window_WC, state_HKV, carry) for span in spans])
+def advance(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
+    """T tokens of one request: [T, Hv Dv]. Changes its window [W - 1, C] and state float32 [Hv, Dk, Dv]."""
+    return torch.cat([_advance_span(cell, span, window_WC, state_HKV) for span in mixed_TX.split(SPAN)])
 
 
-def _advance_span(
-    cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor, carry: Carry
-) -> Tensor:
+def _advance_span(cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
     qkv_TC, z_TY, b_TH, a_TH = cell.parts(mixed_TX)
     T, seen_TC = len(qkv_TC), torch.cat((window_WC, qkv_TC))
     window_WC.copy_(seen_TC[T:])
@@ -126,7 +114,7 @@ def _advance_span(
         convolved_TC.addcmul_(seen_TC[w : w + T], weight_C)
     q_THK, k_THK, v_THV = cell.heads(convolved_TC)
     beta_TH, g_TH = cell.rates(b_TH, a_TH)
-    o_THV = delta_rule(q_THK, k_THK, v_THV, beta_TH, g_TH, state_HKV, carry)
+    o_THV = delta_rule(q_THK, k_THK, v_THV, beta_TH, g_TH, state_HKV)
     return cell.gated(o_THV, z_TY)
 
 
@@ -137,7 +125,6 @@ def delta_rule(
     beta_TH: Tensor,
     g_TH: Tensor,
     state_HKV: Tensor,
-    carry: Carry | None = None,
 ) -> Tensor:
     """S^T q of every token [T, Hv, Dv], in blocks; everything is float32. Changes state [Hv, Dk, Dv]."""
     T = len(q_THK)
@@ -151,11 +138,11 @@ def delta_rule(
     scores = decay * (q @ k.transpose(2, 3))
     ends = sums[:, :, -1:]
     decayed = q * sums.exp(), k * (ends - sums).exp()
-    out = (carry or carry_states)(solved, scores, *decayed, ends.exp()[:, :, 0, 0], state_HKV)
+    out = _carry_states(solved, scores, *decayed, ends.exp()[:, :, 0, 0], state_HKV)
     return out.flatten(1, 2)[:, :T].transpose(0, 1)
 
 
-def carry_states(
+def _carry_states(
     solved_HnLX: Tensor,
     scores_HnLL: Tensor,
     q_HnLK: Tensor,

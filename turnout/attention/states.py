@@ -23,7 +23,7 @@ from torch import Tensor
 from turnout.attention import delta_rule
 from turnout.attention.capability import Place
 from turnout.attention.choose import choose_states
-from turnout.attention.delta_rule import Carry, DeltaCell, carry_states
+from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.paged import to_device
@@ -34,10 +34,8 @@ class RequestStates:
     """Owns the states of a group of layers. Computes them in torch; backends subclass it: see capability.py.
 
     windows: [layers, slots, W - 1, C] in the compute type; states: float32 [layers, slots, Hv, Dk, Dv]. Slots
-    are those of requests, one for padding, then of snapshots. carry: takes a state over a prompt's blocks.
+    are those of requests, one for padding, then of snapshots.
     """
-
-    carry: Carry = staticmethod(carry_states)
 
     def __init__(
         self,
@@ -107,7 +105,11 @@ class RequestStates:
         if chunk.start == 0:
             window_WC.zero_()
             state_HKV.zero_()
-        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV, self.carry)
+        return self.go_on(cell, mixed_TX, window_WC, state_HKV)
+
+    def go_on(self, cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
+        """As `delta_rule.advance`."""
+        return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell, rows: Rows) -> Tensor:
         """The tokens of `rows`: [N, Hv Dv]."""

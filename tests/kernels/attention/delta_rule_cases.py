@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from turnout.attention.delta_rule import DeltaCell, delta_rule, step
+from turnout.attention.delta_rule import DeltaCell, step
 from turnout.attention.kinds import DeltaNetSpec
 
 
@@ -73,26 +73,57 @@ def close(
     )
 
 
-def carried(
+def advanced(
     tokens: int,
     *,
-    heads: int = 2,
+    heads: tuple[int, int] = (2, 4),
     sizes: tuple[int, int] = (16, 32),
+    width: int = 4,
+    alike: bool = False,
     device: str = "cpu",
-    bound: float = 2e-5,
+    dtype: torch.dtype = torch.float32,
+    bound: float = 5e-5,
 ) -> bool:
-    """Whether a prompt's outputs and state are those of torch alone, with strong and with weak decay."""
-    from turnout.kernels.attention.delta_rule import carry_states
+    """Whether a prompt's outputs, window and state are those of single steps in torch.
 
+    alike: all tokens are one, hardly decay and are taken whole: the worst of all triangular systems.
+    """
+    from turnout.kernels.attention.delta_prompt import advance
+
+    (Hk, Hv), (Dk, Dv) = heads, sizes
+    spec = DeltaNetSpec(
+        num_heads=Hv, num_kv_heads=Hk, head_dim=Dk, value_dim=Dv, scale=Dk**-0.5, conv_width=width
+    )
     draw = torch.Generator().manual_seed(tokens)
-    q, k, v = (torch.randn(tokens, heads, size, generator=draw) for size in (sizes[0], *sizes))
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q * sizes[0] ** -0.5, k))
-    beta = torch.rand(tokens, heads, generator=draw)
-    g = -(torch.rand(tokens, heads, generator=draw) ** 6) * 30
-    state = torch.randn(heads, *sizes, generator=draw)
-    mine = state.clone().to(device)
-    found = delta_rule(*(x.to(device) for x in (q, k, v, beta, g)), mine, carry_states).cpu()
-    wanted = delta_rule(q, k, v, beta, g, state)
-    return all(
-        torch.allclose(a, b, atol=bound, rtol=bound) for a, b in ((found, wanted), (mine.cpu(), state))
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=draw)
+
+    cell = DeltaCell(
+        spec=spec,
+        conv_WC=drawn(width, spec.channels).to(dtype).float() / 2,
+        decay_H=-drawn(Hv).exp(),
+        bias_H=drawn(Hv),
+        norm_D=1 + drawn(Dv) / 4,
+        eps=1e-6,
+    )
+    mixed, window = drawn(tokens, spec.mixed), drawn(width - 1, spec.channels).to(dtype).float()
+    state = drawn(Hv, Dk, Dv) / 4
+    if alike:
+        mixed[:] = mixed[0]
+        mixed[:, -2 * Hv : -Hv], mixed[:, -Hv:] = 9.0, -9.0
+    mixed = mixed.to(dtype).float()
+    held = window.clone().to(device, dtype), state.clone().to(device)
+    found = advance(
+        mixed.to(device, dtype),
+        *held,
+        cell.conv_WC.to(device, dtype),
+        *(x.to(device) for x in (cell.decay_H, cell.bias_H, cell.norm_D)),
+        cell.eps,
+    )
+    steps = [step(cell, row[None], window[None], state[None]) for row in mixed]
+    return (
+        torch.allclose(found.float().cpu(), torch.cat(steps), atol=bound, rtol=bound)
+        and torch.equal(held[0].float().cpu(), window)
+        and torch.allclose(held[1].cpu(), state, atol=bound, rtol=bound)
     )

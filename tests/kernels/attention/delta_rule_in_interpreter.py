@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.kernels import interpreter
-from tests.kernels.attention.delta_rule_cases import carried, close
+from tests.kernels.attention.delta_rule_cases import advanced, close
 
 interpreter.prepare()
 results = {
@@ -15,8 +15,12 @@ results = {
     "four-value-heads": close(3, heads=(1, 4)),
     "odd-sizes": close(3, sizes=(24, 40), width=3),
     "shortest-window": close(2, width=2),
-    "prompt": carried(150),
-    "prompt-of-one": carried(1),
-    "prompt-odd-sizes": carried(65, sizes=(24, 40)),
+    "prompt": advanced(150),
+    "prompt-of-one": advanced(1),
+    "prompt-of-two": advanced(2),
+    "prompt-of-two-spans": advanced(1100, heads=(1, 1)),
+    "prompt-odd-sizes": advanced(65, heads=(1, 3), sizes=(24, 40), width=3),
+    "prompt-shortest-window": advanced(64, width=2),
+    "prompt-alike": advanced(200, alike=True),
 }
 print(json.dumps(results))

@@ -17,7 +17,8 @@ def results() -> dict[str, bool]:
     "case",
     [
         *("one", "several", "none", "four-value-heads", "odd-sizes", "shortest-window"),
-        *("prompt", "prompt-of-one", "prompt-odd-sizes"),
+        *("prompt", "prompt-of-one", "prompt-of-two", "prompt-of-two-spans", "prompt-odd-sizes"),
+        *("prompt-shortest-window", "prompt-alike"),
     ],
 )
 def test_interpreted(results: dict[str, bool], case: str) -> None:
@@ -36,11 +37,14 @@ def test_on_a_gpu(dtype: torch.dtype, requests: int, heads: tuple[int, int]) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64, 65, 1000])
-def test_prompts_on_a_gpu(tokens: int) -> None:
-    from tests.kernels.attention.delta_rule_cases import carried
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 1500])
+def test_prompts_on_a_gpu(tokens: int, alike: bool, dtype: torch.dtype) -> None:
+    from tests.kernels.attention.delta_rule_cases import advanced
 
-    assert carried(tokens, heads=32, sizes=(128, 128), device="cuda", bound=2e-4)
+    bound, sizes = 2e-2 if dtype == torch.bfloat16 else 2e-3 if alike else 2e-4, (128, 128)
+    assert advanced(tokens, heads=(4, 8), sizes=sizes, alike=alike, device="cuda", dtype=dtype, bound=bound)
 
 
 @pytest.mark.gpu

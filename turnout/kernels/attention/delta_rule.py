@@ -1,14 +1,13 @@
-"""Gated DeltaNet in Triton: one token of each request, in place in its slot, and states over prompts.
+"""One token of each request through Gated DeltaNet in Triton, in place in its slot.
 
-Of one token convolution, gates, the state's update and the gated norm are one launch: each step of its own
-would be but a launch, and the state, 64 kB of each value head, is read and written once. A program has a key
-head of a request, whose window no other program touches, and takes its value heads one after the other. Slots
-and positions are read on the device, so that a graph captures it. Of a prompt torch prepares blocks, all at
-once, and one launch takes the states from block to block. Everything is computed in float32;
+Convolution, gates, the state's update and the gated norm are one launch: each step of its own would be but a
+launch, and the state, 64 kB of each value head, is read and written once. A program has a key head of a
+request, whose window no other program touches, and takes its value heads one after the other. Slots and
+positions are read on the device, so that a graph captures it. Everything is computed in float32;
 attention/delta_rule.py is the reference.
 
 Legend: B requests, X what the layer computed of a token, C channels of the convolution, W its width, Hk/Hv
-key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP powers of two from these on; n blocks of L tokens.
+key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP powers of two from these on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from turnout.kernels.common.dependent import launches_early
 
 MAX_HEAD = 128  # a head's state is one tile
 NUM_WARPS = 4
-COLUMNS = 32  # of a state, that a program takes over the blocks of a prompt
 
 
 @triton.jit
@@ -147,54 +145,3 @@ def step(
             num_warps=NUM_WARPS, launch_pdl=early,
         )  # fmt: skip
     return out_BY
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def carry_columns(
-    solved_ptr, scores_ptr, q_ptr, k_ptr, ends_ptr, state_ptr, out_ptr, blocks,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, COLUMNS: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Columns of the state of a value head over all blocks; see `carry_states`."""
-    h = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, DKP)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    t = tl.arange(0, L)
-    keys, values = i < DK, j < DV
-    at = state_ptr + (h * DK + i[:, None]) * DV + j[None, :]
-    held = keys[:, None] & values[None, :]
-    state = tl.load(at, mask=held, other=0.0)
-    for n in range(blocks):
-        b = h * blocks + n
-        rows = b * L + t
-        known = tl.load(
-            solved_ptr + rows[:, None] * (DV + DK) + DV + i[None, :], mask=keys[None, :], other=0.0
-        )
-        d = tl.load(solved_ptr + rows[:, None] * (DV + DK) + j[None, :], mask=values[None, :], other=0.0)
-        d -= tl.dot(known, state, input_precision="tf32x3")
-        q = tl.load(q_ptr + rows[:, None] * DK + i[None, :], mask=keys[None, :], other=0.0)
-        scores = tl.load(scores_ptr + rows[:, None] * L + t[None, :])
-        out = tl.dot(q, state, input_precision="tf32x3") + tl.dot(scores, d, input_precision="tf32x3")
-        tl.store(out_ptr + rows[:, None] * DV + j[None, :], out, mask=values[None, :])
-        k = tl.load(k_ptr + rows[None, :] * DK + i[:, None], mask=keys[:, None], other=0.0)
-        state = state * tl.load(ends_ptr + b) + tl.dot(k, d, input_precision="tf32x3")
-    tl.store(at, state, mask=held)
-
-
-def carry_states(
-    solved_HnLX: Tensor,
-    scores_HnLL: Tensor,
-    q_HnLK: Tensor,
-    k_HnLK: Tensor,
-    ends_Hn: Tensor,
-    state_HKV: Tensor,
-) -> Tensor:
-    """As `attention.delta_rule.carry_states`, in one launch; L a power of two from 16 on. Products in three
-    parts of tf32, whose error is about float32's."""
-    H, n, L, _ = solved_HnLX.shape
-    Dk, Dv = state_HKV.shape[1:]
-    out_HnLV = solved_HnLX.new_empty(H, n, L, Dv)
-    carry_columns[(H, triton.cdiv(Dv, COLUMNS))](
-        *(x.contiguous() for x in (solved_HnLX, scores_HnLL, q_HnLK, k_HnLK, ends_Hn)), state_HKV, out_HnLV,
-        n, Dk, Dv, max(16, triton.next_power_of_2(Dk)), COLUMNS, L, num_warps=NUM_WARPS, num_stages=1,
-    )  # fmt: skip
-    return out_HnLV

@@ -1,5 +1,4 @@
-"""States of recurrent layers on CUDA: a launch for single tokens, and one over the blocks of a prompt, which
-torch prepares."""
+"""States of recurrent layers on CUDA: a launch for single tokens, and three for 1024 tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +13,14 @@ from turnout.attention.states import RequestStates, Rows
 class TritonStates(RequestStates):
     def __init__(self, *args: Any, **rest: Any) -> None:
         super().__init__(*args, **rest)
-        from turnout.kernels.attention.delta_rule import carry_states, step
+        from turnout.kernels.attention.delta_prompt import advance
+        from turnout.kernels.attention.delta_rule import step
 
-        self.carry, self._step = carry_states, step
+        self._advance, self._step = advance, step
+
+    def go_on(self, cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
+        y_TY: Tensor = self._advance(mixed_TX, window_WC, state_HKV, *cell.learned)
+        return y_TY
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell, rows: Rows) -> Tensor:
         i, slots_B, positions_B = self.index[layer], rows.slots_B, rows.positions_B
