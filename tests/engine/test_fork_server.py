@@ -20,8 +20,8 @@ from turnout.engine.fork_server import ForkedProcess, ForkServer
 class Forked:
     """A rank without orders: it waits for them on its standard input. A thread waits for its end."""
 
-    def __init__(self, server: ForkServer):
-        self.process: ForkedProcess = server.fork(dict(os.environ))
+    def __init__(self, server: ForkServer, keeper: int | None = None):
+        self.process: ForkedProcess = server.fork(dict(os.environ), keeper=keeper)
         self.codes: list[int] = []
         self._thread = threading.Thread(target=lambda: self.codes.append(self.process.wait()), daemon=True)
         self._thread.start()
@@ -69,6 +69,38 @@ def test_ranks_end_when_the_fork_server_is_killed_and_another_takes_its_place(se
     assert again.system().is_running()
     again.process.kill()
     assert again.code() == -signal.SIGKILL
+
+
+def test_keepers_outlive_ranks_and_are_replaced_when_they_die(capfd):
+    server = ForkServer()
+
+    def keepers() -> list[psutil.Process]:
+        children = parent.children()
+        return [child for child in children if not has_ended(child) and child.name() == "turnout keeper"]
+
+    def rank(keeper: int | None) -> Forked:
+        made = Forked(server, keeper)
+        made.system()
+        return made
+
+    ranks = [rank(number) for number in (0, 1, 1, None)]
+    parent = ranks[0].system().parent()
+    first, second = keepers()
+    for other in ranks:
+        other.process.kill()
+        assert other.code() == -signal.SIGKILL
+    assert keepers() == [first, second]
+    first.kill()
+    assert eventually(lambda: keepers() == [second])
+    ranks = [rank(0), rank(1)]
+    assert len(keepers()) == 2
+    assert second in keepers()
+    assert "the keeper of the weights on GPU 0 was killed by SIGKILL" in capfd.readouterr().err
+    left = keepers()
+    server.close()  # while ranks hold what they got
+    assert eventually(lambda: all(has_ended(keeper) for keeper in left))
+    for other in ranks:
+        other.process.kill()
 
 
 def test_killed_before_it_runs():

@@ -28,7 +28,7 @@ DRAFT = make_spec("silu", "fp8", intermediate_size=128)  # of layer 3
 
 
 def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: int = 3):
-    """The runners made for some layers, and what they were tuned with."""
+    """The runners of some layers, and what they were tuned with."""
     calls: list[tuple] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(autotune, "tune", lambda *args, **kwargs: calls.append((args, kwargs)))
@@ -40,8 +40,9 @@ def tuned_with(runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lay
     made = [object() for _ in range(layers)]
     tuner = Tuner(engine_plan, torch.device("cpu"), made.__getitem__)
     assert [tuner.make_runner(layer) for layer in range(layers)] == made
-    tuner.tune(SINGLE_RANK, None)
-    return made, calls
+    prepared = [object() for _ in made]  # as other objects, by whoever keeps weights
+    tuner.tune(prepared, SINGLE_RANK, None)
+    return prepared, calls
 
 
 def test_the_first_layer_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -130,7 +130,7 @@ def await_reports(root: str, ranks: int = 1) -> None:
 class Background(threading.Thread):
     """A streamed request, running when this returns; keeps its data lines, also if the stream breaks."""
 
-    def __init__(self, root: str, tokens: int, n: int = 1, prompt: str = "go on"):
+    def __init__(self, root: str, tokens: int, n: int = 1, prompt: str = "go on", **fields: Any):
         super().__init__(daemon=True)
         self.url = f"{root}/v1/completions"
         self.body = {
@@ -140,7 +140,7 @@ class Background(threading.Thread):
             "ignore_eos": True,
             "stream": True,
             "logprobs": 0,  # makes every token an event
-        }
+        } | fields
         self.lines: list[str] = []
         self.running = threading.Event()
         self.ended = 0.0  # time.monotonic()

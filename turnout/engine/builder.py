@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from hashlib import blake2b
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,9 @@ from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts, lower_sizes, measure_steps
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
+from turnout.models.prepared import Prepared
 from turnout.models.shared_weights import SharedWeights
+from turnout.models.weight_keeper import KeptWeights
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.health import Progress, Unwatched
 from turnout.vocabulary import Format
@@ -57,13 +60,15 @@ def build_engine(
     verify: str = "off",
     startup: StartupTimes | None = None,
     weights_memory: int = -1,
+    keeper: int = -1,
 ) -> EngineCore:
     """The engine of this rank; collective among the ranks of a model.
 
     model: takes the place of the weights that `engine_plan` names. groups and step_sync: what `rendezvous`
     gives; by default there is one rank. watch: told how far a step is. progress: of loading. verify: "quick"
     or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin. weights_memory: a
-    descriptor of memory in which ranks of this host share prepared weights, if there is any.
+    descriptor of memory in which ranks of this host share prepared weights, if there is any. keeper: one of
+    the door of a process that keeps this rank's (models/weight_keeper.py), if there is one.
 
     Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
     """
@@ -72,9 +77,15 @@ def build_engine(
     startup = startup or StartupTimes()
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
-    verified: dict[str, Any] = {"extent": "off"}
+    loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
     if model is None:
-        model, verified = _load(engine_plan, groups, device, verify, progress, startup, weights_memory)
+        shared = None
+        if verify == "off":  # what is checked has to be read
+            shared = _prepared(engine_plan, groups, device, weights_memory, keeper)
+        model, loaded["verify"] = _load(engine_plan, groups, device, verify, progress, startup, shared)
+        if shared is not None:
+            shared.close()
+            loaded["prepared_weights"] = {"found": shared.found, "made": shared.made}
     startup.begin("kv_cache")
     scheduler = _make_scheduler(engine_plan)
     attention = _make_attention(engine_plan, device)
@@ -85,7 +96,6 @@ def build_engine(
     if device.type == "cuda":
         with torch.inference_mode():
             first_prompts(engine_plan, forward, model, scheduler.kv, progress)
-    loaded: dict[str, Any] = {"num_threads": num_threads, "verify": verified}
     with torch.inference_mode():
         engine_plan, step_ms = lower_sizes(engine_plan, forward, model, scheduler, step_sync)
         if scheduler.times is not None:
@@ -117,16 +127,12 @@ def _load(
     verify: str,
     progress: ProgressFn | None,
     startup: StartupTimes,
-    weights_memory: int,
+    shared: Prepared | None,
 ) -> tuple[Model, dict[str, Any]]:
     """The model with its weights, and what checking them showed."""
     startup.begin("weights")
     check = None if verify == "off" else SelfCheck(engine_plan, verify, device)
     tuner = Tuner(engine_plan, device, check.make_runner if check else None)
-    shared = None
-    if weights_memory >= 0 and device.type == "cpu" and check is None:
-        version = f"{__version__} {engine_plan.compute_dtype} {engine_plan.plan.deterministic}"
-        shared = SharedWeights(weights_memory, f"{stamp(engine_plan.folder)} {version}", groups)
     model = load_model(
         open_checkpoint(engine_plan.folder),
         engine_plan.plan,
@@ -140,10 +146,29 @@ def _load(
         index_fp8=engine_plan.config.index_cache_dtype == Format.FP8,
     )
     startup.begin("kernels")
-    tuner.tune(groups, progress)
+    tuner.tune(model.experts, groups, progress)
     if check:
         startup.begin("check")
     return model, check.run(model) if check else {"extent": "off"}
+
+
+def _prepared(
+    engine_plan: EnginePlan, groups: Groups, device: torch.device, memory: int, keeper: int
+) -> Prepared | None:
+    """Where prepared weights may be; memory and keeper: see `build_engine`."""
+    files = stamp(engine_plan.folder)
+    if keeper >= 0:
+        facts = (
+            *(files, __version__, torch.__version__, engine_plan.hardware, engine_plan.compute_dtype),
+            *(engine_plan.config, engine_plan.topology, engine_plan.plan),
+        )
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return KeptWeights(keeper, blake2b(repr(facts).encode()).hexdigest(), groups, device)
+    if memory >= 0 and device.type == "cpu":
+        version = f"{__version__} {engine_plan.compute_dtype} {engine_plan.plan.deterministic}"
+        return SharedWeights(memory, f"{files} {version}", groups)
+    return None
 
 
 def _make_commit(

@@ -4,8 +4,8 @@ A fork server is single-threaded, computes nothing and opens no device, so that 
 processes of their own; they share the memory of what was imported. For each rank it gets a message with two
 descriptors: the rank's standard input, and a pipe on which it tells the rank's process id and, once that has
 ended, how. It also keeps the memory in which ranks leave prepared weights for the next ones
-(models/shared_weights.py). It ends when its starter does, and a rank does by its standard input. Torch-free
-until it runs.
+(models/shared_weights.py), and starts the keepers of those on GPUs (models/weight_keeper.py). It ends when
+its starter does, a keeper with it, and a rank by its standard input. Torch-free until it runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import importlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,6 +32,7 @@ import psutil
 from turnout.cache import place_temporary_files
 from turnout.engine import worker
 from turnout.engine.ranks.local_launcher import (
+    describe_exit,
     leave_signals_to_launcher,
     resume_when_parent_ends,
     signals_held,
@@ -36,7 +40,8 @@ from turnout.engine.ranks.local_launcher import (
 from turnout.moe.capabilities import declared
 from turnout.registry import ARCHITECTURES
 
-KEEP, FORGET = b"k", b"f"  # the weights that earlier ranks prepared
+# A message: whether to forget the weights that earlier ranks prepared, and the rank's keeper; -1: none.
+MESSAGE = struct.Struct("<?i")
 NUMBER = 8  # bytes of a process id or exit code on a pipe
 IMPORTED = (
     "rich.progress",
@@ -110,17 +115,21 @@ class ForkServer:
         self._environment: dict[str, str] = {}
         self._weights = ""
 
-    def fork(self, environment: Mapping[str, str], weights: str = "") -> ForkedProcess:
+    def fork(
+        self, environment: Mapping[str, str], weights: str = "", keeper: int | None = None
+    ) -> ForkedProcess:
         """A rank process (worker.py) with these environment variables and our standard error.
 
-        weights: a stamp of the checkpoint; if it has changed, what was prepared before is forgotten."""
+        weights: a stamp of the checkpoint; if it has changed, what was prepared before is forgotten.
+        keeper: number of the rank's GPU, where a process is to keep its weights."""
         self.prepare(environment)
         assert self._process is not None
         assert self._commands is not None
         stdin, ours = os.pipe()
         status, theirs = os.pipe()
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended meanwhile, as `wait` finds
-            socket.send_fds(self._commands, [KEEP if weights == self._weights else FORGET], [stdin, theirs])
+            message = MESSAGE.pack(weights != self._weights, -1 if keeper is None else keeper)
+            socket.send_fds(self._commands, [message], [stdin, theirs])
         self._weights = weights
         os.close(stdin)
         os.close(theirs)
@@ -173,48 +182,89 @@ def main(commands: socket.socket) -> NoReturn:
         gc.freeze()  # a collection in a copy would write to the memory that all share
     weights = -1
     running: dict[int, int] = {}  # process id: its status pipe
+    doors: dict[int, Connection] = {}  # of keepers, by number
+    keepers: dict[int, int] = {}  # process id: number
 
     def reap(number: int, frame: FrameType | None) -> None:
-        while running:
+        while running or keepers:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:  # the call that this one interrupts has found it, and tells
                 return
             if pid == 0:
                 return
-            _tell(running[pid], os.waitstatus_to_exitcode(status))
+            how = os.waitstatus_to_exitcode(status)
+            if pid in keepers:
+                number = keepers.pop(pid)
+                doors.pop(number).close()
+                os.write(
+                    2,
+                    f"the keeper of the weights on GPU {number} {describe_exit(how)}; ranks go on, and "
+                    "those that start next read them again\n".encode(),
+                )
+                continue
+            _tell(running[pid], how)
             os.close(running.pop(pid))
+
+    def forked(blocked: Iterable[signal.Signals | int], *also: int) -> None:
+        """In a copy: leave what is not its own. also: descriptors."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for descriptor in (commands.detach(), status, *running.values(), *also):
+            os.close(descriptor)
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
-        message, (*descriptors,), _, _ = socket.recv_fds(commands, 1, 2)
+        message, (*descriptors,), _, _ = socket.recv_fds(commands, MESSAGE.size, 2)
         if not message:
             os._exit(0)
         stdin, status = descriptors
-        if can_fork and (message == FORGET or weights < 0):
+        forget, number = MESSAGE.unpack(message)
+        if can_fork and (forget or weights < 0):
             if weights >= 0:
                 os.close(weights)
             weights = os.memfd_create("turnout-weights")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
+        if can_fork and number >= 0 and number not in doors:
+            doors[number], inside = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                forked(before, stdin, weights, *(door.fileno() for door in doors.values()))
+                _become_keeper(inside)
+            inside.close()
+            keepers[pid] = number
         pid = os.fork()
         if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            for descriptor in (commands.detach(), status, *running.values()):
-                os.close(descriptor)
-            _become_rank(stdin, can_fork, weights)
+            own = doors.pop(number, None)
+            forked(before, *(door.fileno() for door in doors.values()))
+            _become_rank(stdin, can_fork, weights, own.fileno() if own else -1)
         running[pid] = status
         os.close(stdin)
         _tell(status, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _become_rank(stdin: int, can_fork: bool, weights: int) -> NoReturn:
+def _become_keeper(door: Connection) -> NoReturn:
+    from turnout.models import weight_keeper
+
+    resume_when_parent_ends()
+    Path("/proc/self/comm").write_text("turnout keeper")
+    try:
+        weight_keeper.run(door)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _become_rank(stdin: int, can_fork: bool, weights: int, door: int) -> NoReturn:
+    """door: of its keeper, -1 if it has none."""
     os.dup2(stdin, 0)
     os.close(stdin)
     if not can_fork:
         os.execv(sys.executable, [sys.executable, "-m", "turnout.engine.worker"])
-    worker.main_and_exit(weights)
+    worker.main_and_exit(weights, door)
 
 
 def _tell(status: int, number: int) -> None:

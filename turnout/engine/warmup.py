@@ -53,18 +53,23 @@ class Tuner:
     ) -> None:
         """make_runner: gives the runner of a layer instead of the plan."""
         self._engine_plan, self._device, self._make = engine_plan, device, make_runner or self._planned
-        self._first: dict[MoESpec, tuple[Experts, MoEPlan]] = {}
+        self._made = 0
+        self._first: dict[MoESpec, tuple[int, MoEPlan]] = {}  # number of the layer
 
     def make_runner(self, layer: int) -> Experts:
         spec, plan = self._engine_plan.experts_of(layer)
         runner = self._make(layer)
-        self._first.setdefault(spec, (runner, plan))
+        self._first.setdefault(spec, (self._made, plan))
+        self._made += 1
         return runner
 
-    def tune(self, groups: Groups, progress: ProgressFn | None) -> None:
-        """Collective. Raises UserError where ranks cannot share tactics."""
-        engine_plan, first, self._first = self._engine_plan, self._first, {}
-        for spec, (runner, plan) in first.items():
+    def tune(self, experts: Sequence[Experts], groups: Groups, progress: ProgressFn | None) -> None:
+        """Collective. experts: of the layers, with their weights, in the order in which they were made; those
+        that another process prepared are not what `make_runner` gave. Raises UserError where ranks cannot
+        share tactics."""
+        engine_plan = self._engine_plan
+        for spec, (layer, plan) in self._first.items():
+            runner = experts[layer]
             if self._device.type == "cuda":
                 threads = max(1, (os.cpu_count() or 1) // engine_plan.topology.ranks_per_node)
                 compile_experts(runner, spec, plan, self._device, threads)

@@ -95,8 +95,8 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve: tuple[str, str, str] | None = None
 
 
-def main(weights_memory: int = -1) -> int:
-    """weights_memory: see `build_engine`. The exit code."""
+def main(weights_memory: int = -1, keeper: int = -1) -> int:
+    """weights_memory, keeper: see `build_engine`. The exit code."""
     leave_signals_to_launcher()
     startup = StartupTimes()
     place_temporary_files()
@@ -116,7 +116,7 @@ def main(weights_memory: int = -1) -> int:
 
     who = f"rank {start.rank}: " if start.config.get("tp_size", 1) > 1 else ""
     try:
-        core, step_sync, watch = load(start, send, startup, weights_memory)
+        core, step_sync, watch = load(start, send, startup, weights_memory, keeper)
         run(core, step_sync, commands, send, Profiler(start.rank, watch))
         return 0
     except UserError as error:
@@ -204,7 +204,11 @@ class Noted:
 
 
 def load(
-    start: Start, send: Callable[[Event], None], startup: StartupTimes, weights_memory: int = -1
+    start: Start,
+    send: Callable[[Event], None],
+    startup: StartupTimes,
+    weights_memory: int = -1,
+    keeper: int = -1,
 ) -> tuple[Core, StepSync, Pulse]:
     """Plan, say so, join the other ranks, load the weights and announce that requests may come.
 
@@ -237,6 +241,7 @@ def load(
             verify=start.verify,
             startup=startup,
             weights_memory=weights_memory,
+            keeper=keeper,
         )
     watch.parts = lambda: progress.parts + core.layers_begun
     gc.collect()
@@ -294,12 +299,12 @@ def _connect(
     return socket
 
 
-def main_and_exit(weights_memory: int = -1) -> NoReturn:
+def main_and_exit(weights_memory: int = -1, keeper: int = -1) -> NoReturn:
     """`main`, and then the end of this process: taking torch apart in order takes seconds, and the server
     waits."""
     code = 1
     try:
-        code = main(weights_memory)
+        code = main(weights_memory, keeper)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -18,7 +18,7 @@ from turnout.cache import redirect_compilers
 from turnout.checkpoint import Quantization, parse_quantization
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
-from turnout.models.interface import Model, ModelDescription, ProgressFn
+from turnout.models.interface import ModelDescription, ProgressFn
 from turnout.models.parameters import described
 from turnout.models.spec import DecoderSpec
 from turnout.moe.plan import MoEPlan
@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # describing a model must not cost the import of torch
     import torch
 
     from turnout.checkpoint import Checkpoint
-    from turnout.models.shared_weights import SharedWeights
+    from turnout.models.decoder import Decoder
+    from turnout.models.prepared import Prepared
     from turnout.moe.interface import Experts
     from turnout.parallel.groups import Groups
 
@@ -77,9 +78,9 @@ def load_model(
     progress: ProgressFn | None = None,
     make_runner: Callable[[int], Experts] | None = None,
     drafts: bool = False,
-    shared: SharedWeights | None = None,
+    shared: Prepared | None = None,
     index_fp8: bool = False,
-) -> Model:
+) -> Decoder:
     """Read this rank's weights, one tensor at a time, into a model on `device` that computes in `dtype`.
 
     `plan` is the one made for `describe(checkpoint.config)` and the topology of `groups`.

@@ -29,6 +29,7 @@ from turnout.models.blocks import Embedding, Head, Mixer, Norm, Rotaries, Rotary
 from turnout.models.dense import Linear, linear
 from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
+from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.vocabulary import Phase
 
@@ -205,6 +206,11 @@ class Decoder:
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """See `interface.Model.logits`."""
         return self._head(hidden_SH)
+
+    @property
+    def experts(self) -> list[Experts]:
+        """Of every MoE layer."""
+        return [layer.experts for layer in self._moe_layers]
 
     def expert_counts(self) -> list[list[int]]:
         """See `interface.Model.expert_counts`; waits for the device."""

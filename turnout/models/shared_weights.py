@@ -9,29 +9,24 @@ checkpoint, so that other weights are other records. For CPUs only.
 from __future__ import annotations
 
 import fcntl
-import importlib
-import io
 import logging
 import mmap
 import os
-import pickle
 import struct
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from turnout.parallel.groups import SINGLE_RANK, Group, Groups
+from turnout.models.prepared import ALIGNED, UNPICKLED, aligned, as_bytes, named, pickled, size_of, unpickled
+from turnout.parallel.groups import Groups
 
 T = TypeVar("T")
 
 PAGE = mmap.ALLOCATIONGRANULARITY
-ALIGNED = 64  # bytes, of each tensor's memory
 WORD = struct.Struct("<Q")
 HEADER = struct.Struct("<QQQ")  # bytes of a record, of its key, and of its pickled object
 
@@ -47,15 +42,10 @@ class SharedWeights:
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
         self._stamp = stamp
-        self._groups = {
-            (whose, field.name): getattr(owner, field.name)
-            for whose, owner in (("model", groups), ("single", SINGLE_RANK))
-            for field in fields(owner)
-            if isinstance(getattr(owner, field.name), Group)
-        }
+        self._groups = named(groups)
         self._records: dict[str, int] = {}
         self._read_to = PAGE  # the first page tells where the records end
-        self.found = 0
+        self.found = self.made = 0
 
     def keep(self, key: str, make: Callable[[], T]) -> T:
         """What an earlier call, perhaps of another process, made under this key; or what `make` gives, from
@@ -64,18 +54,22 @@ class SharedWeights:
         at = self._find(key)
         if at is None:
             made = make()
+            self.made += 1
             try:
-                pickled, storages = self._pickle(made)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                data, storages = pickled(made, self._groups)
+            except UNPICKLED as error:
                 log.warning("%s: not shared between ranks: %s", key, error)
                 return made
             with self._locked():
                 at = self._find(key)
                 if at is None:
-                    at = self._append(key, pickled, storages)
+                    at = self._append(key, data, storages)
         else:
             self.found += 1
         return self._map(at)
+
+    def close(self) -> None:
+        """What is mapped stays."""
 
     def _find(self, key: str) -> int | None:
         """Where the record begins, if there is one by now."""
@@ -87,38 +81,34 @@ class SharedWeights:
             self._read_to += size
         return self._records.get(key)
 
-    def _append(self, key: str, pickled: bytes, storages: dict[int, UntypedStorage]) -> int:
+    def _append(self, key: str, data: bytes, storages: dict[int, UntypedStorage]) -> int:
         """storages: by where each begins behind the pickled object."""
         at, name = self._read_to, key.encode()
-        start = _aligned(HEADER.size + len(name) + len(pickled), ALIGNED)
-        end = max((start + place + storage.nbytes() for place, storage in storages.items()), default=start)
-        size = _aligned(end, PAGE)
+        start = aligned(HEADER.size + len(name) + len(data), ALIGNED)
+        size = aligned(start + size_of(storages), PAGE)
         os.ftruncate(self._descriptor, at + size)
         with mmap.mmap(self._descriptor, size, offset=at) as memory:
-            head = HEADER.pack(size, len(name), len(pickled)) + name + pickled
+            head = HEADER.pack(size, len(name), len(data)) + name + data
             memory[: len(head)] = head
             for place, storage in storages.items():
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                memory[start + place : start + place + storage.nbytes()] = whole.numpy().data
+                memory[start + place : start + place + storage.nbytes()] = as_bytes(storage).numpy().data
         os.pwrite(self._descriptor, WORD.pack(at + size), 0)  # last: what is not complete does not count
         return at
 
     def _map(self, at: int) -> Any:
-        size, key_size, pickled_size = self._header(at)
+        size, key_size, data_size = self._header(at)
         memory = mmap.mmap(self._descriptor, size, access=mmap.ACCESS_COPY, offset=at)
-        end = HEADER.size + key_size + pickled_size
-        pickled = memory[end - pickled_size : end]
-        return _Unpickler(pickled, memory, _aligned(end, ALIGNED), self._groups).load()
+        end = HEADER.size + key_size + data_size
+        start = aligned(end, ALIGNED)
+
+        def find(place: int, size: int, device: str) -> Tensor:
+            return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start + place)
+
+        return unpickled(memory[end - data_size : end], self._groups, find)
 
     def _header(self, at: int) -> tuple[int, int, int]:
-        size, key_size, pickled_size = HEADER.unpack(os.pread(self._descriptor, HEADER.size, at))
-        return size, key_size, pickled_size
-
-    def _pickle(self, made: object) -> tuple[bytes, dict[int, UntypedStorage]]:
-        file = io.BytesIO()
-        pickler = _Pickler(file, self._groups)
-        pickler.dump(made)
-        return file.getvalue(), pickler.storages
+        size, key_size, data_size = HEADER.unpack(os.pread(self._descriptor, HEADER.size, at))
+        return size, key_size, data_size
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -128,56 +118,3 @@ class SharedWeights:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves out groups of ranks, modules, and the memory of tensors. storages: that memory, by its place."""
-
-    def __init__(self, file: io.BytesIO, groups: dict[tuple[str, str], Group]):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.storages: dict[int, UntypedStorage] = {}
-        self._places: dict[int, int] = {}  # by address: tensors may be views of the same memory
-        self._end = 0
-        self._names = {id(group): name for name, group in reversed(groups.items())}
-
-    def persistent_id(self, thing: object) -> tuple[Any, ...] | None:
-        if isinstance(thing, Tensor):
-            layout = (thing.dtype, tuple(thing.shape), thing.stride(), thing.storage_offset())
-            return "tensor", self._place(thing.untyped_storage()), thing.untyped_storage().nbytes(), *layout
-        if isinstance(thing, Group):
-            return "group", self._names[id(thing)]
-        if isinstance(thing, ModuleType):
-            return "module", thing.__name__
-        return None
-
-    def _place(self, storage: UntypedStorage) -> int:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self._places and size:
-            self._places[address] = self._end
-            self.storages[self._end] = storage
-            self._end = _aligned(self._end + size, ALIGNED)
-        return self._places[address] if size else 0
-
-
-class _Unpickler(pickle.Unpickler):
-    """memory: of the record. start: where its tensors begin."""
-
-    def __init__(self, pickled: bytes, memory: mmap.mmap, start: int, groups: dict[tuple[str, str], Group]):
-        super().__init__(io.BytesIO(pickled))
-        self._memory, self._start, self._groups = memory, start, groups
-
-    def persistent_load(self, saved: tuple[Any, ...]) -> Any:
-        kind, what, *rest = saved
-        if kind == "group":
-            return self._groups[what]
-        if kind == "module":
-            return importlib.import_module(what)
-        size, dtype, shape, stride, offset = rest
-        if not size:
-            return torch.empty_strided(shape, stride, dtype=dtype)
-        mapped = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start + what)
-        return torch.empty(0, dtype=dtype).set_(mapped.untyped_storage(), offset, shape, stride)
-
-
-def _aligned(size: int, to: int) -> int:
-    return -(-size // to) * to

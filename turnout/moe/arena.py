@@ -8,7 +8,7 @@ The bytes are a plan's `workspace_bytes`, but for the output, which a call hands
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,7 @@ class Arena:
 
     def __init__(self, device: torch.device, sets: Mapping[Layout, Mapping[str, int]]) -> None:
         size = max(arena_bytes(regions) for regions in sets.values())
+        self._device = device
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self._sets = {layout: dict(regions) for layout, regions in sets.items()}
 
@@ -50,6 +51,19 @@ class Arena:
             begin += aligned(size, ARENA_ALIGN)
         return self._bytes[begin : begin + wanted].view(dtype).view(shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._bytes.data_ptr()
+
+    def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As what `take` gave, wherever that was. offset: in elements."""
+        return torch.empty(0, dtype=dtype, device=self._bytes.device).set_(
+            self._bytes.untyped_storage(), offset, tuple(shape), tuple(stride)
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process has an arena of its own."""
+        return shared, (self._device, self._sets)
+
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Arena] = WeakValueDictionary()
 
@@ -61,3 +75,8 @@ def shared(device: torch.device, sets: Mapping[Layout, Mapping[str, int]]) -> Ar
     if found is None:
         found = _SHARED[key] = Arena(device, sets)
     return found
+
+
+def holding(tensor: Tensor) -> Arena | None:
+    """The arena that `tensor` is a part of."""
+    return next((arena for arena in _SHARED.values() if arena.holds(tensor)), None)

@@ -150,6 +150,10 @@ class MoELayer:
         if self._input_scale is not None and experts.input_scales is not None:
             self._input_scale.copy_(experts.input_scales.w13.max())
 
+    @property
+    def experts(self) -> Experts:
+        return self._runner
+
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
 

@@ -23,6 +23,7 @@ from turnout.engine.fork_server import ForkServer
 from turnout.engine.ranks.local_launcher import LocalLauncher, describe_exit, rank_environment
 from turnout.errors import UserError
 from turnout.parallel.health import Board, Reading
+from turnout.parallel.topology import Topology
 from turnout.server.supervise.secret import curve_keys
 
 GONE_SECONDS = 30.0  # for killed processes to vanish: a GPU's driver takes its time
@@ -124,7 +125,10 @@ class LocalRanks:
         with suppress(OSError, UserError):  # ranks say what is wrong with the model
             weights = stamp(locate(self._config.model))
         for rank in self.ranks:
-            process = self._fork_server.fork(environment, weights)
+            keeper = None
+            if self._config.enable_weight_keeper:
+                keeper = rank % Topology.of(self._config, rank).ranks_per_node
+            process = self._fork_server.fork(environment, weights, keeper)
             self._launcher.watch(rank, process, report)
             self._running += 1
             with suppress(BrokenPipeError):  # it has ended already, as `report` says

@@ -17,7 +17,7 @@ from turnout.server.supervise.local_ranks import Rendezvous
 PORTS = 4  # from --dist-init-addr on: ranks that dial in, torch's rendezvous, commands, events
 REPORT_SECONDS = 0.25  # between a rank's reports
 SILENT_SECONDS = 4.0  # without a report, or without an acknowledgement of one, until the other side is lost
-SERVER_FIELDS = ("verify",)  # what a rank needs of ServerConfig, beyond Config
+SERVER_FIELDS = ("verify", "enable_weight_keeper")  # what a rank needs of ServerConfig, beyond Config
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

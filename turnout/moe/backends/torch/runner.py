@@ -50,12 +50,26 @@ from turnout.vocabulary import ActivationKind, Format, WeightStorage
 # 256 x 96 in float32 0.8 and 2.2 ms. With 8 pairs only the last still gains.
 GATHER_PAIRS_PER_EXPERT = 4
 
-# What becomes of the inputs of both GEMMs, by what a plan has them multiply with.
+
+def _as_it_is(x: Tensor, scale: Any) -> Tensor:
+    return x
+
+
+def _in_fp8(x: Tensor, scale: Any) -> Tensor:
+    return fp8.fake_quantize(x)
+
+
+def _rows_in_fp8(x: Tensor, scale: Any) -> Tensor:
+    return fp8.fake_quantize_rows(x)
+
+
+# What becomes of the inputs of both GEMMs, by what a plan has them multiply with. Functions have names, for a
+# runner whose weights are kept is pickled.
 ROUNDINGS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "bf16": lambda x, scale: x,
+    "bf16": _as_it_is,
     "nvfp4": nvfp4.fake_quantize,
-    "fp8": lambda x, scale: fp8.fake_quantize(x),
-    "w4a8": lambda x, scale: fp8.fake_quantize_rows(x),
+    "fp8": _in_fp8,
+    "w4a8": _rows_in_fp8,
 }
 
 
