@@ -61,6 +61,7 @@ def build_engine(
     startup: StartupTimes | None = None,
     weights_memory: int = -1,
     keeper: int = -1,
+    waiting: int = 0,
 ) -> EngineCore:
     """The engine of this rank; collective among the ranks of a model.
 
@@ -68,7 +69,8 @@ def build_engine(
     gives; by default there is one rank. watch: told how far a step is. progress: of loading. verify: "quick"
     or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin. weights_memory: a
     descriptor of memory in which ranks of this host share prepared weights, if there is any. keeper: one of
-    the door of a process that keeps this rank's (models/weight_keeper.py), if there is one.
+    the door of a process that keeps this rank's (models/weight_keeper.py), if there is one. waiting: requests
+    that will come at once.
 
     Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
     """
@@ -91,7 +93,7 @@ def build_engine(
     attention = _make_attention(engine_plan, device)
     if not (engine_plan.why_no_decode_graphs and engine_plan.why_no_prefill_graphs):
         startup.begin("cuda_graphs")
-    forward = Forward(engine_plan, model, attention, progress)
+    forward = Forward(engine_plan, model, attention, progress, waiting)
     startup.begin("warm_up")
     if device.type == "cuda":
         with torch.inference_mode():

@@ -83,10 +83,12 @@ def graph_sizes(config: Config) -> list[int]:
     return sorted({size for size in chosen if size <= most} | {most})
 
 
-def first_sizes(sizes: Sequence[int]) -> list[int]:
+def first_sizes(sizes: Sequence[int], waiting: int = 0) -> list[int]:
     """Of `graph_sizes`, those to capture before requests may come: powers of two and the most, so that every
-    batch has a graph, if one with more padding than later."""
-    return [size for size in sizes if size.bit_count() == 1 or size == sizes[-1]]
+    batch has a graph, if one with more padding than later; and what `waiting` requests need, which may leave
+    no rest to capture another in."""
+    needed = next((size for size in sizes if size >= waiting), sizes[-1])
+    return [size for size in sizes if size.bit_count() == 1 or size in (needed, sizes[-1])]
 
 
 def prefill_graph_sizes(budget: Budget) -> list[int]:

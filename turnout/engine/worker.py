@@ -82,6 +82,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commands:    address of the server's ROUTER, to which this rank is the DEALER named `identity`
     events:      address of the server's PULL
     curve:       public key of both, public and secret key of this rank, in Z85; none where all is local
+    waiting:     requests that go on as soon as the ranks are ready
     """
 
     folder: str
@@ -93,6 +94,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity: str
     verify: str = "off"
     curve: tuple[str, str, str] | None = None
+    waiting: int = 0
 
 
 def main(weights_memory: int = -1, keeper: int = -1) -> int:
@@ -242,6 +244,7 @@ def load(
             startup=startup,
             weights_memory=weights_memory,
             keeper=keeper,
+            waiting=start.waiting,
         )
     watch.parts = lambda: progress.parts + core.layers_begun
     gc.collect()

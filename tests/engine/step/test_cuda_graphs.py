@@ -48,6 +48,12 @@ def test_graphs_captured_first_hold_every_batch(most: int):
         assert next(size for size in first if size >= batch) < 2 * batch
 
 
+@pytest.mark.parametrize(("waiting", "more"), [(0, []), (8, []), (9, []), (20, [24]), (24, [24]), (100, [])])
+def test_graphs_of_requests_that_wait_are_captured_first(waiting: int, more: list[int]):
+    sizes = graph_sizes(Config(cuda_graph_max_bs=40, max_running_requests=40))
+    assert first_sizes(sizes, waiting) == sorted([1, 2, 4, 8, 16, 32, 40, *more])
+
+
 @dataclass
 class Together:
     """An exchange between threads."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from turnout.config import ServerConfig
-from turnout.engine.messages import Ready
+from turnout.engine.fork_server import ForkServer
+from turnout.engine.messages import AddRequest, Ready
+from turnout.engine.sampling_params import SamplingParams
+from turnout.engine.worker import Start
 from turnout.server.supervise.engine import MAX_FAILED_STARTS, EngineSupervisor
 from turnout.server.supervise.ledger import EngineFailed
+from turnout.server.supervise.local_ranks import LocalRanks
 
 KILLED = EngineFailed("rank 1 was killed by SIGKILL")
 RAISED = EngineFailed("rank 1: KeyError", spoken=True)
@@ -39,6 +44,16 @@ def test_nothing_is_started_for_a_server_that_leaves():
     engine = EngineSupervisor(ServerConfig())
     engine.leave()
     assert engine._is_final(KILLED, True, 0)
+
+
+def test_ranks_are_told_how_many_requests_wait_for_them():
+    engine = EngineSupervisor(ServerConfig())
+    for id in "abc":
+        engine.ledger.add(AddRequest(id=id, prompt_ids=[1], sampling=SamplingParams()), lambda output: None)
+    local = LocalRanks(engine.config, range(1), ForkServer())
+    orders = local._orders(engine._rendezvous(2, local.folder), 0)
+    local.remove_folder()
+    assert msgspec.json.decode(orders, type=Start).waiting == 3
 
 
 def test_before_the_first_start_nobody_is_served():

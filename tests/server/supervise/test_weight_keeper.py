@@ -56,6 +56,12 @@ def kill_while_streaming(root: str, *victims: psutil.Process) -> list[list[str]]
     return found
 
 
+def captured(root: str) -> set[int]:
+    """Sizes of decode graphs that the ranks began with."""
+    sizes = info(root)["engine"]["decode_graphs"]
+    return set() if isinstance(sizes, str) else set(sizes)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -78,6 +84,7 @@ def test_ranks_and_keepers_are_killed(fields: dict[str, Any], tmp_path: Path):
         root = server.wait_ready().removesuffix("/v1")
         expected = tokens(streamed(root))
         assert [len(sequence) for sequence in expected] == [TOKENS[fields["device"]]] * SEQUENCES
+        sizes = captured(root)
         first = info(root)["engine"]["prepared_weights"]
         assert first["found"] == 0
         assert first["made"] >= 5
@@ -87,6 +94,7 @@ def test_ranks_and_keepers_are_killed(fields: dict[str, Any], tmp_path: Path):
         assert kill_while_streaming(root, rank(root)) == expected
         assert info(root)["engine"]["prepared_weights"] == lent
         assert keepers(server) == [keeper]
+        assert captured(root) == (sizes and sizes | {24})  # what 20 sequences need
 
         keeper.kill()
         assert eventually(lambda: "the keeper of the weights on GPU 0 was killed" in server.last_lines())

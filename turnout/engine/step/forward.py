@@ -43,8 +43,10 @@ class Forward:
         model: Model,
         attention: AttentionCaches,
         progress: ProgressFn | None = None,
+        waiting: int = 0,
     ):
-        """Captures graphs, if there are to be any; collective among the ranks of a model."""
+        """Captures graphs, if there are to be any; collective among the ranks of a model. waiting: requests
+        that are there already."""
         self._model, self._attention = model, attention
         self._deterministic = engine_plan.config.deterministic
         self._two_batches = engine_plan.plan.two_batches
@@ -66,7 +68,7 @@ class Forward:
                 )
         if not engine_plan.why_no_decode_graphs:
             sizes = graph_sizes(engine_plan.config)
-            first = first_sizes(sizes) if engine_plan.config.tp_size == 1 else sizes
+            first = first_sizes(sizes, waiting) if engine_plan.config.tp_size == 1 else sizes
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,

@@ -245,6 +245,7 @@ class EngineSupervisor:
                 commands=f"ipc://{folder}/commands",
                 events=f"ipc://{folder}/events",
                 init_method=f"file://{folder}/join",
+                waiting=len(self.ledger),
             )
         host, port = head_address(self.config)
         return Rendezvous(
@@ -253,6 +254,7 @@ class EngineSupervisor:
             events=f"tcp://{host}:{port + 3}",
             init_method=f"tcp://{host}:{port + 1}",
             towards=host,
+            waiting=len(self.ledger),
         )
 
     def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:

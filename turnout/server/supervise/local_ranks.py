@@ -39,6 +39,7 @@ class Rendezvous:
     commands:    ZeroMQ address of the server's ROUTER. events: of its PULL.
     init_method: torch.distributed's
     towards:     an address of another host (or of this one) to which ranks' connections go
+    waiting:     requests that go on as soon as the ranks are ready
     """
 
     number: int
@@ -46,6 +47,7 @@ class Rendezvous:
     events: str
     init_method: str
     towards: str = "127.0.0.1"
+    waiting: int = 0
 
     def identity(self, rank: int) -> str:
         return f"{self.number}:{rank}"
@@ -168,6 +170,7 @@ class LocalRanks:
             "commands": rendezvous.commands,
             "events": rendezvous.events,
             "identity": rendezvous.identity(rank),
+            "waiting": rendezvous.waiting,
         }
         if self._secret:
             orders["curve"] = [curve_keys(self._secret, "head")[0], *curve_keys(self._secret, "rank")]
