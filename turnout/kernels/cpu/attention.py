@@ -6,6 +6,12 @@ heads of one KV head) go together. Scores of SPAN tokens are kept, then the soft
 and outputs that are scaled down when a larger one is met. Spans begin at multiples of SPAN whatever the
 chunk, so that a token gets the same bits in any batch and however its prompt was cut.
 
+A token that decodes reads all of its context once, so what comes next, values while scores are made and then
+the next head's keys, is fetched meanwhile. Of 32 tokens with 174 and 1024 positions each, thread time of a
+layer on a shared AMD EPYC, us, before and after: 8 heads and 4 KV heads of 32: 570 and 410, 3200 and 2390; 16
+and 4 of 64: 1400 and 1200, 7500 and 5700. With heads of 128 it gained nothing and cost up to 10 %, for
+processors see by themselves that keys of a block, two pages long, go on.
+
 Nothing behind the last token of a context, nor in a block wholly below its window, is used, not even
 multiplied by zero: pages keep what others left. The softmax begins with the sink: a maximum, and a sum of 1.
 
@@ -27,6 +33,7 @@ from turnout.kernels.cpu.threads import parallel, threads_for
 from turnout.kernels.cpu.tiles import ROWS, products_f32, products_onto
 from turnout.kernels.cpu.vectors import (
     exp,
+    fetch,
     first_lanes,
     get_f32,
     get_i64,
@@ -46,6 +53,7 @@ from turnout.kernels.cpu.vectors import (
 BLOCK = 16  # tokens whose keys are one panel
 SPAN = 256  # tokens between two steps of the softmax
 MAX_HEAD = 256
+FETCHED_HEAD = 64  # the largest for which what comes next is fetched
 PITCH = 4 * SPAN
 ROW_ADDRESSES, SCORES, OUTPUTS, STATE = 8 * ROWS, PITCH * ROWS, 4 * MAX_HEAD * ROWS, 4 * ROWS
 FIELDS = 5  # of a group: row of the page table, step's row of its chunk's first token, position of that,
@@ -83,6 +91,12 @@ def _block(table, row, P, block, page_blocks):
     """Which block of the cache is the `block`th of a row of the page table."""
     page = get_i64(table + (row * P + block // page_blocks) * 8)
     return page * page_blocks + block % page_blocks
+
+
+@inline
+def _fetch(at, size):
+    for line in range(at, at + size, 64):
+        fetch(line)
 
 
 @kernel("void(" + "int64, " * 12 + "int64)")
@@ -124,6 +138,10 @@ def _attend(
         group, h = groups + job // Hkv * (FIELDS * 8), job % Hkv
         row, token, start = get_i64(group), get_i64(group + 8), get_i64(group + 16)
         first, count = get_i64(group + 24), get_i64(group + 32)
+        fetches = first == 0 and D <= FETCHED_HEAD  # a chunk's other groups find the context in a cache
+        next_job = min(job + 1, M * Hkv - 1)
+        next_row = get_i64(groups + next_job // Hkv * (FIELDS * 8))
+        next_head = cache + next_job % Hkv * head
         for r in range(count):
             n, g = token + (first + r) // G, (first + r) % G
             put_i64(rows + 8 * r, q + n * q_pitch + (h * G + g) * D * 4)
@@ -146,6 +164,9 @@ def _attend(
                         break
                     run += 1
                 at = cache + h * head + block * 128 * D
+                if fetches:
+                    for values in range(at + 64 * D, at + run * 128 * D, 128 * D):
+                        _fetch(values, 64 * D)
                 products_f32(count, rows, at, 128 * D, run, D, scores + b * 64, PITCH)
                 b += run
             for r in range(count):
@@ -174,6 +195,9 @@ def _attend(
                     store(at, load(at) * splat(shrink))
             for b in range(from_block, blocks):
                 at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
+                if fetches:
+                    block = _block(table, next_row, P, begin // BLOCK + b, page_blocks)
+                    _fetch(next_head + block * 128 * D, 64 * D)
                 for r in range(count):
                     put_i64(weights + 8 * r, scores + r * PITCH + b * 64)
                 used = min(length - b * BLOCK, BLOCK)

@@ -37,6 +37,7 @@ from turnout.kernels.cpu.vectors import (
     I64,
     LANES,
     constant,
+    fetch_line,
     load_as,
     number,
     spread,
@@ -186,14 +187,6 @@ def _dot(b: ir.IRBuilder, total: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value
     return b.call(function, [total, b.bitcast(x, BF16_PAIRS_V), b.bitcast(w, BF16_PAIRS_V)])
 
 
-def _fetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Have the line at `address` brought to the second cache; an address of nothing is passed over."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    read, second_cache, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    b.call(function, [_address(b, address), read, second_cache, data])
-
-
 def _dots_code(
     b: ir.IRBuilder, row_at: list, panels: list, steps: ir.Value, sums: ir.Value, ahead: ir.Value
 ) -> None:
@@ -211,7 +204,7 @@ def _dots_code(
     held = [b.phi(F32_V) for _ in places]
     weights = [load_as(b, b.add(at, b.mul(k, number(64))), I32_V) for at in panels]
     for at in panels:
-        _fetch(b, b.add(b.add(at, ahead), b.mul(k, number(64))))
+        fetch_line(b, b.add(b.add(at, ahead), b.mul(k, number(64))))
     inside = b.add(b.mul(b.lshr(k, number(4)), number(TILE)), b.mul(b.and_(k, number(15)), number(4)))
     values = [spread(b, load_as(b, b.add(at, inside), I32)) for at in row_at]
     after = [_dot(b, old, values[r], weights[p]) for (r, p), old in zip(places, held, strict=True)]

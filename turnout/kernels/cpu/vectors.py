@@ -60,6 +60,14 @@ def store_as(b: Builder, address: ir.Value, value: ir.Value) -> None:
     b.store(value, pointer(b, address, value.type)).align = 1
 
 
+def fetch_line(b: Builder, address: ir.Value) -> None:
+    """Have the 64 bytes around `address` brought to the second cache; one of nothing is passed over."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    read, second_cache, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    b.call(function, [pointer(b, address, I8), read, second_cache, data])
+
+
 def spread(b: Builder, scalar: ir.Value) -> ir.Value:
     """A vector with `scalar` in all lanes."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
@@ -215,6 +223,17 @@ def store(_: Any, address: Any, v: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, vector), build
+
+
+@intrinsic
+def fetch(_: Any, address: Any) -> Any:
+    """See `fetch_line`."""
+
+    def build(context: Any, b: Builder, sig: Any, args: Any) -> Any:
+        fetch_line(b, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), build
 
 
 @intrinsic
