@@ -288,6 +288,17 @@ def test_streams_that_are_closed_or_full(words, code, message):
     assert not message or len(done.stderr.splitlines()) == 1
 
 
+def test_a_current_folder_that_was_removed(tmp_path: Path):
+    gone = tmp_path / "gone"
+    code = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {sys.executable} -m turnout generate demo Tom"
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        ["sh", "-c", code], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": root}
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the current folder was removed; change to one that exists\n"
+
+
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, monkeypatch):
     """By one that goes on without what it cannot import, which loses a KeyboardInterrupt."""
     (tmp_path / "typer.py").write_text(

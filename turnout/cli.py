@@ -386,10 +386,19 @@ def main() -> None:
     """Entry point: user errors are one clear message and exit code 2."""
     place_temporary_files()
     try:
+        _require_current_folder()
         app(standalone_mode=True)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+
+
+def _require_current_folder() -> None:
+    """torch's libraries cannot be loaded without one, and say something else."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was removed; change to one that exists") from None
 
 
 if __name__ == "__main__":

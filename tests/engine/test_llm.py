@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,6 +167,29 @@ def test_an_interrupt_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Mo
         assert not core.has_work()
         assert core.stats().pages_used == 0
         assert len(llm.generate("again", GREEDY)[0].token_ids) == 24
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from turnout import LLM
+from turnout.errors import UserError
+
+LLM("demo", num_threads=1).close()
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 10**9, resource.RLIM_INFINITY))
+try:
+    LLM("demo", num_threads=1, max_total_tokens=2**18)  # 2.1 GB
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what is mapped as Linux shows it")
+def test_an_address_space_that_is_too_small() -> None:
+    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    assert run.stderr.startswith("memory ran out while the model was loaded")
+    assert "Traceback" not in run.stderr
 
 
 def test_threads_share_a_model_in_turn(folder: Path) -> None:

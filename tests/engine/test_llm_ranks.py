@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import Pools, Rank
+from tests.server.namespaces import Namespace
 from tests.server.processes import closing_terminals
 from tests.tiny import write_model
 from turnout import LLM, SamplingParams
@@ -237,6 +238,19 @@ def test_a_rank_that_fails_ends_the_command_with_its_own_words(folder: Path, tmp
     assert (code, out) == (1, "")
     assert errors.endswith("error: rank 1 was killed by SIGKILL\n")
     assert command.leaves_nothing(ranks)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_without_a_loopback_ranks_say_so(folder: Path):
+    host = Namespace()
+    host.ip("link", "set", "lo", "down")
+    flags = [str(folder), "--device", "cpu", "--tp", "2"]
+    for words in (["generate", *flags[:1], "one", *flags[1:]], ["serve", "--port", "0", *flags]):
+        command = [sys.executable, "-m", "turnout", *words]
+        done = host.call(subprocess.run, command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: the ranks of a host meet at 127.0.0.1, and its loopback")
+    host.close()
 
 
 def test_what_cannot_run_is_refused_once_before_ranks_start(folder: Path, tmp_path: Path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +249,33 @@ def test_what_cannot_run_is_refused_before_weights_load(tiny_folder: Path):
 
 def test_a_model_that_does_not_exist(tmp_path: Path):
     assert "nowhere" in failure(tiny_config(tmp_path / "nowhere"))
+
+
+def test_too_few_open_files(tiny_folder: Path):
+    limited = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh", sys.executable, "-m", "turnout"]
+    run = subprocess.run(
+        [*limited, "serve", str(tiny_folder), "--port", "0"], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: this process may open 32 files, and a server needs 48")
+
+
+def test_connections_beyond_what_files_allow_wait(tiny_folder: Path):
+    with started(tiny_folder) as (server, root), ExitStack() as connections:
+        pid = server.process.pid
+        allowed = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (psutil.Process(pid).num_fds() + 4, allowed[1]))
+        address = root.removeprefix("http://").split(":")
+        for _ in range(20):
+            connections.enter_context(socket.create_connection((address[0], int(address[1]))))
+        assert eventually(lambda: "new connections wait until others close" in server.last_lines())
+        time.sleep(2)  # asyncio tries again each second
+        assert server.last_lines().count("new connections wait") == 1
+        assert "Traceback" not in server.last_lines()
+        connections.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, allowed)
+        answer = httpx.post(f"{root}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=30)
+        assert answer.status_code == 200
 
 
 def test_a_truncated_checkpoint(tmp_path: Path):

@@ -16,6 +16,7 @@ from msgspec import structs
 from turnout.checkpoint.headers import open_folder
 from turnout.checkpoint.locate import locate, require_model
 from turnout.config import ServerConfig
+from turnout.engine.ranks.local_launcher import require_loopback
 from turnout.errors import UserError
 from turnout.malloc import map_large_blocks
 from turnout.server.run import Supervisor, allow_many_connections, bind, check_hosts, dialled_in
@@ -49,8 +50,10 @@ def serve(config: ServerConfig) -> int:
 
 def _serve_http(config: ServerConfig, secret: bytes, failure: Future[None] | None) -> int:
     """failure: see `Supervisor`."""
+    if config.tp_size > 1 and not dialled_in(config):
+        require_loopback()
     map_large_blocks()
-    allow_many_connections()
+    allow_many_connections(config.tp_size)
     listener = bind(config.host, config.port)
     try:
         return asyncio.run(Supervisor(config, listener, secret, failure).run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -37,6 +39,7 @@ from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
 from turnout.engine.threads import default_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts, lower_sizes, measure_steps
+from turnout.errors import UserError
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.models.prepared import Prepared
@@ -49,6 +52,22 @@ from turnout.vocabulary import Format
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def _memory_may_run_out() -> Iterator[None]:
+    """Raises UserError where a limit leaves less memory of the host than was planned for."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # which torch raises, without a class of its own for CPUs
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        first = str(error).partition("\n")[0]
+        raise UserError(
+            f"memory ran out while the model was loaded ({first}): a limit (`ulimit -v`) leaves less than "
+            "the machine has; raise it, or lower --max-total-tokens"
+        ) from error
+
+
+@_memory_may_run_out()
 def build_engine(
     engine_plan: EnginePlan,
     *,
@@ -72,7 +91,8 @@ def build_engine(
     the door of a process that keeps this rank's (models/weight_keeper.py), if there is one. waiting: requests
     that will come at once.
 
-    Raises UserError (CheckpointError) for weights that are missing or wrong, and for a check that fails.
+    Raises UserError (CheckpointError) for weights that are missing or wrong, for a check that fails, and
+    where memory runs out.
     """
     engine_plan = share_plan(engine_plan, groups)
     step_sync = step_sync or StepSync()

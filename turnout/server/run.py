@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
@@ -38,6 +40,8 @@ READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
 WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
+FILES, FILES_OF_RANK = 40, 8  # open in a server without connections, and a few more
+FILES_NOTED = 30  # seconds between two lines about connections that there are no files for
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 
 log = logging.getLogger("turnout.server")
@@ -100,9 +104,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def allow_many_connections() -> None:
-    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes one."""
+def allow_many_connections(ranks: int) -> None:
+    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes one.
+
+    Raises UserError where that is not enough for a server of so many `ranks`.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + FILES_OF_RANK * ranks
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"this process may open {hard} files, and a server needs {needed} and one for each connection; "
+            "raise the limit (`ulimit -n 4096`)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -125,6 +138,7 @@ class Supervisor:
         self._tracer = self._observe_requests()
         self._told_to_stop = asyncio.Event()
         self._failure = failure or Future()
+        self._files_noted = -math.inf
 
     @property
     def base_url(self) -> str:
@@ -136,6 +150,7 @@ class Supervisor:
     async def run(self) -> int:
         """The exit code. Raises EngineFailed, UserError (of the tokenizer)."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_exception)
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         self._follow_launcher(loop)
@@ -205,6 +220,16 @@ class Supervisor:
         except TimeoutError:
             log.warning("--shutdown-timeout is over: cutting %d requests off", self.service.num_active)
             self.service.cut_off()
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody awaits. asyncio reports hundreds of times a second that it accepts nothing."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._files_noted + FILES_NOTED:
+            self._files_noted = loop.time()
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            log.error("%s (`ulimit -n` is %d): new connections wait until others close", error.strerror, soft)
 
     def _on_signal(self, number: int) -> None:
         if self._told_to_stop.is_set():

@@ -26,6 +26,7 @@ from turnout.engine.ranks.local_launcher import (
     LocalLauncher,
     leave_with_launcher,
     rank_environment,
+    require_loopback,
     stop_signals,
 )
 from turnout.errors import UserError
@@ -46,6 +47,7 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
             f"--nnodes {config.nnodes}: on several hosts, start offline commands with torchrun, once per host"
         )
     resolve(config)
+    require_loopback()
     launcher = LocalLauncher("the files of the ranks")
     exits: Exits = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ from typing import IO, Protocol
 import psutil
 
 from turnout.cache import private_folder
+from turnout.errors import UserError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when the thread that started it ends
 
@@ -163,6 +164,16 @@ def rank_environment(towards: str = "127.0.0.1") -> dict[str, str]:
     if interface and not address.startswith("127."):
         chosen["NCCL_SOCKET_IFNAME"] = interface
     return chosen | {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+
+
+def require_loopback() -> None:
+    """Raises UserError where ranks of this host could not meet, as in a new network namespace."""
+    state = psutil.net_if_stats().get(interface_of("127.0.0.1"))
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (state is None or not state.isup):
+        raise UserError(
+            "the ranks of a host meet at 127.0.0.1, and its loopback interface is down; bring it up "
+            "(`ip link set lo up`)"
+        )
 
 
 def local_address(towards: str) -> str:
