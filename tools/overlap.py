@@ -204,6 +204,8 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if torch.cuda.device_count() < options.world_size:
+        parser.error(f"needs {options.world_size} GPUs, and torch finds {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/rendezvous"
         arguments = (options.world_size, init_method, options.output)

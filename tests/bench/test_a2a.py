@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 
@@ -88,6 +92,48 @@ def test_what_was_measured_is_kept_when_interrupted(tmp_path):
         bench.stderr.read()
     assert bench.returncode == 0
     assert 1 <= len(json.loads(path.read_text())["rows"]) < 399
+
+
+def test_ctrl_c_while_ranks_start():
+    """A terminal sends it to all of them."""
+    command = [sys.executable, "-m", "turnout.cli", "bench", "a2a", *TINY]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as bench:
+        while len(psutil.Process(bench.pid).children()) < 3:  # two ranks, and what tracks their resources
+            assert bench.poll() is None
+            time.sleep(0.01)
+        os.killpg(bench.pid, signal.SIGINT)
+        assert bench.stderr is not None
+        assert bench.stderr.read() == "interrupted: the rest is not measured\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_command(tmp_path: Path, number: signal.Signals):
+    command = [sys.executable, "-m", "turnout.cli", "bench", "a2a", *TINY, "--dispatcher", "collective"]
+    command += [flag for n in range(1, 400) for flag in ("--tokens", str(n))]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as bench:
+        assert bench.stderr is not None
+        while " tokens:" not in bench.stderr.readline():
+            assert bench.poll() is None
+        ranks = psutil.Process(bench.pid).children()
+        bench.send_signal(number)
+        bench.wait()
+        assert len(ranks) >= 2
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    assert not list(tmp_path.glob("turnout-a2a-*"))
 
 
 def test_nothing_measured_is_an_error_with_the_reasons():

@@ -22,6 +22,7 @@ Legend: T tokens, H hidden, E experts, k top-k.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -43,6 +44,7 @@ from turnout.bench.collectives import Clock, Recorded, repeat
 from turnout.bench.plot import wire
 from turnout.bench.results import check_measured, check_output, device_of, result, save
 from turnout.config import launched
+from turnout.engine.ranks.local_launcher import leave_with_launcher
 from turnout.errors import PlanRefused, UserError
 from turnout.formats.spec import WIRE_FORMATS, token_bytes
 from turnout.moe import MoELayer
@@ -343,10 +345,13 @@ def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
 def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
     """Interrupted: what was measured until then."""
     with tempfile.TemporaryDirectory(prefix="turnout-a2a-") as folder:
+        # Ranks inherit what is blocked: an interrupt is the parent's to deal with, also while they import.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         ranks = torch.multiprocessing.spawn(
             _rank_main, args=(settings, folder), nprocs=settings.world_size, join=False
         )
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             while not ranks.join():
                 continue
         except KeyboardInterrupt:
@@ -360,7 +365,9 @@ def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
 
 def _rank_main(rank: int, settings: Settings, folder: str) -> None:
     """Rank 0 keeps each row as soon as it is measured."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: the parent's to deal with
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    leave_with_launcher(parent.sentinel, folder)
     with (Path(folder) / ROWS if rank == 0 else Path(os.devnull)).open("w", buffering=1) as kept:
         rank_rows(
             settings,

@@ -131,8 +131,8 @@ def run(
         for name in asked:
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
-    check_output(output, plot)
     machine = hardware.detect(device).with_bf16_units(cpu_bf16_units)
+    check_output(output, plot)
     ceilings = timing.measure_ceilings(machine.device)
     dtypes: tuple[ComputeDtype, ...] = ("bfloat16", "float32") if machine.device == "cpu" else ("bfloat16",)
     rows: list[dict[str, Any]] = []
