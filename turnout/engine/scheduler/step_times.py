@@ -2,9 +2,11 @@
 
 A step takes `base` seconds, `row` more for each request that decodes and `token` more for each prompt token.
 The first two are fitted to steps without prompts, the last to what steps with prompts took beyond that; old
-steps count less and less, so the estimates follow contexts that grow and machines that others share.
-`token` falls as chunks grow, since few tokens read as many weights as many; so does the estimate, chunk by
-chunk. What was measured before any request came (warmup.py) is where estimates begin. Torch-free.
+steps count less and less, so the estimates follow contexts that grow and machines that others share. A change
+of speed moves the first two at once, since steps before and after it fit no line together. `token` falls as
+chunks grow, since few tokens read as many weights as many; so does the estimate, chunk by chunk, and a chunk
+counts by the square of how much it took of the room for prompts. What was measured before any request came
+(warmup.py) is where estimates begin. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class StepTimes:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
         self._token = math.nan
         self._longest = 0  # most prompt tokens of a step so far
+        self._asked = 1  # prompt tokens that the last step next to requests that decode had room for
         self._warned = 0.0
 
     def launched(self, decoding: int, prompt: int) -> None:
@@ -41,6 +44,8 @@ class StepTimes:
     def read(self, now: float) -> None:
         """Everything launched had been computed at `now`, in seconds of any clock."""
         if self._last is not None and self._steps:
+            if not self._prompt:
+                self._rescale(now - self._last)
             self._learn(now - self._last)
         self._last = now
         self._steps = self._decoding = self._prompt = 0
@@ -75,13 +80,24 @@ class StepTimes:
         if math.isnan(self._token):
             return min(most, FIRST_TOKENS)
         tokens = room / max(self._token, 1e-9)
-        return min(most, int(max(LEAST_TOKENS, min(tokens, 2 * self._longest))))
+        self._asked = min(most, int(max(LEAST_TOKENS, min(tokens, 2 * self._longest))))
+        return self._asked
+
+    def _rescale(self, seconds: float) -> None:
+        """What was learned of decoding, to the speed of a step without prompts that took so long. Otherwise a
+        machine that slows down while more requests come would seem to owe it to their number."""
+        if expected := self.decode_seconds(self._decoding, self._steps):
+            scale = 1 + LEARN * (min(seconds / expected, 2.0) - 1)  # a pause of the host is no new speed
+            self._seconds *= scale
+            self._products *= scale
 
     def _learn(self, seconds: float) -> None:
         if self._prompt:
             beyond = max(0.0, seconds - self.decode_seconds(self._decoding, self._steps)) / self._prompt
+            # A short prompt says little of a step that is full of them, and noise is large for each token.
+            learned = LEARN * min(1.0, self._prompt / (self._steps * self._asked)) ** 2
             known = not math.isnan(self._token)
-            self._token = (1 - LEARN) * self._token + LEARN * beyond if known else beyond
+            self._token = (1 - learned) * self._token + learned * beyond if known else beyond
             self._longest = max(self._longest, self._prompt // self._steps)
         else:
             rows, seconds = self._decoding / self._steps, seconds / self._steps
