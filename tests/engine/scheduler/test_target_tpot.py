@@ -233,11 +233,11 @@ def test_a_change_of_speed_is_not_put_down_to_more_requests(caplog: pytest.LogCa
 
 @pytest.mark.more
 @pytest.mark.parametrize(("warm", "overlaps"), [(False, False), (True, True)])
-@pytest.mark.parametrize("slower", [0.6, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("slower", [0.6, 2.0])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_many_loads(machine: Machine, slower: float, warm: bool, overlaps: bool):
-    for seed, rate, noise, target in product(range(2), (6, 14, 22), (0.03, 0.06), (0.020, 0.040)):
-        load = Load(requests=400, rate=rate, slower=slower, noise=noise, seed=seed)
+    for rate, noise, target in product((6, 14, 22), (0.03, 0.06), (0.020, 0.040)):
+        load = Load(requests=400, rate=rate, slower=slower, noise=noise, seed=0)
         times = warmed(machine, target) if warm else StepTimes(target)
         served = serve(machine, load, times, overlaps=overlaps)
         assert p99(served.gaps) < 1100 * target, load
