@@ -39,6 +39,7 @@ from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed
+from turnout.errors import UserError
 from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
@@ -128,6 +129,7 @@ class Bench:
             while not decoding:
                 core.step()
                 decoding = core.synced is not None and core.synced.phase == "decode"
+        check_decoding(core, requests)
         _wait()
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -138,6 +140,7 @@ class Bench:
             for _ in range(PROFILED):
                 core.step()
             _wait()
+        check_decoding(core, requests)
         core.abort(ids)
         core.step()
         share = self._bytes_read(core, requests) / BYTES_PER_S / (step_ms / 1e3)
@@ -209,16 +212,31 @@ def fill(caches: AttentionCaches) -> None:
 
 @contextmanager
 def skipped(core: EngineCore) -> Iterator[None]:
-    """Steps take requests further, but compute no layer."""
-    forward, caches = core._forward, core._forward._attention
+    """Steps take requests further, each a whole prompt, but compute no layer."""
+    scheduler, forward, caches = core._scheduler, core._forward, core._forward._attention
     like: Any = {"dtype": caches.groups[0].dtype, "device": caches.device}
 
     def noise(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         rows = sum(chunk.length for chunk in chunks)
-        return Computed(hidden_NH=torch.randn(rows, forward._model.shape.hidden_size, **like))
+        one = torch.randn(1, forward._model.shape.hidden_size, **like)
+        return Computed(hidden_NH=one.expand(rows, -1))
 
-    with patch.multiple(forward, prefill_graphs=None, graphs=None, eagerly=noise):
+    # All prompts in one step: the first requests would end while later ones are still taken further.
+    room = scheduler.max_running * scheduler.max_context
+    with (
+        patch.multiple(forward, prefill_graphs=None, graphs=None, eagerly=noise),
+        patch.multiple(scheduler, prefill_tokens=room, chunk_tokens=room),
+        patch.object(core, "_step_sizes", [0] * 64),  # counts of steps, by a size that no step should have
+    ):
         yield
+
+
+def check_decoding(core: EngineCore, requests: int) -> None:
+    """Raises UserError unless the last step had one token of as many requests."""
+    synced = core.synced
+    had = sum(synced.tokens) if synced is not None else 0
+    if synced is None or synced.phase != "decode" or had != requests:
+        raise UserError(f"{requests} requests were to decode together, and the last step had {had} tokens")
 
 
 def _prompts(requests: int, tokens: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from tests.models.test_families_describe import PUBLISHED
 from tests.serving import tiny_config
 from tools import decode_steps, random_checkpoint
 from turnout.attention.kinds import CompressedSpec
+from turnout.errors import UserError
 from turnout.server.launch import ServerProcess
 
 COMPRESSED = CompressedSpec(
@@ -74,6 +75,22 @@ def test_contexts_that_are_not_computed(tiny_folder: Path, monkeypatch: pytest.M
     longer = found["floor_share"] * found["step_ms"] / 1e3
     bench._options = at_64
     assert longer - bench._bytes_read(core, 2) / decode_steps.BYTES_PER_S == pytest.approx(more, rel=1e-3)
+    bench._llm.close()
+
+
+def test_all_requests_decode_in_what_is_measured(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """However many steps their prompts would have taken, in which the first would have ended."""
+    monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "512")
+    monkeypatch.setenv("TURNOUT_MAX_PREFILL_TOKENS", "16")
+    options = Namespace(device="cpu", requests=[12], eager=[], prefill=[], context=300)
+    bench = decode_steps.Bench(str(tiny_folder), options)
+    core = bench._llm._open()
+    assert bench._steps(core, 12)["step_ms"] > 0
+    monkeypatch.setattr(decode_steps, "LENGTH", 20)
+    with pytest.raises(
+        UserError, match="12 requests were to decode together, and the last step had 0 tokens"
+    ):
+        bench._steps(core, 12)
     bench._llm.close()
 
 
