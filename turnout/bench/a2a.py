@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +347,8 @@ def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
     """Interrupted: what was measured until then."""
     with tempfile.TemporaryDirectory(prefix="turnout-a2a-") as folder:
         # Ranks inherit what is blocked: an interrupt is the parent's to deal with, also while they import.
+        # Python's resource tracker unblocks interrupts when it has started, so it starts first.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         ranks = torch.multiprocessing.spawn(
             _rank_main, args=(settings, folder), nprocs=settings.world_size, join=False

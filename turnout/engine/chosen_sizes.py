@@ -96,8 +96,10 @@ def sizes_to_time(plan: Sized) -> dict[str, list[int]]:
     """Of sizes that were chosen and have smaller candidates: these and the smaller ones, largest first."""
     found = {}
     for name, each in CANDIDATES.items():
+        if plan.size_reasons.get(name, AS_ASKED) == AS_ASKED:
+            continue
         size, least = getattr(plan.config, name), each[plan.hardware.device][0]
-        if plan.size_reasons.get(name, AS_ASKED) != AS_ASKED and size > least:
+        if size > least:
             found[name] = [size >> i for i in range(size.bit_length()) if size >> i >= least]
     return found
 
