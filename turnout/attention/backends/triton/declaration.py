@@ -19,7 +19,8 @@ BACKEND = AttentionBackend(
     },
     most_head_dim=256,
     package=TRITON,
-    on_request=frozenset({AttentionKind.SPARSE_LATENT}),  # until a model of it has run on a GPU
+    # Until their kernels have run on a GPU.
+    on_request=frozenset({AttentionKind.SPARSE_LATENT, AttentionKind.COMPRESSED}),
     device_tables=True,
     states=StateKernels(
         implementation="turnout.attention.backends.triton.states:TritonStates", most_head_dim=128
