@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +19,7 @@ from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
 from turnout.attention.up_projection import UpProjection
-from turnout.checkpoint import open_checkpoint
+from turnout.checkpoint import files, open_checkpoint
 from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.models.shared_weights import SharedWeights
@@ -27,6 +28,18 @@ from turnout.moe.plan import MoEPlan, Wishes, plan
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has an item more for each range of bytes that checkpoints' files are read at from now on."""
+    counted: list[int] = []
+    read_bytes = files.TensorFiles._read_bytes
+    monkeypatch.setattr(
+        files.TensorFiles,
+        "_read_bytes",
+        lambda self, *given, **named: counted.append(1) or read_bytes(self, *given, **named),
+    )
+    return counted
 
 
 def plan_for(config: dict, dtype: str, device: str, topology: Topology, **options: str) -> MoEPlan:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.models.families import FAMILIES, build
-from tests.models.running import PlainAttention, load
-from turnout.checkpoint import files
+from tests.models.running import PlainAttention, count_reads, load
 from turnout.models.shared_weights import SharedWeights
 from turnout.parallel.groups import SINGLE_RANK
 
@@ -42,17 +41,11 @@ def test_a_mapped_model_computes_what_the_one_that_was_read_does(
     read = load(folder)
     prepared = load(folder, shared=(first := view(memory)))
     assert first.found == 0
-    sizes: list[int] = []
-    read_bytes = files.TensorFiles._read_bytes
-    monkeypatch.setattr(
-        files.TensorFiles,
-        "_read_bytes",
-        lambda self, *given, **named: sizes.append(1) or read_bytes(self, *given, **named),
-    )
+    reads = count_reads(monkeypatch)
     mapped = load(folder, shared=(second := view(memory)))
     layers = read.shape.num_layers
     assert second.found >= 2 * layers
-    assert len(sizes) <= 3 * layers + 1  # routers, their biases, the last norm
+    assert len(reads) <= 3 * layers + 1  # routers, their biases, the last norm
     (expected,) = PlainAttention(read).logits(("a", IDS))
     for model in (prepared, mapped):
         (found,) = PlainAttention(model).logits(("a", IDS))

@@ -11,8 +11,7 @@ import torch
 
 from tests.models.families import FAMILIES, build
 from tests.models.keepers import WORDS, Keeper, Rank, some
-from tests.models.running import PlainAttention, load
-from turnout.checkpoint import files
+from tests.models.running import PlainAttention, count_reads, load
 from turnout.models import weight_keeper
 from turnout.models.weight_keeper import WeightKeeper
 from turnout.moe import arena
@@ -53,16 +52,10 @@ def test_a_model_on_lent_memory_computes_what_the_one_that_was_read_does(
     read = load(folder, **flags)
     prepared = load(folder, **flags, shared=(first := keeper.view(device)))
     assert first.found == 0
-    sizes: list[int] = []
-    read_bytes = files.TensorFiles._read_bytes
-    monkeypatch.setattr(
-        files.TensorFiles,
-        "_read_bytes",
-        lambda self, *given, **named: sizes.append(1) or read_bytes(self, *given, **named),
-    )
+    reads = count_reads(monkeypatch)
     lent = load(folder, **flags, shared=(second := keeper.view(device)))
     assert (second.found, second.made) == (first.made, 0)
-    assert len(sizes) <= 3 * read.shape.num_layers + 1  # routers, their biases, the last norm
+    assert len(reads) <= 3 * read.shape.num_layers + 1  # routers, their biases, the last norm
     (expected,) = PlainAttention(read, device).logits(("a", IDS))
     for model in (prepared, lent):
         (found,) = PlainAttention(model, device).logits(("a", IDS))
@@ -162,7 +155,9 @@ def test_ranks_and_the_keeper_may_be_killed(device: str, keeper: Keeper):
     second = Rank(keeper, device, 25)
     assert second.holds(25, found=20)
     keeper.kill()
-    used = [torch.full((WORDS,), -1.0, device=device) for _ in range(200)]  # nobody else gets what it had
+    used = [
+        torch.full((WORDS,), -1.0, device=device) for _ in range(200)
+    ]  # no other allocation gets what it had
     assert second.holds(25, found=20)
     second.told.send(25)  # without a keeper
     assert second.holds(26, found=20)

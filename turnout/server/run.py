@@ -222,7 +222,7 @@ class Supervisor:
             self.service.cut_off()
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody awaits. asyncio reports hundreds of times a second that it accepts nothing."""
+        """What is not awaited. asyncio reports hundreds of times a second that it accepts nothing."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)

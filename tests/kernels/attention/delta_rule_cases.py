@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from turnout.attention.delta_rule import DeltaCell, step
 from turnout.attention.kinds import DeltaNetSpec
+
+
+def drawn_cell(
+    draw: torch.Generator, heads: tuple[int, int], sizes: tuple[int, int], width: int, dtype: torch.dtype
+) -> DeltaCell:
+    """With values that `dtype` holds. heads: (keys, values); sizes: theirs."""
+    (Hk, Hv), (Dk, Dv), drawn = heads, sizes, partial(torch.randn, generator=draw)
+    spec = DeltaNetSpec(
+        num_heads=Hv, num_kv_heads=Hk, head_dim=Dk, value_dim=Dv, scale=Dk**-0.5, conv_width=width
+    )
+    return DeltaCell(
+        spec=spec,
+        conv_WC=drawn(width, spec.channels).to(dtype).float() / 2,
+        decay_H=-drawn(Hv).exp(),
+        bias_H=drawn(Hv),
+        norm_D=1 + drawn(Dv) / 4,
+        eps=1e-6,
+    )
+
+
+def learned(cell: DeltaCell, device: str, dtype: torch.dtype) -> tuple[torch.Tensor | float, ...]:
+    """As kernels take it, on `device`."""
+    conv_WC, *rest, eps = cell.learned
+    return conv_WC.to(device, dtype), *(x.to(device) for x in rest), eps
 
 
 def close(
@@ -22,23 +48,10 @@ def close(
     change nothing. heads: (keys, values); sizes: theirs."""
     from turnout.kernels.attention import delta_rule as kernel
 
-    (Hk, Hv), (Dk, Dv), slots = heads, sizes, requests + 2
-    spec = DeltaNetSpec(
-        num_heads=Hv, num_kv_heads=Hk, head_dim=Dk, value_dim=Dv, scale=Dk**-0.5, conv_width=width
-    )
+    Hv, (Dk, Dv), slots = heads[1], sizes, requests + 2
     draw = torch.Generator().manual_seed(requests)
-
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=draw)
-
-    cell = DeltaCell(
-        spec=spec,
-        conv_WC=drawn(width, spec.channels).to(dtype).float() / 2,
-        decay_H=-drawn(Hv).exp(),
-        bias_H=drawn(Hv),
-        norm_D=1 + drawn(Dv) / 4,
-        eps=1e-6,
-    )
+    cell = drawn_cell(draw, heads, sizes, width, dtype)
+    spec, drawn = cell.spec, partial(torch.randn, generator=draw)
     windows, states = drawn(slots, width - 1, spec.channels).to(dtype).float(), drawn(slots, Hv, Dk, Dv) / 4
     mixed, at = (
         drawn(requests, spec.mixed).to(dtype).float(),
@@ -58,9 +71,7 @@ def close(
         mixed.to(device, dtype),
         *(x.to(device) for x in (at, positions)),
         *held,
-        cell.conv_WC.to(device, dtype),
-        *(x.to(device) for x in (cell.decay_H, cell.bias_H, cell.norm_D)),
-        cell.eps,
+        *learned(cell, device, dtype),
     )
     got_windows, got_states = (x.float().cpu() for x in held)
     rest = [slot for slot in range(slots) if slot not in at.tolist()]
@@ -90,23 +101,10 @@ def advanced(
     """
     from turnout.kernels.attention.delta_prompt import advance
 
-    (Hk, Hv), (Dk, Dv) = heads, sizes
-    spec = DeltaNetSpec(
-        num_heads=Hv, num_kv_heads=Hk, head_dim=Dk, value_dim=Dv, scale=Dk**-0.5, conv_width=width
-    )
+    Hv, (Dk, Dv) = heads[1], sizes
     draw = torch.Generator().manual_seed(tokens)
-
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=draw)
-
-    cell = DeltaCell(
-        spec=spec,
-        conv_WC=drawn(width, spec.channels).to(dtype).float() / 2,
-        decay_H=-drawn(Hv).exp(),
-        bias_H=drawn(Hv),
-        norm_D=1 + drawn(Dv) / 4,
-        eps=1e-6,
-    )
+    cell = drawn_cell(draw, heads, sizes, width, dtype)
+    spec, drawn = cell.spec, partial(torch.randn, generator=draw)
     mixed, window = drawn(tokens, spec.mixed), drawn(width - 1, spec.channels).to(dtype).float()
     state = drawn(Hv, Dk, Dv) / 4
     if alike:
@@ -117,9 +115,7 @@ def advanced(
     found = advance(
         mixed.to(device, dtype),
         *held,
-        cell.conv_WC.to(device, dtype),
-        *(x.to(device) for x in (cell.decay_H, cell.bias_H, cell.norm_D)),
-        cell.eps,
+        *learned(cell, device, dtype),
     )
     steps = [step(cell, row[None], window[None], state[None]) for row in mixed]
     return (

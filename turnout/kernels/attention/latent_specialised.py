@@ -8,9 +8,8 @@ other adds the right half, so that the 64 x 512 sums have room in registers. Til
 
 A tile has three parts, its left half, its right half and the rotated keys, and there is room for two tiles.
 Each part is loaded again as soon as whoever read it last is done: the rotated keys after the scores, the
-halves after their sums. With one barrier for all, 128 requests of 4096 tokens and 128 heads took 282 us on an
-H200, with three 266 (0.69 of 790 TFLOP/s). Without softmax it would be 220; fetching tiles to the L2 cache
-ahead of time made it slower.
+halves after their sums. One barrier for all parts makes it slower, and so does fetching tiles to the L2 cache
+ahead of time. docs/notes/serving.md has times on an H200.
 
 Legend: as latent.py, with LC = 512 and DR = 64.
 """
