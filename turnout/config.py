@@ -200,8 +200,8 @@ class Config:
     disable_cuda_graph: bool = memory_flag(False, "run decode eagerly", "--enforce-eager")
     disable_prefill_graph: bool | None = memory_flag(
         None,
-        "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention is replayed as "
-        "CUDA graphs",
+        "run steps with prompt tokens eagerly; otherwise, on CUDA, all of them but attention and recurrent "
+        "states is replayed as CUDA graphs",
     )
     overlap_schedule: str = memory_flag(
         "auto",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from tests.models.families import FAMILIES, build
+from tests.models.test_families_describe import published
 from tests.tiny import write_model
-from tools.random_checkpoint import QWEN3_30B, write
+from tools.random_checkpoint import QWEN3_30B, text_config, write
 from turnout import LLM, SamplingParams
 from turnout.engine.llm import Completion
 
@@ -27,6 +29,14 @@ SETTINGS: dict[str, Any] = {
     "disable_prefix_cache": True,
 }
 SIZES = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 64}
+
+
+def sizes_of(model: str, **sizes: int) -> Mapping[str, Any]:
+    """A model whose layers all have attention, or one whose layers are recurrent but for every fourth."""
+    if model == "attention":
+        return QWEN3_30B | SIZES | sizes
+    hybrid = text_config(published("qwen3.5-35b-a3b"))
+    return hybrid | SIZES | {"shared_expert_intermediate_size": 256, "layer_types": None} | sizes
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -66,12 +76,15 @@ def test_edges_of_sizes_alone_and_together(folder: Path, flags: dict[str, Any]) 
     close(*found, bound=0.35)
 
 
+@pytest.mark.parametrize("model", ["attention", "hybrid"])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_every_size_computes_what_eager_steps_do(tmp_path: Path, format: str, overlap: str) -> None:
+def test_every_size_computes_what_eager_steps_do(
+    tmp_path: Path, model: str, format: str, overlap: str
+) -> None:
     """In bfloat16, with the kernels for Hopper: scores of prompts at the edges of all sizes; experts count
     tokens only; nothing is compiled."""
-    write(tmp_path / "model", QWEN3_30B | SIZES | {"vocab_size": 4096, "eos_token_id": 4095}, format=format)
+    write(tmp_path / "model", sizes_of(model, vocab_size=4096, eos_token_id=4095), format=format)
     scored = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=1)
     found, counts = [], []
     for disabled in (False, True):
@@ -94,7 +107,7 @@ def test_every_size_computes_what_eager_steps_do(tmp_path: Path, format: str, ov
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "llama4", "glm4_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "llama4", "glm4_moe", "qwen3_next"])
 def test_windows_sinks_and_norms_of_families(tmp_path: Path, family: str) -> None:
     build(tmp_path, FAMILIES[family])
     scored = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=1)
@@ -116,11 +129,10 @@ def used() -> int:
     return total - free
 
 
-def test_graphs_take_the_memory_that_is_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["attention", "hybrid"])
+def test_graphs_take_the_memory_that_is_planned(tmp_path: Path, model: str) -> None:
     """Counts what the whole GPU has in use: run it without other processes there (no pytest -n)."""
-    write(
-        tmp_path / "model", QWEN3_30B | SIZES | {"hidden_size": 2048, "num_hidden_layers": 12}, format="nvfp4"
-    )
+    write(tmp_path / "model", sizes_of(model, hidden_size=2048, num_hidden_layers=12), format="nvfp4")
     taken, planned = [], []
     flags = SETTINGS | {"max_total_tokens": 4096}
     for disabled in (True, True, False):  # the first loads libraries, and what they keep

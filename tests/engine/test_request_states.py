@@ -22,6 +22,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.test_cache_groups import asked
 from tests.engine.test_core import _drive_at_random, assert_idle, requests_of
 from tests.engine.toy import SHAPE, ToyModel, make_core, request, run
@@ -181,9 +182,9 @@ def test_schedules_never_change_an_answer(name: str, schedules: int, tmp_path: P
     assert min(seen.values()) > 0
 
 
-def drive(subject: Subject, schedules: int, first: int = 0) -> Counter[str]:
+def drive(subject: Subject, schedules: int, first: int = 0, graphs: Sequence[int] = ()) -> Counter[str]:
     """Prefix hits, chunks, drafts of both kinds, preemption, aborts, slots used again: survivors equal the
-    plain loop. Returns how often what happened."""
+    plain loop. graphs: sizes of prefill graphs. Returns how often what happened."""
     seen = Counter[str]()
     stateful = keeps_states(subject.model.shape.attention)
     for seed in range(first, first + schedules):
@@ -207,6 +208,7 @@ def drive(subject: Subject, schedules: int, first: int = 0) -> Counter[str]:
             max_running_requests=draw.choice([1, 3, 6]),
             **flags,
         )
+        replayed = with_prefill_graphs(core, graphs) if graphs else None
         spoil(core)
         got, aborted = _drive_at_random(core, prompts, draw)
         for i, answer in enumerate(answers):
@@ -224,6 +226,8 @@ def drive(subject: Subject, schedules: int, first: int = 0) -> Counter[str]:
             seen[f"{kind} drafts that did not"] += stats.spec_draft_tokens - stats.spec_accepted_tokens
         if any(subject.intervals) or not stateful:
             seen["prompt tokens from the prefix cache"] += stats.cached_prompt_tokens
+        if replayed is not None:
+            seen["steps replayed"] += len(replayed.steps)
         seen["preemptions"] += stats.preemptions
         seen["aborts"] += len(aborted)
         seen["requests"] += PROMPTS

@@ -498,14 +498,11 @@ def test_a_draft_layer_left_out_of_quantisation_has_a_plan_of_its_own() -> None:
 
 def test_what_states_do_not_permit_is_refused_by_name() -> None:
     name = "qwen3.5-35b-a3b"
-    code, text = plan(
-        name, "h200", speculative_algorithm="ngram", deterministic=True, disable_prefill_graph=False
-    )
+    code, text = plan(name, "h200", speculative_algorithm="ngram", deterministic=True)
     assert code == 2
     assert "--speculative-algorithm ngram" in text
     assert "use --speculative-algorithm none" in text
     assert "--deterministic on CUDA" in text
-    assert "leave --no-disable-prefill-graph out" in text
     code, text = plan("qwen3-vl-30b-a3b", "h200", state_snapshot_interval=64)
     assert code == 2
     assert "none of its layers is recurrent or compresses" in text

@@ -122,6 +122,16 @@ class AttentionSpec:
         """The first position that a token at `position` sees."""
         return max(0, position - self.window + 1) if self.window else 0
 
+    @property
+    def input_size(self) -> int:
+        """What the layer computes of a token first, next to keys and values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """What the layer projects back at its end."""
+        return self.num_heads * self.value_dim
+
     def token_bytes(self, itemsize: int) -> int:
         """What is kept of one token in one layer."""
         if self.kind in LATENT_KINDS:
@@ -252,6 +262,10 @@ class DeltaNetSpec(AttentionSpec):
     def channels(self) -> int:
         """What the convolution goes over: queries, keys and values of all heads."""
         return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
+
+    @property
+    def input_size(self) -> int:
+        return self.mixed
 
     @property
     def mixed(self) -> int:

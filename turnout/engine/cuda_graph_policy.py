@@ -49,7 +49,8 @@ def why_no_decode_graphs(
 
 
 def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kinds: Set[AttentionKind]) -> str:
-    """Why steps with prompt tokens run eagerly, or "" if they replay graphs between attention calls.
+    """Why steps with prompt tokens run eagerly, or "" if they replay graphs between calls of attention and
+    of recurrent states.
 
     kinds: of the model's layers.
     """
@@ -61,7 +62,7 @@ def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kind
         return "--deterministic computes each token apart"
     if moe.two_batches:
         return "two micro-batches exchange tokens during attention, where a graph ends"
-    others = sorted(kinds - {AttentionKind.FULL, AttentionKind.SLIDING_WINDOW})
+    others = sorted(kinds - {AttentionKind.FULL, AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT})
     if others:
         return f"graphs cannot end and begin at layers that are {' or '.join(others)}"
     return _what_waits(moe, moe.prefill.dispatcher)

@@ -210,13 +210,12 @@ class Rank:
             return 0
         sizes, H = prefill_graph_sizes(budget), self.description.shape.hidden_size
         specs = [group.spec for group in self.cache_groups]
-        q, kv = (
-            max(heads * spec.head_dim for spec, heads in each)
-            for each in ([(s, s.num_heads) for s in specs], [(s, s.num_kv_heads) for s in specs])
-        )
-        handed = 2 * q + (0 if self.stores_in_place else 2 * kv) + H
+        layers = [*specs, *(group.spec for group in self.state_groups)]
+        first, last = max(spec.input_size for spec in layers), max(spec.output_size for spec in layers)
+        kv = max(spec.num_kv_heads * spec.head_dim for spec in specs)
+        handed = first + last + (0 if self.stores_in_place else 2 * kv) + H
         rotaries = 2 * len({spec.rope for spec in specs}) * max(spec.head_dim for spec in specs)
-        attention = 2 * (q + kv)  # products of a layer, and queries turned
+        attention = 2 * (first + kv)  # products of a layer, and queries turned
         experts = (
             3 * H + 2 * self.description.moe.num_experts
         )  # routed, combined; logits and what they become

@@ -59,12 +59,6 @@ def _of_recurrence(config: Config, hardware: Hardware) -> tuple[Obstacle, ...]:
             "leave --deterministic out, or use --speculative-algorithm none",
         ),
         (
-            config.disable_prefill_graph is False,
-            "--no-disable-prefill-graph",
-            "what recurrent layers launch for prompts depends on where these begin and end",
-            "leave --no-disable-prefill-graph out",
-        ),
-        (
             config.deterministic and hardware.device == "cuda",
             "--deterministic on CUDA",
             "tokens of a prompt go through recurrent layers in blocks, and round as these are cut",

@@ -126,5 +126,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "states": {"seed": 6, "graphs": True, "shape": STATES},
     "overlap": {"seed": 3, "graphs": True, "overlap": "on"},
     "prefill": {"seed": 5, "graphs": True, "overlap": "on", "shape": WINDOWS, "prefill": True},
+    "prefill of states": {"seed": 7, "graphs": False, "shape": STATES, "prefill": True},
 }
 print(json.dumps({kind: answers(**RUNS[kind]) for kind in sys.argv[1:]}))

@@ -6,7 +6,7 @@ Inputs, and what goes to attention and back, stand in the same tensors as on CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Semaphore, Thread
 
@@ -87,7 +87,7 @@ class Rerun(PrefillGraphs):
         return super().run(step, size)
 
 
-def with_prefill_graphs(core: EngineCore, sizes: list[int], *, stored: bool = False) -> Rerun:
+def with_prefill_graphs(core: EngineCore, sizes: Sequence[int], *, stored: bool = False) -> Rerun:
     """Let `core` replay its steps with prompt tokens."""
     forward = core._forward
     dp_size = core.engine_plan.topology.dp_size

@@ -180,6 +180,7 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
         ("graphs", "eager"),
         pytest.param(("overlap", "windows"), marks=pytest.mark.more),
         pytest.param(("prefill", "states"), marks=pytest.mark.more),
+        pytest.param(("prefill of states",), marks=pytest.mark.more),
     ],
     ids=" ".join,
 )

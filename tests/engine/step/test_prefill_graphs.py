@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,26 @@ import torch
 
 from tests.engine.step.rerun import Rerun, with_prefill_graphs
 from tests.engine.test_cache_groups import SINKS
+from tests.engine.test_request_states import MODELS, MTP, NGRAM, drive, recurrent, spoil
 from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.models.families import FAMILIES, build
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
 from turnout.config import Config
-from turnout.engine.cuda_graph_policy import prefill_graph_sizes
+from turnout.engine.cuda_graph_policy import PREFILL_SIZES, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.models.interface import ModelShape
 from turnout.parallel.hardware import GB, Hardware
 
 SIZES = [4, 8, 24]
 WINDOWS = ModelShape(**(vars(SHAPE) | {"attention": (SINKS.sliding(5), SINKS)}))  # two cache groups
+HYBRIDS = [replace(SHAPE, attention=layers) for layers in MODELS.values()]
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("shape", [SHAPE, WINDOWS], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, WINDOWS, *HYBRIDS], ids=["one group", "two groups", "states", "states of two kinds"]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: ModelShape, overlap: str):
     """Few pages, so that requests are put back; chunks next to decoding ones; steps beyond the largest."""
@@ -35,6 +40,7 @@ def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: Mod
         max_prefill_tokens=32, chunked_prefill_size=12,
     )  # fmt: skip
     graphs = with_prefill_graphs(core, SIZES)
+    spoil(core)
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 7, 20]))] for i in range(12)}
     found, pending = {}, list(asked)
@@ -49,6 +55,11 @@ def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: Mod
     assert len({size for size, _ in graphs.steps}) > 1
     assert all(count <= size for size, count in graphs.steps)
     assert core._forward.graph_steps == len(graphs.steps)
+
+
+def test_schedules_with_states_and_drafts_never_change_an_answer():
+    subject = replace(recurrent("hybrid"), flags=[{}, NGRAM[1], MTP[1]])
+    assert min(drive(subject, 3, graphs=SIZES).values()) > 0
 
 
 def test_padding_writes_to_no_page_of_a_request():
@@ -89,7 +100,7 @@ def fields_of(family: str) -> set[str]:
     return set(config.get("text_config", config))
 
 
-OTHER_KINDS = {"kv_lora_rank", "linear_num_key_heads", "compress_rates"}  # of attention, graphs cannot end at
+OTHER_KINDS = {"kv_lora_rank", "compress_rates"}  # of attention, graphs cannot end at
 CAPTURED = [name for name in FAMILIES if not OTHER_KINDS & fields_of(name)]
 
 
@@ -133,6 +144,18 @@ def test_some_kinds_of_attention_have_none(family: str, kind: str, tmp_path: Pat
     plan = resolve(Config(model=str(tmp_path)), hardware)
     assert kind in plan.why_no_prefill_graphs
     assert plan.memory.prefill_graphs == 0
+
+
+def test_what_pieces_hand_to_states_is_planned(tmp_path: Path):
+    """bfloat16 tensors for the largest size, which recurrent layers need more of than attention."""
+    build(tmp_path, FAMILIES["qwen3_next"])
+    hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
+    plan = resolve(Config(model=str(tmp_path)), hardware)
+    assert not plan.why_no_prefill_graphs
+    (group,) = plan.state_groups
+    handed = 2 * PREFILL_SIZES[-1] * (group.spec.mixed + group.spec.num_heads * group.spec.value_dim)
+    without = resolve(Config(model=str(tmp_path), disable_prefill_graph=True), hardware)
+    assert plan.memory.prefill_graphs > handed > without.memory.prefill_graphs == 0
 
 
 def test_they_are_planned_unless_they_are_disabled(tmp_path: Path):

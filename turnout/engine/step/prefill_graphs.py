@@ -1,20 +1,22 @@
 """Steps with prompt tokens as CUDA graphs: all but attention, in pieces that end and begin at its calls.
 
 A step of 2,048 tokens or fewer is some 600 launches, which take the host longer than the GPU computes. What
-attention launches depends on lengths and contexts; everything else depends on the number of tokens alone, so
-it is captured for a few sizes, and steps are padded to the next one. The model is not cut up for that: it
-calls attention (attention/interface.py), and the attention that it is given at capture ends one graph there
-and begins the next. A step then replays piece after piece, and between them attends eagerly to the tokens
-that are there.
+attention launches depends on lengths and contexts, and what recurrent layers do with states, on where prompts
+begin and end; everything else depends on the number of tokens alone, so it is captured for a few sizes, and
+steps are padded to the next one. The model is not cut up for that: it calls attention
+(attention/interface.py), and the attention that it is given at capture ends one graph there and begins the
+next. A step then replays piece after piece, and between them attends eagerly to the tokens that are there, or
+takes the states of their requests over them.
 
 Rows beyond a rank's tokens are padding: they write to a page of their own, the MoE layers drop them, and
-attention leaves what stood there.
+attention and states leave what stood there.
 
 Pieces of all sizes follow one another on one stream and share one memory pool, so what a piece hands to
 attention stands in tensors of their own: the next piece may reuse its memory. As decode graphs
 (cuda_graphs.py), these have to be dropped before the ranks part.
 
-Legend: N tokens of a step, B of them and padding, H hidden, Hq/Hkv query/KV heads, D head size.
+Legend: N tokens of a step, B of them and padding, H hidden, Hq/Hkv query/KV heads, D head size, X what a
+recurrent layer computed of a token.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
+from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention
+from turnout.attention.kinds import AttentionSpec
 from turnout.engine.step.cuda_graphs import WARM_UPS
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
@@ -69,18 +74,19 @@ class GraphRecorder:
 
 @dataclass(frozen=True)
 class Call:
-    """Of attention, by a layer."""
+    """Of attention, by a layer; or of states, by one that has a cell."""
 
     layer: int
-    sinks_H: Tensor | None
+    sinks_H: Tensor | None = None
+    cell: DeltaCell | None = None
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What a piece hands to attention, and attention to the next piece: flat, for the largest size; each
-    layer takes as much as it has heads."""
+    """What a piece hands to attention or states, and these to the next piece: flat, for the largest size;
+    each layer takes as much as it has heads. in: queries, or what goes into a state."""
 
-    q_X: Tensor
+    in_X: Tensor
     k_X: Tensor
     v_X: Tensor
     out_X: Tensor
@@ -91,22 +97,25 @@ class Handed:
         return not len(self.k_X)
 
     @classmethod
-    def for_rows(cls, rows: int, attention: AttentionCaches, *, stored: bool) -> Handed:
+    def for_rows(
+        cls, rows: int, layers: Sequence[AttentionSpec], attention: AttentionCaches, *, stored: bool
+    ) -> Handed:
         specs, group = [group.spec for group in attention.groups], attention.groups[0]
-        q = max(spec.num_heads * spec.head_dim for spec in specs)
+        first, last = max(spec.input_size for spec in layers), max(spec.output_size for spec in layers)
         kv = 0 if stored else max(spec.num_kv_heads * spec.head_dim for spec in specs)
-        made = (torch.zeros(rows * width, dtype=group.dtype, device=group.device) for width in (q, kv, kv, q))
-        return cls(*made)
+        widths = first, kv, kv, last
+        return cls(*(torch.zeros(rows * width, dtype=group.dtype, device=group.device) for width in widths))
 
 
-def rows_of(flat_X: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
-    """[rows, heads, D] at the beginning of `flat_X`."""
-    return flat_X[: rows * heads * head_dim].view(rows, heads, head_dim)
+def rows_of(flat_X: Tensor, rows: int, *sizes: int) -> Tensor:
+    """[rows, *sizes] at the beginning of `flat_X`."""
+    return flat_X[: rows * prod(sizes)].view(rows, *sizes)
 
 
 class Cut(Attention):
     """The attention of a capture. A call leaves its input in `handed`, ends a piece and begins the next,
-    which goes on with what attention will have left there. recorder: None runs through, for a warm-up."""
+    which goes on with what attention or states will have left there. recorder: None runs through, for a
+    warm-up."""
 
     def __init__(
         self, attention: AttentionCaches, handed: Handed, slots_GB: Tensor, recorder: Recorder | None
@@ -131,24 +140,28 @@ class Cut(Attention):
         else:
             rows_of(self._handed.k_X, *k_NHD.shape).copy_(k_NHD)
             rows_of(self._handed.v_X, *v_NHD.shape).copy_(v_NHD)
-        return self._cut(Call(layer, sinks_H), q_NHD)
+        return self._cut(Call(layer, sinks_H), q_NHD, q_NHD.shape)
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
-        return self._cut(Call(layer, sinks_H), q_NHD)
+        return self._cut(Call(layer, sinks_H), q_NHD, q_NHD.shape)
 
-    def _cut(self, call: Call, q_BHD: Tensor) -> Tensor:
-        rows_of(self._handed.q_X, *q_BHD.shape).copy_(q_BHD)
+    def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
+        return self._cut(Call(layer, cell=cell), mixed_NX, (len(mixed_NX), cell.spec.output_size))
+
+    def _cut(self, call: Call, given: Tensor, result: Sequence[int]) -> Tensor:
+        """What comes of `given`, of this shape."""
+        rows_of(self._handed.in_X, *given.shape).copy_(given)
         if self._recorder is not None:
             self.pieces.append((self._recorder.end(), call))
             self._recorder.begin()
-        return rows_of(self._handed.out_X, *q_BHD.shape)
+        return rows_of(self._handed.out_X, *result)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """pieces: each with the call of attention that follows. last: the piece behind them."""
+    """pieces: each with the call that follows. last: the piece behind them."""
 
     pieces: list[tuple[Replayable, Call]]
     last: Replayable
@@ -175,7 +188,7 @@ class PrefillGraphs:
         self._model, self._attention, self._dp_size = model, attention, dp_size
         most, device = self.sizes[-1], attention.device
         groups = attention.groups
-        self._handed = Handed.for_rows(most, attention, stored=stored)
+        self._handed = Handed.for_rows(most, model.shape.attention, attention, stored=stored)
         self._ids_B = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions_B = torch.zeros_like(self._ids_B)
         self._rows_B = torch.arange(most, device=device)
@@ -205,14 +218,19 @@ class PrefillGraphs:
         captured = self._captured[size]
         for piece, call in captured.pieces:
             piece.replay()
-            self._attend(attention, call, count)
+            self._call(attention, call, count)
         captured.last.replay()
         return self._hidden_BH[:count]
 
-    def _attend(self, attention: Attention, call: Call, count: int) -> None:
+    def _call(self, attention: Attention, call: Call, count: int) -> None:
         """Fill the first `count` rows of what the next piece reads."""
         spec, handed = self._model.shape.attention[call.layer], self._handed
-        q_NHD = rows_of(handed.q_X, count, spec.num_heads, spec.head_dim)
+        if call.cell is not None:
+            mixed_NX = rows_of(handed.in_X, count, spec.input_size)
+            out_NY = rows_of(handed.out_X, count, spec.output_size)
+            out_NY.copy_(attention.recur(call.layer, mixed_NX, call.cell))
+            return
+        q_NHD = rows_of(handed.in_X, count, spec.num_heads, spec.head_dim)
         out_NHD = rows_of(handed.out_X, count, spec.num_heads, spec.head_dim)
         if handed.stored:
             attention.attend(call.layer, q_NHD, call.sinks_H, out_NHD)
