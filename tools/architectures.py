@@ -17,14 +17,16 @@ COMPARED = tuple(dict.fromkeys(family.architecture for family in FAMILIES.values
 PUBLISHED_AS = {
     "bf16": "bf16",
     "fp8": "FP8 blocks",
+    "fp8-ue8m0": "FP8 blocks with ue8m0 scales",
     "fp8-block": "FP8 blocks (compressed-tensors)",
     "fp8-dynamic": "FP8 by row (compressed-tensors)",
     "modelopt": "NVFP4 (ModelOpt)",
     "modelopt-mixed": "NVFP4 with FP8 attention (ModelOpt)",
+    "modelopt-fp8-nvfp4": "NVFP4 experts with FP8 blocks (ModelOpt)",
     "compressed-tensors": "NVFP4 (compressed-tensors)",
     "mxfp4": "MXFP4 experts",
     "compressed-mxfp4": "MXFP4 (compressed-tensors)",
-    "int4-bf16-channel": "INT4 by row (compressed-tensors)",
+    "int4-kimi": "INT4 experts in groups of 32 (compressed-tensors)",
     "fp4": "MXFP4 experts with FP8 blocks",
 }
 

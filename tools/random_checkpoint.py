@@ -2,19 +2,21 @@
 
     python -m tools.random_checkpoint /tmp/qwen3-30b                  # 17.5 GB, shaped like Qwen3-30B-A3B
     python -m tools.random_checkpoint /tmp/qwen3-30b --format fp8     # 31.2 GB; bf16: 61.1 GB
+    python -m tools.random_checkpoint /tmp/qwen3-30b --format nvfp4-fp8  # experts in NVFP4, the rest in FP8
     python -m tools.random_checkpoint OUT --num-layers 4
     python -m tools.random_checkpoint OUT --config tests/models/published/gpt-oss-120b.json  # 65.2 GB, MXFP4
     python -m tools.random_checkpoint OUT --config tests/models/published/qwen3.5-35b-a3b.json
 
 Names and shapes are those of transformers' model for the configuration, with the experts one by one. Types
-and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them; experts and other
-products in FP8 blocks as DeepSeek-V3 and Qwen3-30B-A3B-FP8 have them; in MXFP4 as `turnout quantize` writes
-them; or bf16. GPT-OSS is in MXFP4, and DeepSeek-V4 as released, without its draft stages. A configuration for
-text and images gives the text model. Only values are made up. They come from pools of random numbers, each
-tensor starting elsewhere in its pool: drawing 17 GB takes minutes, this as long as writing, which several
-threads do, a file each. Only bf16 tensors larger than the pool (embeddings and head) are drawn value by
-value, since a repeated pool would give many token ids the same row. The scales give weights a standard
-deviation of 0.02: hidden states stay finite and routing is spread over the experts.
+and files are those of published checkpoints: experts in NVFP4 as ModelOpt exports them, with other products
+in FP8 blocks where asked; experts and other products in FP8 blocks as DeepSeek-V3 and Qwen3-30B-A3B-FP8 have
+them; in MXFP4 as `turnout quantize` writes them; or bf16. GPT-OSS is in MXFP4, and DeepSeek-V4 as released,
+without its draft stages. A configuration for text and images gives the text model. Only values are made up.
+They come from pools of random numbers, each tensor starting elsewhere in its pool: drawing 17 GB takes
+minutes, this as long as writing, which several threads do, a file each. Only bf16 tensors larger than the
+pool (embeddings and head) are drawn value by value, since a repeated pool would give many token ids the same
+row. The scales give weights a standard deviation of 0.02: hidden states stay finite and routing is spread
+over the experts.
 
 The tokenizer is made up as well: 256 bytes, then one word per remaining id, so that whatever such a model
 says is text.
@@ -90,7 +92,39 @@ E8M0 = 127 + round(math.log2(SPREAD / CODE_RMS))  # of the blocks of MXFP4
 FP8_E8M0 = 127 + round(math.log2(SPREAD / FP8_STD))
 INPUT_AMAX = 8.0
 GPT_OSS, DEEPSEEK_V4 = "GptOssForCausalLM", "DeepseekV4ForCausalLM"
-ENCODERS: Mapping[str, Callable[[], Encoder]] = {"nvfp4": lambda: Nvfp4({}), "fp8": Fp8, "mxfp4": Mxfp4}
+
+
+class Nvfp4BesideFp8(Nvfp4):
+    """Experts in NVFP4, other linear layers in FP8 blocks: ModelOpt's MIXED_PRECISION."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._dense: list[str] = []
+
+    def dense(self, module: str, shape: tuple[int, int]) -> list[Entry]:
+        self._dense.append(module)
+        rows, columns = (-(-size // fp8.BLOCK) for size in shape)
+        scale = Entry(f"{module}.weight_scale", torch.float32, (rows, 1, columns, 1))
+        return [Entry(f"{module}.weight", fp8.DTYPE, shape), scale]
+
+    def declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        layers: dict[str, Any] = {name: {"quant_algo": "FP8_PB_WO"} for name in self._dense}
+        for experts in sorted({name.partition(".experts.")[0] + ".experts" for name in quantized}):
+            layers[experts] = {"quant_algo": "NVFP4", "group_size": nvfp4.GROUP}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": layers,
+            "ignore": list(kept),
+        }, {}
+
+
+ENCODERS: Mapping[str, Callable[[], Encoder]] = {
+    "nvfp4": lambda: Nvfp4({}),
+    "nvfp4-fp8": Nvfp4BesideFp8,
+    "fp8": Fp8,
+    "mxfp4": Mxfp4,
+}
 FORMATS = (*ENCODERS, "bf16")
 
 
@@ -115,7 +149,7 @@ class Pool:
             return self._global_scale
         if entry.name.endswith("input_scale"):
             return torch.tensor(INPUT_AMAX / nvfp4.GLOBAL_MAX)
-        if entry.name.endswith("weight_scale_inv"):
+        if entry.name.endswith(("weight_scale", "weight_scale_inv")) and entry.dtype == torch.float32:
             return torch.full(entry.shape, SPREAD / FP8_STD, dtype=entry.dtype)
         if entry.name.endswith("norm.weight"):
             return torch.ones(entry.shape, dtype=entry.dtype)
@@ -187,11 +221,13 @@ def entries(
             layers.append(layer := ExpertLayer(prefix=prefix, experts=shape))
             groups += encoder.groups(layer) if encoder else _plain(layer)
         elif not prefix.endswith("mlp.experts"):
-            if isinstance(encoder, Fp8) and len(entry.shape) == 2 and _is_linear(entry.name):
+            groups.append([entry])
+            if len(entry.shape) == 2 and _is_linear(entry.name):
                 rows, columns = entry.shape
-                groups.append(encoder.entries(prefix, (rows, columns)))
-            else:
-                groups.append([entry])
+                if isinstance(encoder, Fp8):
+                    groups[-1] = encoder.entries(prefix, (rows, columns))
+                elif isinstance(encoder, Nvfp4BesideFp8):
+                    groups[-1] = encoder.dense(prefix, (rows, columns))
     return groups, layers
 
 

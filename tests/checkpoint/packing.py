@@ -150,8 +150,8 @@ def mxfp4(weight: Tensor) -> Packed:
     return tensors, torch.from_numpy(values.reshape(w.shape))
 
 
-def fp8(weight: Tensor, block: int = 128) -> Packed:
-    """DeepSeek-V3's e4m3 blocks; edge blocks are smaller."""
+def fp8(weight: Tensor, block: int = 128, *, powers: bool = False) -> Packed:
+    """DeepSeek-V3's e4m3 blocks; edge blocks are smaller. powers: with scales that are powers of two."""
     w = weight.numpy()
     n, k = w.shape
     scale = np.zeros((-(-n // block), -(-k // block)), np.float32)
@@ -160,6 +160,8 @@ def fp8(weight: Tensor, block: int = 128) -> Packed:
         for j in range(scale.shape[1]):
             here = np.s_[i * block : (i + 1) * block, j * block : (j + 1) * block]
             scale[i, j] = np.abs(w[here]).max() / 448
+            if powers:
+                scale[i, j] = 2 ** np.ceil(np.log2(scale[i, j]))
             data[here] = (w[here] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
             plain[here] = data[here].astype(np.float32) * scale[i, j]
     tensors = {

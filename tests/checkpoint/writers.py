@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -305,9 +306,11 @@ def _mxfp4(written: Written, tensors: Tensors, dense: bool) -> None:
         }
 
 
-def _fp8(written: Written, tensors: Tensors, dense: bool) -> None:
+def _fp8(
+    written: Written, tensors: Tensors, dense: bool, pack: Callable[[Tensor], packing.Packed] = packing.fp8
+) -> None:
     """DeepSeek-V3's blocks; like its checkpoints, it lists no lm_head although that is plain."""
-    ignored = _pack_linears(written, tensors, dense, lambda _, weight: packing.fp8(weight))
+    ignored = _pack_linears(written, tensors, dense, lambda _, weight: pack(weight))
     with edit_config(written.folder) as config:
         config["quantization_config"] = {
             "activation_scheme": "dynamic",
@@ -316,6 +319,13 @@ def _fp8(written: Written, tensors: Tensors, dense: bool) -> None:
             "weight_block_size": [128, 128],
             "modules_to_not_convert": [m for m in ignored if m != "lm_head"],
         }
+
+
+def _fp8_of_powers(written: Written, tensors: Tensors, dense: bool) -> None:
+    """DeepSeek-V3.1: scales are powers of two, still float32."""
+    _fp8(written, tensors, dense, partial(packing.fp8, powers=True))
+    with edit_config(written.folder) as config:
+        config["quantization_config"]["scale_fmt"] = "ue8m0"
 
 
 def _fp8_tensors(
@@ -409,6 +419,17 @@ def _int4_of_bfloat16(group: int | None) -> Writer:
     return write
 
 
+def _kimi(written: Written, tensors: Tensors, dense: bool) -> None:
+    """Kimi-K2-Thinking and K2.5: routed experts in INT4, all else as it was, by patterns that say nothing of
+    the router, which is no Linear there."""
+    _int4_of_bfloat16(32)(written, tensors, False)
+    with edit_config(written.folder) as config:
+        names = (r"self_attn.*", r"shared_experts.*", r"mlp\.(gate|up|gate_up|down)_proj.*")
+        config["quantization_config"]["ignore"] = ["lm_head", *(f"re:.*{name}" for name in names)]
+        if "text_config" in config:
+            config["text_config"]["quantization_config"] = config.pop("quantization_config")
+
+
 def _modelopt_as(algorithm: str, pack: Callable[[Tensor], packing.Packed], **fields: Any) -> Writer:
     """ModelOpt's record of `algorithm`, in hf_quant_config.json."""
 
@@ -463,6 +484,7 @@ FORMATS: dict[str, Writer] = {
     "compressed-tensors-weight-only": _compressed_weight_only,
     "mxfp4": _mxfp4,
     "fp8": _fp8,
+    "fp8-ue8m0": _fp8_of_powers,
     "modelopt-fp8": _modelopt_fp8,
     "modelopt-fp8-fused": _modelopt_fp8_fused,
     "compressed-tensors-fp8": _compressed_fp8,
@@ -474,6 +496,7 @@ FORMATS: dict[str, Writer] = {
     "int4-channel": _int4(None),
     "int4-bf16": _int4_of_bfloat16(32),
     "int4-bf16-channel": _int4_of_bfloat16(None),
+    "int4-kimi": _kimi,
     "int4-channel-asymmetric": _int4(None, symmetric=False),
     "compressed-mxfp4": _preset("MXFP4", "mxfp4-pack-quantized"),
     "compressed-mxfp4a16": _preset("MXFP4A16", "mxfp4-pack-quantized"),
@@ -521,6 +544,28 @@ def _modelopt_mixed(written: Written, tensors: Tensors, dense: bool) -> None:
             "quant_algo": "MIXED_PRECISION",
             "kv_cache_quant_algo": "FP8",
             "exclude_modules": ["mtp*"],
+            "quantized_layers": layers,
+        }
+
+
+def _modelopt_fp8_beside_nvfp4(written: Written, tensors: Tensors, dense: bool) -> None:
+    """ModelOpt's MIXED_PRECISION: routed experts W4A4, all other linear layers in FP8 blocks."""
+    original, layers = dict(tensors), {}
+
+    def pack(module: str, weight: Tensor) -> packing.Packed:
+        expert = EXPERT.fullmatch(f"{module}.weight")
+        if not expert:
+            layers[module] = {"quant_algo": "FP8_PB_WO"}
+            return packing.fp8_pb_wo(weight)
+        layers[expert["experts"]] = {"quant_algo": "NVFP4", "group_size": 16}
+        packed, plain = packing.nvfp4(weight, shared_amax(original, module))
+        return packed | {".input_scale": torch.tensor(input_scale(module))}, plain
+
+    _pack_linears(written, tensors, dense, pack)
+    with edit_config(written.folder) as config:
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
             "quantized_layers": layers,
         }
 
@@ -590,6 +635,7 @@ def _quark(written: Written, tensors: Tensors, dense: bool) -> None:
 # Modules of one checkpoint in several formats.
 MIXED: dict[str, Writer] = {
     "modelopt-mixed": _modelopt_mixed,
+    "modelopt-fp8-nvfp4": _modelopt_fp8_beside_nvfp4,
     "compressed-mixed": _compressed_mixed,
     "quark": _quark,
 }

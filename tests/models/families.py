@@ -445,7 +445,7 @@ FAMILIES = {
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
         config={"model_type": "deepseek_v3", "q_lora_rank": 48, "n_group": 4, "topk_group": 2} | LATENT,
-        formats=("bf16", "fp8", "modelopt"),
+        formats=("bf16", "fp8", "fp8-ue8m0", "modelopt", "modelopt-fp8-nvfp4", "int4-kimi"),
         release=lambda t: with_draft_layer(one_by_one(t), 3),
         extra={
             "aux_loss_alpha": 0.001,
@@ -486,7 +486,7 @@ FAMILIES = {
             for name, value in LATENT.items()
             if name not in ("rope_parameters", "n_shared_experts")
         },
-        formats=("bf16", "modelopt"),
+        formats=("bf16", "modelopt", "modelopt-fp8-nvfp4"),
         release=lambda t: with_draft_layer(one_by_one(t), 3),
         extra={"num_nextn_predict_layers": 1},
     ),
@@ -579,7 +579,7 @@ FAMILIES = {
             },
             "projection_hidden_size": 16,
         },
-        formats=("bf16", "int4-bf16-channel"),
+        formats=("bf16", "int4-kimi"),
         release=lambda t: renamed(
             one_by_one(t),
             (r"^model\.language_model\.", "language_model.model."),

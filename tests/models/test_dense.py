@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checkpoint.writers import FORMATS, Written, save, write_checkpoint
+from tests.checkpoint.writers import FORMATS, MIXED, Written, save, write_checkpoint
 from tests.models.configs import BASES
 from tests.models.families import FAMILIES, build, one_by_one
 from tests.models.running import load
@@ -106,15 +106,24 @@ def test_logits_equal_transformers(
     assert relative(run(tmp_path), reference(written.model, IDS)) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("deepseek_v3", "fp8"),
+        ("deepseek_v3", "modelopt-fp8-nvfp4"),
+        ("qwen3_next", "fp8"),
+        ("qwen3_5_moe_text", "fp8"),
+    ],
+)
 def test_families_whose_rows_are_ordered_anew(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latent attention with interleaved rope; queries next to gates; DeltaNet's rows by key head and kind."""
+    """Latent attention with interleaved rope, also next to experts in NVFP4; queries next to gates;
+    DeltaNet's rows by key head and kind."""
     built = build(tmp_path / "quantised", replace(FAMILIES[name], release=one_by_one))
     tensors = dict(built.tensors)
     written = Written(built.folder, built.model, dict(tensors))
-    FORMATS["fp8"](written, tensors, True)
+    (FORMATS | MIXED)[format](written, tensors, True)
     save(built.folder, tensors)
     theirs = dequantised(built, written.weights, tmp_path / "plain")
     check_bytes(built.folder, kept(built.folder, monkeypatch))

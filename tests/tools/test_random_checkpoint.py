@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.checkpoint.writers import MIXED, Written, save
 from tests.models.families import FAMILIES, build
 from tests.models.test_deepseek_v4 import build_published as build_v4
 from tests.tiny import QWEN3_MOE, write_model
@@ -62,6 +63,25 @@ def test_attention_is_fp8_where_experts_are(tmp_path: Path):
     assert not any("_proj" in name for name in kept["modules_to_not_convert"])
 
 
+def test_nvfp4_experts_next_to_fp8_blocks(tmp_path: Path):
+    built = build(tmp_path / "mixed", FAMILIES["deepseek_v3"], num_nextn_predict_layers=0)
+    written = {name: t.bfloat16() for name, t in built.tensors.items() if "layers.3." not in name}
+    mixed = Written(built.folder, built.model, {name: t.float() for name, t in written.items()})
+    released = dict(mixed.weights)
+    MIXED["modelopt-fp8-nvfp4"](mixed, released, True)
+    save(built.folder, released)
+    write(tmp_path / "random", built.config, format="nvfp4-fp8")
+    ours, real = tensors(tmp_path / "random"), tensors(tmp_path / "mixed")
+    assert {name: shape for name, (shape, _) in ours.items()} == {n: shape for n, (shape, _) in real.items()}
+    packed = {"U8", "F8_E4M3"}
+    assert {n: t for n, (_, t) in ours.items() if t in packed} == {
+        n: t for n, (_, t) in real.items() if t in packed
+    }
+    kinds = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("random", "mixed")]
+    layers = [kind["quantization_config"]["quantized_layers"] for kind in kinds]
+    assert layers[0] == layers[1]
+
+
 def test_no_two_tokens_share_a_row_of_the_head(tmp_path: Path):
     """With rows from a repeated pool, thousands of ids would always have the same logit."""
     config = CONFIG | {
@@ -108,6 +128,7 @@ def test_deepseek_v4_has_the_tensors_of_a_release(tmp_path: Path):
     ("family", "format"),
     [(None, format) for format in FORMATS]
     + [("gpt_oss", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("glm4_moe_lite", "fp8"), ("deepseek_v3", "mxfp4")]
+    + [("deepseek_v3", "nvfp4-fp8")]
     + [("deepseek_v4", "mxfp4")],
 )
 def test_it_runs_and_speaks(tmp_path: Path, family: str | None, format: str):
