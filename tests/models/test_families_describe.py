@@ -50,6 +50,7 @@ SIZES = {  # billions of parameters of the text model as published, and GPUs tha
     "deepseek-v3": (671, 8),
     "deepseek-r1-nvfp4": (671, 8),
     "kimi-k2": (1026, 16),
+    "kimi-k2-thinking": (1026, 8),
     "kimi-k2.5-bf16": (1026, 32),
     "moonlight-16b-a3b": (16, 1),
     "glm-4.7-flash": (30, 1),
