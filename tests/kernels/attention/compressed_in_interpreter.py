@@ -33,12 +33,16 @@ torch.manual_seed(0)
 results = {}
 
 
-def chooses(*, ties: bool) -> bool:
-    """Against torch's top-k, of contexts with nothing, with fewer than K, with K, and in several blocks."""
+def chooses(*, ties: bool = False, near: bool = False) -> bool:
+    """Against torch's top-k, of contexts with nothing, with fewer than K, with K, and in several blocks.
+    near: scores that differ by their last bits, and infinite ones."""
     K, page = 16, 4
     scores, table = torch.randn(5, 160), torch.randperm(5 * 40).view(5, 40)
     if ties:
         scores = scores.round() * torch.where(torch.rand(5, 160) < 0.5, 1.0, -0.0)
+    if near:
+        scores = -1 - torch.randint(600, (5, 160)) * 2.0**-23
+        scores[:, 3], scores[:, 40:90] = torch.inf, -torch.inf
     ends = torch.tensor([0, 7, 16, 100, 160])
     found, counts = index.chosen(scores, table, ends, K, page_size=page)
     at = places(largest(scores, torch.arange(160) < ends[:, None], K), K)
@@ -47,7 +51,8 @@ def chooses(*, ties: bool) -> bool:
 
 
 index.RANKED, whole = 64, index.RANKED
-results["choose"] = chooses(ties=False)
+results["choose"] = chooses()
+results["choose-near"] = chooses(near=True)
 results["choose-ties"] = chooses(ties=True)
 index.RANKED = whole
 

@@ -37,7 +37,7 @@ def results() -> dict[str, bool]:
     return interpreted.results("attention/compressed_in_interpreter.py")
 
 
-CASES = ["choose", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
+CASES = ["choose", "choose-near", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
 CASES += ["chunks-window", "chunks-chosen", "chunks-whole"]
 
 
@@ -62,6 +62,13 @@ def test_attention_compiles_for_hopper():
     }
     constants |= {"scale": 0.06, "RING": True}
     compiled(attend_compressed_span, constants, warps=DEFAULT.warps, multiples=("D", "Y"), **halves, **whole)
+
+
+def test_choice_compiles_for_hopper():
+    from turnout.kernels.attention.index import RANKED, choose_places
+
+    integers = {"table_ptr": "*i64", "ends_ptr": "*i64", "out_ptr": "*i32", "counts_ptr": "*i32"}
+    compiled(choose_places, {"PAGE": 16, "BLOCK": RANKED, "PDL": True}, warps=8, multiples=(), **integers)
 
 
 class Layer:

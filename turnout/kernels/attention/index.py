@@ -3,8 +3,8 @@
     score[n, l] = sum over heads h of weights[n, h] * relu(q[n, h] . key[l])
 
 A program scores a tile of one token's context with all heads, so that products are never stored. Another
-finds the K-th largest score of a token bit by bit, and then goes through the scores once more for places, so
-that what is chosen is ascending and the lowest among equals; neither reads beyond a context.
+goes through the scores of a token four times for the K-th largest, and then once more for places, so that
+what is chosen is ascending and the lowest among equals; neither reads beyond a context.
 
 Legend: N tokens, H index heads, D their size, HP/DP powers of two of those, S slots of the cache, P pages of
 a row of the table, L = P * page size, K how many are chosen.
@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.common.dependent import launches_early
 
 TOKENS = 64  # of a context at a time
 RANKED = 2048  # scores of a context at a time
@@ -25,7 +28,7 @@ RANKED = 2048  # scores of a context at a time
 def score_tile(
     q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, table_stride, L, stride,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out float32 [N, L]; -inf from ends[n] on, where nothing is read. Keys are `stride`
     apart, rows of the table `table_stride`."""
@@ -33,6 +36,9 @@ def score_tile(
     place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     h = tl.arange(0, HP)
     d = tl.arange(0, DP)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     end = tl.load(ends_ptr + n)
     known = place < end
     scores = tl.full([TOKENS], float("-inf"), tl.float32)
@@ -61,53 +67,62 @@ def scores(
     L = table_NP.shape[1] * page_size
     out_NL = torch.empty(N, L, dtype=torch.float32, device=q_NHD.device)
     powers = [max(16, triton.next_power_of_2(size)) for size in (H, D)]
+    early = launches_early(q_NHD.device)
     if N:
         score_tile[(N, triton.cdiv(L, TOKENS))](
             q_NHD, weights_NH, keys_SD, table_NP, ends_N, out_NL, table_NP.stride(0), L, keys_SD.stride(0),
-            H, D, *powers, page_size, TOKENS, num_warps=4,
+            H, D, *powers, page_size, TOKENS, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NL
 
 
 @triton.jit
 def _ranks(scores_ptr, at, end, BLOCK: tl.constexpr):
-    """(places from `at` on, whether they are known, int32 that are ordered as their scores)."""
+    """(places from `at` on, whether they are known, uint32 that are ordered as their scores)."""
     place = at + tl.arange(0, BLOCK)
     known = place < end
     score = tl.load(scores_ptr + place, mask=known, other=0.0)
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # no -0, which equals 0
-    return place, known, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)  # no -0, which equals 0
+    return place, known, tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
-def _count(scores_ptr, end, least, BLOCK: tl.constexpr):
-    """How many of the scores have a rank of at least this."""
-    found = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, end, BLOCK):
-        _, known, rank = _ranks(scores_ptr, at, end, BLOCK)
-        found += (known & (rank >= least)).to(tl.int32)
-    return tl.sum(found, 0)
+def _least_of_largest(scores_ptr, end, K, BLOCK: tl.constexpr):
+    """(the rank of the K-th largest of the first `end` scores, how many of that rank are among the K
+    largest): eight bits at a time, from the highest on, by how many of the scores have which."""
+    least = tl.full([], 0, tl.uint32)
+    room = K
+    digit = tl.arange(0, 256)
+    for i in tl.static_range(4):
+        count = tl.zeros([256], tl.int32)
+        for at in range(0, end, BLOCK):
+            _, held, rank = _ranks(scores_ptr, at, end, BLOCK)
+            if i > 0:
+                held = held & ((rank >> (32 - 8 * i)) == (least >> (32 - 8 * i)))
+            count += tl.histogram(((rank >> (24 - 8 * i)) & 255).to(tl.int32), 256, mask=held)
+        larger = tl.sum(count, 0) - tl.cumsum(count, 0)
+        found = tl.sum((larger + count >= room).to(tl.int32), 0) - 1
+        room -= tl.sum(tl.where(digit == found, larger, 0), 0)
+        least = least | (found.to(tl.uint32) << (24 - 8 * i))
+    return least, room
 
 
 @triton.jit(do_not_specialize=["L"])
 def choose_places(
     scores_ptr, table_ptr, ends_ptr, out_ptr, counts_ptr, table_stride, L, K,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out int32 [N, K]: slots of the K largest of the first ends[n] scores [N, L], then -1; counts [N]."""
     n = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     end = tl.load(ends_ptr + n).to(tl.int32)
     scores_ptr += n * L
-    least = tl.full([], -2147483648, tl.int32)
+    least = tl.full([], 0, tl.uint32)
     room = end
     if end > K:
-        if _count(scores_ptr, end, 0, BLOCK) >= K:
-            least = tl.full([], 0, tl.int32)
-        for bit in range(31):
-            higher = least + (1 << (30 - bit))
-            if _count(scores_ptr, end, higher, BLOCK) >= K:
-                least = higher
-        room = K - _count(scores_ptr, end, least + 1, BLOCK)
+        least, room = _least_of_largest(scores_ptr, end, K, BLOCK)
     taken = 0
     equals = 0
     for at in range(0, end, BLOCK):
@@ -136,9 +151,10 @@ def chosen(
     N, L = scores_NL.shape
     out_NK = torch.empty(N, count, dtype=torch.int32, device=scores_NL.device)
     counts_N = torch.empty(N, dtype=torch.int32, device=scores_NL.device)
+    early = launches_early(scores_NL.device)
     if N:
         choose_places[(N,)](
             scores_NL, table_NP, ends_N, out_NK, counts_N, table_NP.stride(0), L, count, page_size, RANKED,
-            num_warps=8,
+            early, num_warps=8, launch_pdl=early,
         )  # fmt: skip
     return out_NK, counts_N
