@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +33,10 @@ from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
 from turnout.vocabulary import Phase
 
-# The residual stream of a micro-batch [N, H], and what gives the [N, H] to add to it.
-Flow = tuple[Tensor, Callable[[], Tensor | None]]
+# What is to be added to a residual stream, [N, H], or parts of it, or to several (`streams.Added`).
+Delta = Any
+# The residual stream of a micro-batch [N, H], and what gives that which is to be added to it.
+Flow = tuple[Tensor, Callable[[], Delta]]
 
 
 class MLP(Protocol):
@@ -73,9 +75,7 @@ class Layer(Protocol):
     """One layer of a decoder. x, delta: a residual [N, H], or several streams of it [N, S, H], and what is to
     be added to them."""
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, rotary: Rotaries, step: Step, /
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, delta: Delta, rotary: Rotaries, step: Step, /) -> tuple[Tensor, Delta]: ...
 
     def overlapped(
         self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]
@@ -182,12 +182,12 @@ class Decoder:
         """See `interface.Model.forward`."""
         if step.other is not None:
             return self._forward_overlapped(step, step.other)
-        x_NH, delta_NH = self._embed(step.input_ids), None
+        x_NH, delta = self._embed(step.input_ids), None
         rotary = self._rotary(step.positions)
         for layer in self._layers:
             self.layers_begun += 1
-            x_NH, delta_NH = layer(x_NH, delta_NH, rotary, step)
-        return self._norm.of_sum(x_NH, delta_NH)[1]
+            x_NH, delta = layer(x_NH, delta, rotary, step)
+        return self._norm.of_sum(x_NH, delta)[1]
 
     def _forward_overlapped(self, *steps: Step) -> Tensor:
         flows: list[Flow] = [(self._embed(step.input_ids), lambda: None) for step in steps]

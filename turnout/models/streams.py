@@ -25,8 +25,8 @@ from turnout.models.interface import Step
 from turnout.models.spec import StreamSpec
 from turnout.moe.in_flight import InFlight
 
-# To streams: [N, S, H], or post [N, S] times what a block gave [N, H]; None: nothing.
-Added = Tensor | tuple[Tensor, Tensor] | None
+# To streams: post [N, S] times what a block gave, [N, H] or parts [P, N, H] of it; None: nothing.
+Added = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,30 @@ class StreamWeights:
         pre_NS = torch.sigmoid(self.products(x_NSH) * self.scale + self.base) + self.spec.eps
         return _sum(pre_NS, x_NSH)
 
-    def of_sum(self, x_NSH: Tensor, added: Added) -> tuple[Tensor, Tensor, Tensor]:
-        """(the input [N, H] of a block, float32 post [N, S], the streams [N, S, H] mixed by M), of x and what
-        is added to it."""
+    def of_sum(self, x_NSH: Tensor, added: Added, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        """(the input [N, H] of a block, normed, float32 post [N, S], the streams [N, S, H] mixed by M), of x
+        and what is added to it."""
         if self.fn.device.type == "cuda" and find_spec("triton"):
             from turnout.kernels.common.streams import connect
 
-            rest: Any = {"iterations": self.spec.iterations, "eps": self.spec.eps, "norm_eps": self.norm_eps}
             found: tuple[Tensor, Tensor, Tensor] = connect(
-                x_NSH, added, self.fn, self.base, self.scale, **rest
+                x_NSH,
+                added,
+                self.fn,
+                self.base,
+                self.scale,
+                norm.weight,
+                iterations=self.spec.iterations,
+                eps=self.spec.eps,
+                norm_eps=self.norm_eps,
+                gain_eps=norm.eps,
             )
             return found
-        if isinstance(added, tuple):
-            added = _spread(*added)
-        return self(x_NSH if added is None else x_NSH + added)
+        x_NH, post_NS, mixed_NSH = self(with_added(x_NSH, added))
+        return norm(x_NH), post_NS, mixed_NSH
 
     def __call__(self, x_NSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `of_sum` of x alone, with torch."""
+        """As `of_sum` of x alone, and without the norm, with torch."""
         S, eps = self.spec.count, self.spec.eps
         sizes = [S, S, S * S]
         (pre, post, mix), (pre_b, post_b, mix_b) = (
@@ -87,9 +94,12 @@ def _sum(weights_NS: Tensor, x_NSH: Tensor) -> Tensor:
     return (weights_NS[..., None] * x_NSH).sum(dim=1).to(x_NSH.dtype)
 
 
-def _spread(post_NS: Tensor, y_NH: Tensor) -> Tensor:
-    """[N, S, H]: what a block adds to each stream."""
-    return (post_NS[..., None] * y_NH[:, None]).to(y_NH.dtype)
+def with_added(x_NSH: Tensor, added: Added) -> Tensor:
+    """[N, S, H]"""
+    if added is None:
+        return x_NSH
+    post_NS, y_NH = added
+    return x_NSH + (post_NS[..., None] * y_NH[:, None]).to(x_NSH.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,29 +114,29 @@ class StreamLayer:
     mlp: MLP
 
     def __call__(
-        self, x_NSH: Tensor, delta_NSH: Tensor | None, rotary: Rotaries, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        """The streams and what is to be added to them, [N, S, H] each, to the same after this layer."""
-        mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta_NSH, rotary, step)
+        self, x_NSH: Tensor, added: Added, rotary: Rotaries, step: Step
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The streams [N, S, H] and what is to be added to them, to the same after this layer."""
+        mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, added, rotary, step)
         y_NH = self.mlp(normed_NH, step.phase, step.tokens, step.real, None, step.input_ids)
-        return mixed_NSH, _spread(post_NS, y_NH)
+        return mixed_NSH, (post_NS, y_NH)
 
     def _attend(
-        self, x_NSH: Tensor, delta_NSH: Tensor | None, rotary: Rotaries, step: Step
+        self, x_NSH: Tensor, added: Added, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The streams [N, S, H] as the MLP's connection mixed them, its post [N, S], and the MLP's input."""
-        x_NH, post_NS, mixed_NSH = self.attention_streams.of_sum(x_NSH, delta_NSH)
-        y_NH = self.attention(self.attention_norm(x_NH), rotary, step.attention)
-        x_NH, post_NS, mixed_NSH = self.mlp_streams.of_sum(mixed_NSH, (post_NS, y_NH))
-        return mixed_NSH, post_NS, self.mlp_norm(x_NH)
+        normed_NH, post_NS, mixed_NSH = self.attention_streams.of_sum(x_NSH, added, self.attention_norm)
+        y_NH = self.attention(normed_NH, rotary, step.attention)
+        normed_NH, post_NS, mixed_NSH = self.mlp_streams.of_sum(mixed_NSH, (post_NS, y_NH), self.mlp_norm)
+        return mixed_NSH, post_NS, normed_NH
 
     def overlapped(
         self, flows: Sequence[Flow], rotaries: Sequence[Rotaries], steps: Sequence[Step]
     ) -> list[Flow]:
         """As `DecoderLayer.overlapped`."""
         begun: list[tuple[Tensor, Tensor, InFlight]] = []
-        for (x_NSH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
-            mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, delta(), rotary, step)
+        for (x_NSH, added), rotary, step in zip(flows, rotaries, steps, strict=True):
+            mixed_NSH, post_NS, normed_NH = self._attend(x_NSH, added(), rotary, step)
             batch = self.mlp.begin(normed_NH, step.phase, step.tokens, step.real, step.input_ids)
             begun.append((mixed_NSH, post_NS, batch))
         for _, _, batch in begun:
@@ -136,13 +146,13 @@ class StreamLayer:
 
 @dataclass(frozen=True)
 class _Spreading:
-    """Gives what a block that is in flight adds to each stream."""
+    """Gives what a block that is in flight adds to streams."""
 
     post_NS: Tensor
     batch: InFlight
 
-    def __call__(self) -> Tensor:
-        return _spread(self.post_NS, self.batch.result())
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        return self.post_NS, self.batch.result()
 
 
 class StreamEmbedding(Embedding):
@@ -162,7 +172,7 @@ class StreamNorm(Norm):
     def __init__(self, streams: StreamWeights, norm: Norm):
         self._streams, self._norm = streams, norm
 
-    def of_sum(self, x_NSH: Tensor, delta_NSH: Tensor | None) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x_NSH: Tensor, added: Any) -> tuple[Tensor, Tensor]:
         """(the sum of the streams [N, H], its norm)."""
-        x_NH = self._streams.collapsed(x_NSH if delta_NSH is None else x_NSH + delta_NSH)
+        x_NH = self._streams.collapsed(with_added(x_NSH, added))
         return x_NH, self._norm(x_NH)

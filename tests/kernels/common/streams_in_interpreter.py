@@ -7,8 +7,10 @@ import json
 import torch
 
 from tests.kernels import interpreter
+from turnout.kernels.common import streams as kernels
 from turnout.kernels.common.streams import connect
 from turnout.kernels.common.turned import turn
+from turnout.models.blocks import Norm
 from turnout.models.compressed_attention import turned
 from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
@@ -18,8 +20,8 @@ torch.manual_seed(0)
 results = {}
 
 
-def connects(rows: int, hidden: int, kind: str) -> bool:
-    """Against torch's composition, in float32."""
+def connects(rows: int, hidden: int, parts: int, *, embedding: bool = False) -> bool:
+    """Against torch's composition, in float32. parts: of what a block gave."""
     spec = StreamSpec(count=4, iterations=20, eps=1e-6)
     weights = StreamWeights(
         spec=spec,
@@ -28,19 +30,23 @@ def connects(rows: int, hidden: int, kind: str) -> bool:
         scale=torch.tensor([1.5, 0.7, 1.2]),
         norm_eps=1e-6,
     )
-    x, y, post = torch.randn(rows, 4, hidden), torch.randn(rows, hidden), torch.rand(rows, 4)
-    if kind == "embedding":
+    x, y, post = torch.randn(rows, 4, hidden), torch.randn(max(1, parts), rows, hidden), torch.rand(rows, 4)
+    if embedding:
         x = x[:, :1].expand(-1, 4, -1)
-    added = {"post": (post, y), "streams": torch.randn(rows, 4, hidden)}.get(kind)
-    wanted = weights.of_sum(x, added)
-    found = connect(x, added, weights.fn, weights.base, weights.scale, iterations=20, eps=1e-6, norm_eps=1e-6)
+    norm = Norm(torch.randn(hidden), 1e-2)
+    wanted = weights.of_sum(x, (post, y.sum(0)) if parts else None, norm)
+    added = (post, y[0] if parts == 1 else y) if parts else None
+    eps = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-2}
+    found = connect(x, added, weights.fn, weights.base, weights.scale, norm.weight, **eps)
     return all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(found, wanted, strict=True))
 
 
-results["post"] = connects(3, 320, "post")
-results["streams"] = connects(17, 512, "streams")
-results["embedding"] = connects(2, 64, "embedding")
-results["none"] = connects(0, 64, "post")
+results["added"] = connects(3, 320, 1)
+results["parts"] = connects(17, 48, 3)
+kernels.MANY = 1  # of as many tokens, one program mixes all columns of each
+results["many"] = connects(3, 1100, 1)
+results["embedding"] = connects(2, 64, 0, embedding=True)
+results["none"] = connects(0, 64, 1)
 
 
 def turns(rows: int, heads: int, size: int, end: int, *, normed: bool, back: bool) -> bool:

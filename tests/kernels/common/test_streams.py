@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tests.kernels import interpreted
+from tests.kernels.compiled import compiled
+from turnout.models.blocks import Norm
 from turnout.models.compressed_attention import turned
 from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
 
-CASES = ["post", "streams", "embedding", "none", "turn", "turn-back", "turn-normed"]
+CASES = ["added", "parts", "many", "embedding", "none", "turn", "turn-back", "turn-normed"]
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,22 @@ def results() -> dict[str, bool]:
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
+
+
+def test_compiled_for_hopper():
+    """At the sizes of DeepSeek-V4-Flash, with products on tensor cores."""
+    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, stream_mixture, stream_products
+
+    halves = dict.fromkeys(("x_ptr", "total_ptr", "gain_ptr", "mixed_ptr"), "*bf16")
+    sizes = {"S": 4, "C": 24, "CP": 32, "PDL": True}
+    for added, y in ((0, "*bf16"), (1, "*bf16"), (8, "*fp32")):
+        constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS}
+        done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
+        assert "mma.sync" in done.asm["ptx"]
+    constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}
+    for blocks in (1, 8):
+        more = {"BLOCKS": blocks, "gain_eps": 1e-6}
+        compiled(stream_mixture, constants | more, warps=4, multiples=("H",), **halves)
 
 
 @pytest.mark.gpu
@@ -34,10 +52,10 @@ def test_streams_on_a_gpu(rows: int):
     }
     spec = StreamSpec(count=4, iterations=20, eps=1e-6)
     x, y = torch.randn(rows, 4, 4096).bfloat16(), torch.randn(rows, 4096).bfloat16()
-    post = torch.rand(rows, 4)
+    post, gain = torch.rand(rows, 4), torch.rand(4096).bfloat16()
     on_gpu = StreamWeights(spec=spec, norm_eps=1e-6, **{k: v.cuda() for k, v in parts.items()})
-    found = on_gpu.of_sum(x.cuda(), (post.cuda(), y.cuda()))
-    wanted = StreamWeights(spec=spec, norm_eps=1e-6, **parts).of_sum(x, (post, y))
+    found = on_gpu.of_sum(x.cuda(), (post.cuda(), y.cuda()), Norm(gain.cuda(), 1e-6))
+    wanted = StreamWeights(spec=spec, norm_eps=1e-6, **parts).of_sum(x, (post, y), Norm(gain, 1e-6))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=2e-2)
 

@@ -2,9 +2,11 @@
 
 Composed by torch it is about a hundred, of which Sinkhorn's iterations are most. The first kernel adds what
 the last block gave to the streams and multiplies parts of them by fn; the second sums the parts up, follows
-the iterations on the S x S numbers of a token in registers, in each of its programs, and mixes.
+the iterations on the S x S numbers of a token in registers, and mixes. The input of a block is normed here
+too: how long a sum of streams is follows from their products with each other, which the first kernel makes.
 
-Legend: N tokens, S streams, H hidden, X = S H, C = S (S + 2) rows of fn, CP a power of two above it, B parts.
+Legend: N tokens, S streams, H hidden, X = S H, C = S (S + 2) rows of fn, CP a power of two from it on, B
+parts.
 """
 
 from __future__ import annotations
@@ -17,78 +19,90 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 
-ROWS, COLUMNS, STEP = 16, 256, 64  # of a program that multiplies, and how many columns at a time
-MIXED = 512  # columns of a stream of a program that mixes
+ROWS, COLUMNS = 16, 32  # of a program that multiplies: tokens, and columns of each stream
+MIXED = 512  # columns of a stream that are mixed at a time
+MANY = 512  # tokens, from which on a program mixes all columns of one
 
 
 @triton.jit(do_not_specialize=["N"])
 def stream_products(
-    x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, X, B,
+    x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """total [N, X] = x + post [N, S] * y [N, H], both rounded, where ADDED is 1; x + y [N, X] where it is 2;
-    x where it is 0, and not stored. parts float32 [N, B, CP]: of COLUMNS of X, products by fn [C, X], and in
-    column C the sum of squares."""
+    """total [N, S, H] = x + post [N, S] * y [N, H], the sum of ADDED parts; x where there are none, and not
+    stored. parts float32 [N, B, CP + S S]: of COLUMNS of each stream, products by fn [C, X], and of streams
+    with each other (the upper half)."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     c = tl.arange(0, CP)
-    products = tl.zeros([ROWS, CP], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    of_fn = (h < H)[:, None] & (c < C)[None, :]
+    columns = fn_ptr + c[None, :] * (S * H) + h[:, None]
+    fn = ()
+    for j in tl.static_range(S):
+        fn += (tl.load(columns + j * H, mask=of_fn, other=0.0),)  # type: ignore[assignment]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for at in tl.static_range(0, COLUMNS, STEP):
-        k = tl.program_id(1) * COLUMNS + at + tl.arange(0, STEP)
-        held = (n < N)[:, None] & (k < X)[None, :]
-        x = tl.load(x_ptr + n[:, None] * X + k[None, :], mask=held, other=0.0).to(tl.float32)
-        if ADDED == 1:
-            post = tl.load(post_ptr + n[:, None] * S + (k // H)[None, :], mask=held, other=0.0)
-            y = tl.load(y_ptr + n[:, None] * H + (k % H)[None, :], mask=held, other=0.0).to(tl.float32)
-            x += (post * y).to(x_ptr.dtype.element_ty).to(tl.float32)
-        if ADDED == 2:
-            x += tl.load(y_ptr + n[:, None] * X + k[None, :], mask=held, other=0.0).to(tl.float32)
+    known = n < N
+    held = known[:, None] & (h < H)[None, :]
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(ADDED):
+        y += tl.load(y_ptr + (part * N + n[:, None]) * H + h[None, :], mask=held, other=0.0).to(tl.float32)
+    products = tl.zeros([ROWS, CP], tl.float32)
+    streams = ()
+    for j in tl.static_range(S):
+        at = (n[:, None] * S + j) * H + h[None, :]
+        x = tl.load(x_ptr + at, mask=held, other=0.0)
         if ADDED > 0:
-            rounded = x.to(total_ptr.dtype.element_ty)
-            tl.store(total_ptr + n[:, None] * X + k[None, :], rounded, mask=held)
-            x = rounded.to(tl.float32)
-        fn = tl.load(
-            fn_ptr + c[None, :] * X + k[:, None], mask=(c < C)[None, :] & (k < X)[:, None], other=0.0
-        )
-        products = tl.dot(x, fn, products, input_precision="ieee")
-        squares += tl.sum(x * x, 1)
-    products = tl.where((c == C)[None, :], squares[:, None], products)
-    to = (n[:, None] * B + tl.program_id(1)) * CP + c[None, :]
-    tl.store(parts_ptr + to, products, mask=(n < N)[:, None])
+            post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
+            x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
+            tl.store(total_ptr + at, x, mask=held)
+        x = x.to(tl.float32)
+        products = tl.dot(x, fn[j], products, input_precision="tf32x3")
+        streams += (x,)  # type: ignore[assignment]
+    to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
+    tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
+    for j in tl.static_range(S):
+        for i in tl.static_range(j, S):
+            tl.store(to + CP + j * S + i, tl.sum(streams[j] * streams[i], 1), mask=known)
 
 
 @triton.jit
 def stream_mixture(
-    total_ptr, parts_ptr, base_ptr, scale_ptr, x_ptr, post_ptr, mixed_ptr, H, X, B, eps, norm_eps,
+    total_ptr, parts_ptr, base_ptr, scale_ptr, gain_ptr, x_ptr, post_ptr, mixed_ptr, H, B, eps, norm_eps,
+    gain_eps,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BP: tl.constexpr, ITERATIONS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [N, H], float32 post [N, S] and mixed [N, S, H] of total [N, S, H] and the parts of its products."""
+    """x [N, H], normed with gain [H], float32 post [N, S] and mixed [N, S, H], of total [N, S, H] and the
+    parts of its products."""
     n = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.arange(0, BP)
     j = tl.arange(0, S)
-    of_mix = 2 * S + j[:, None] * S + j[None, :]
+    pairs = j[:, None] * S + j[None, :]
     base_pre, base_post = tl.load(base_ptr + j), tl.load(base_ptr + S + j)
-    base_mix = tl.load(base_ptr + of_mix)
+    base_mix = tl.load(base_ptr + 2 * S + pairs)
     scale_pre, scale_post, scale_mix = tl.load(scale_ptr), tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    part = parts_ptr + (n * B + b) * CP
-    squares = tl.sum(tl.load(part + C, mask=b < B, other=0.0), 0)
-    unit = tl.rsqrt(squares / X + norm_eps)
+    part = parts_ptr + (n * B + b) * (CP + S * S)
     known = (b < B)[:, None]
+    of_pairs = part[:, None, None] + pairs[None, :, :]
+    ordered = tl.minimum(j[:, None], j[None, :]) * S + tl.maximum(j[:, None], j[None, :])
+    between = part[:, None, None] + CP + ordered[None, :, :]
+    between = tl.sum(tl.load(between, mask=known[:, :, None], other=0.0), 0)
+    squares = tl.sum(tl.sum(tl.where(j[:, None] == j[None, :], between, 0.0), 1), 0)
+    unit = tl.rsqrt(squares / (S * H) + norm_eps)
     pre = tl.sum(tl.load(part[:, None] + j[None, :], mask=known, other=0.0), 0) * unit
     post = tl.sum(tl.load(part[:, None] + S + j[None, :], mask=known, other=0.0), 0) * unit
-    mix = tl.load(part[:, None, None] + of_mix[None, :, :], mask=known[:, :, None], other=0.0)
-    mix = tl.sum(mix, 0) * unit * scale_mix + base_mix
+    mix = tl.sum(tl.load(of_pairs + 2 * S, mask=known[:, :, None], other=0.0), 0) * unit
     pre = tl.sigmoid(pre * scale_pre + base_pre) + eps
     post = 2 * tl.sigmoid(post * scale_post + base_post)
+    square = tl.sum(tl.sum(between * pre[:, None], 0) * pre, 0)
+    scale = tl.rsqrt(tl.maximum(square, 0.0) / H + gain_eps)
+    mix = mix * scale_mix + base_mix
     mix = tl.exp(mix - tl.max(mix, 1)[:, None])
     mix = mix / tl.sum(mix, 1)[:, None] + eps
     mix = mix / (tl.sum(mix, 0) + eps)[None, :]
@@ -97,51 +111,55 @@ def stream_mixture(
         mix = mix / (tl.sum(mix, 0) + eps)[None, :]
     if tl.program_id(1) == 0:
         tl.store(post_ptr + n * S + j, post)
-    held = (h < H)[None, :]
-    at = n * X + j[:, None] * H + h[None, :]
-    streams = tl.load(total_ptr + at, mask=held, other=0.0).to(tl.float32)
-    x = tl.sum(pre[:, None] * streams, 0)
-    tl.store(x_ptr + n * H + h, x.to(x_ptr.dtype.element_ty), mask=h < H)
-    mixed = tl.sum(mix[:, :, None] * streams[:, None, :], 0)
-    tl.store(mixed_ptr + at, mixed.to(mixed_ptr.dtype.element_ty), mask=held)
+    for i in tl.static_range(BLOCKS):
+        h = (tl.program_id(1) * BLOCKS + i) * BLOCK + tl.arange(0, BLOCK)
+        at = n * S * H + j[:, None] * H + h[None, :]
+        held = (h < H)[None, :]
+        streams = tl.load(total_ptr + at, mask=held, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        x = tl.sum(pre[:, None] * streams, 0) * scale * gain
+        tl.store(x_ptr + n * H + h, x.to(x_ptr.dtype.element_ty), mask=h < H)
+        mixed = tl.sum(mix[:, :, None] * streams[:, None, :], 0)
+        tl.store(mixed_ptr + at, mixed.to(mixed_ptr.dtype.element_ty), mask=held)
 
 
 def connect(
     x_NSH: Tensor,
-    added: Tensor | tuple[Tensor, Tensor] | None,
+    added: tuple[Tensor, Tensor] | None,
     fn_CX: Tensor,
     base_C: Tensor,
     scale_3: Tensor,
+    gain_H: Tensor,
     *,
     iterations: int,
     eps: float,
     norm_eps: float,
+    gain_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the input [N, H] of a block, float32 post [N, S], the streams [N, S, H] mixed).
+    """(the input [N, H] of a block, normed, float32 post [N, S], the streams [N, S, H] mixed).
 
-    added: to the streams before: [N, S, H], or float32 post [N, S] and y [N, H]. fn, base, scale: float32,
-    contiguous. S is a power of two.
+    added: to the streams before: float32 post [N, S], and y [N, H] or parts [P, N, H], whose sum is meant.
+    fn, base, scale: float32, contiguous. gain: of the norm, whose epsilon is gain_eps. S is a power of two.
     """
     N, S, H = x_NSH.shape
-    x_NSH, device, C, X = x_NSH.contiguous(), x_NSH.device, len(fn_CX), S * H
-    CP, B = max(16, triton.next_power_of_2(C + 1)), triton.cdiv(X, COLUMNS)
-    kind, post_in, y = 0, scale_3, x_NSH
-    if isinstance(added, tuple):
-        kind, (post_in, y) = 1, (part.contiguous() for part in added)
-    elif added is not None:
-        kind, y = 2, added.contiguous()
-    total_NSH = torch.empty_like(x_NSH) if kind else x_NSH
+    x_NSH, device, C = x_NSH.contiguous(), x_NSH.device, len(fn_CX)
+    CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS)
+    post_in, y = (part.contiguous() for part in added) if added else (scale_3, x_NSH)
+    count = 0 if added is None else len(y) if y.dim() == 3 else 1
+    total_NSH = torch.empty_like(x_NSH) if added else x_NSH
     out_NH, mixed_NSH = x_NSH.new_empty(N, H), torch.empty_like(x_NSH)
     post_NS = torch.empty(N, S, dtype=torch.float32, device=device)
-    parts_NBC = torch.empty(N, B, CP, dtype=torch.float32, device=device)
+    parts_NBC = torch.empty(N, B, CP + S * S, dtype=torch.float32, device=device)
     early = launches_early(device)
     if N:
         stream_products[(triton.cdiv(N, ROWS), B)](
-            x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, X, B,
-            S, C, CP, kind, ROWS, COLUMNS, STEP, early, num_warps=4, launch_pdl=early,
+            x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
+            S, C, CP, count, ROWS, COLUMNS, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
-        stream_mixture[(N, triton.cdiv(H, MIXED))](
-            total_NSH, parts_NBC, base_C, scale_3, out_NH, post_NS, mixed_NSH, H, X, B, eps, norm_eps,
-            S, C, CP, triton.next_power_of_2(B), iterations, MIXED, early, num_warps=4, launch_pdl=early,
+        blocks = triton.cdiv(H, MIXED) if N > MANY else 1
+        stream_mixture[(N, triton.cdiv(H, MIXED * blocks))](
+            total_NSH, parts_NBC, base_C, scale_3, gain_H, out_NH, post_NS, mixed_NSH, H, B, eps, norm_eps,
+            gain_eps, S, C, CP, triton.next_power_of_2(B), iterations, MIXED, blocks, early,
+            num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NH, post_NS, mixed_NSH
