@@ -52,7 +52,7 @@ PARTS = {
     "compressor": r"keep_tokens",
     "attention": r"attend|join_spans|flash|fmha|rotate|turn_heads|step_heads|carry|norm_latents",
     "streams": r"stream",
-    "experts": r"expert|gemm_of|pairs|places|held|choose_by_sigmoid|quantize",
+    "experts": r"expert|gemm_of|pairs|places|held|choose_by|quantize",
     "dense products": r"nvjet|gemm|gemv|cutlass|xmma|split|cublas|add_parts|multiply|decode",
     "norms": r"norm",
 }

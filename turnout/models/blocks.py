@@ -199,7 +199,8 @@ class GatedMLP:
         self._rows = one_kernel(gate_up.device, gate_up.dtype, len(gate_up) // 2)
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
-        """[N, H] to [N, H]. step: for the arguments of an MoE layer, which is called in the same way."""
+        """[N, H] to [N, H], or to float32 parts [P, N, H] where a kernel will add them up (`dense.product`).
+        step: for the arguments of an MoE layer, which is called in the same way."""
         if self._rows and x_NH.device.type == "cuda":
             h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype, self._limit)
         else:
@@ -207,6 +208,8 @@ class GatedMLP:
             if self._limit is not None:
                 gate_NI, up_NI = gate_NI.clamp(max=self._limit), up_NI.clamp(-self._limit, self._limit)
             h_NI = F.silu(gate_NI) * up_NI
+        if self._group.size == 1:
+            return product(self._linear, h_NI, self._down, None)
         return self._group.all_reduce(self._linear(h_NI, self._down))
 
     def begin(self, x_NH: Tensor, *step: object) -> Finished:
@@ -224,4 +227,5 @@ class GatedSharedExpert:
         self._mlp, self._gate_1H, self._linear = mlp, gate_1H, linear
 
     def __call__(self, x_NH: Tensor) -> Tensor:
+        """[N, H], or parts of it, as of the MLP."""
         return torch.sigmoid(self._linear(x_NH, self._gate_1H)) * self._mlp(x_NH)

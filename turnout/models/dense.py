@@ -136,7 +136,7 @@ def invariant_linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = Non
 def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None) -> Tensor:
     """[N, M] of `multiply`; or, of few rows on a GPU where it is `linear`, float32 parts [P, N, M] for
     whoever comes next to add up."""
-    if multiply is not linear:
+    if multiply is not linear or x_NK.device.type != "cuda":
         return multiply(x_NK, weight_MK, bias_M)
     if isinstance(weight_MK, Tensor):
         return rowwise.product(F.linear, x_NK, weight_MK, bias_M)

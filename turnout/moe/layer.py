@@ -61,7 +61,8 @@ class MoELayer:
         """router_weight [E, H] and router_bias [E]: logits are computed in their dtype, on their device,
         which is the layer's. experts_of_token: see `Router`.
         experts: those of the plan's range, this rank's shard of each, or what reads them.
-        shared_expert maps [T, H] to [T, H]: this rank's share of the sum if the plan has it "sharded".
+        shared_expert maps [T, H] to [T, H], or to float32 parts [P, T, H] of it on CUDA: this rank's share of
+        the sum if the plan has it "sharded".
         runner: one without weights, to run the experts instead of the plan's. keep: gives a prepared one
         instead, if it has one.
 
@@ -192,8 +193,11 @@ class MoELayer:
         """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
         # A product per row, or parts [P, T, E] for a router that adds them up.
         if logits is None:
-            multiply = partial(rowwise.product, self._linear) if self._router.adds_parts else self._linear
-            logits = multiply(x_TH.to(self._router_weight.dtype), self._router_weight, self._router_bias)
+            weight_EH, bias_E = self._router_weight, self._router_bias
+            if self._router.adds_parts:
+                logits = rowwise.product(self._linear, x_TH, weight_EH, bias_E)
+            else:
+                logits = self._linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
         ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts, token_ids_T)
         if self._spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
@@ -209,10 +213,10 @@ class MoELayer:
         """[T, H]: all chunks, the shared expert's output, and the sum over ranks that combine left to do."""
         out_TH = torch.cat(combined) if len(combined) > 1 else combined[0]
         if shared is not None and self._plan.shared_expert == SharedExpert.SHARDED:
-            out_TH, shared = out_TH + shared(), None
+            out_TH, shared = _sum(out_TH, shared()), None
         if self._plan.phase(phase).reduce == Reduce.LAYER:
             out_TH = self._groups.world.all_reduce(out_TH)
-        return out_TH if shared is None else out_TH + shared()
+        return out_TH if shared is None else _sum(out_TH, shared())
 
     def _prepared(
         self,
@@ -235,6 +239,15 @@ class MoELayer:
         # A down-projection bias counts once, however many ranks share an expert.
         first_shard = self._groups.topology.expert_tp_rank == 0
         return experts if first_shard else replace(experts, b2=None)
+
+
+def _sum(out_TH: Tensor, shared: Tensor) -> Tensor:
+    """shared: [T, H], or parts of it."""
+    if shared.dim() == 2:
+        return out_TH + shared
+    from turnout.kernels.common.rows import add
+
+    return add(shared, out_TH, out_TH.dtype)
 
 
 def make_dispatchers(

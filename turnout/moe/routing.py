@@ -45,8 +45,7 @@ class Router:
         """experts_of_token: int32 [V, k], which ids of tokens choose by instead of their scores."""
         self._experts_of_token = experts_of_token
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
-        by_id = experts_of_token is not None
-        self._choose = None if by_id else _one_kernel(device, num_experts, routing, correction_bias)
+        self._choose = _one_kernel(device, num_experts, routing, correction_bias, experts_of_token)
         self.adds_parts = device.type == "cuda" and self._choose is not None
 
     def __call__(
@@ -58,6 +57,7 @@ class Router:
     ) -> tuple[Tensor, Tensor]:
         """As `route`; rows that `real`, bool [T], denies get ids -1 and weights 0. counts, int64 [E], grow by
         the choices. token_ids: int64 [T], where experts are chosen by them. Never waits for the device."""
+        by_token = {} if self._experts_of_token is None else {"token_ids_T": token_ids_T}
         if self._choose:
             return self._choose(
                 logits,
@@ -66,6 +66,7 @@ class Router:
                 scaling=self._routing.scaling_factor,
                 real_T=real_T,
                 counts_E=counts_E,
+                **by_token,
             )
         if self._experts_of_token is not None:
             assert token_ids_T is not None, "the layer chooses experts by token id"
@@ -81,21 +82,27 @@ class Router:
 
 
 def _one_kernel(
-    device: torch.device, num_experts: int, routing: Routing, bias_E: Tensor | None
+    device: torch.device,
+    num_experts: int,
+    routing: Routing,
+    bias_E: Tensor | None,
+    experts_of_token: Tensor | None,
 ) -> Choose | None:
     """What chooses in one launch here, if anything does."""
     roots = routing.kind == RoutingKind.SQRT_SOFTPLUS_TOPK
     by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK or roots
     of_all = routing.kind == RoutingKind.SOFTMAX_TOPK
     if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
-        from turnout.kernels.common.route import choose, choose_sigmoid
+        from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
 
+        if experts_of_token is not None:
+            return partial(choose_of_token, table_VK=experts_of_token)
         if by_sigmoid:
             return partial(
                 choose_sigmoid, bias_E=bias_E, groups=routing.n_group, kept=routing.topk_group, roots=roots
             )
         return partial(choose, of_all=of_all)
-    if device.type == "cpu" and cpu.available() and not by_sigmoid:
+    if device.type == "cpu" and cpu.available() and not by_sigmoid and experts_of_token is None:
         from turnout.kernels.cpu.route import choose as choose_on_cpu
 
         return partial(choose_on_cpu, of_all=of_all)

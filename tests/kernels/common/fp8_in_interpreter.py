@@ -63,11 +63,11 @@ def splits(N: int, M: int, K: int, group: int, *, width: int, steps: int) -> boo
 
 
 def sums() -> bool:
-    parts, bias = torch.randn(3, 5, 70), torch.randn(70)
-    wanted = parts.sum(0) + bias
-    return near(rows.add(parts, bias, torch.float32), wanted) and near(
-        rows.add(parts, None, torch.float32), parts.sum(0)
-    )
+    parts = torch.randn(3, 5, 70)
+    good = near(rows.add(parts, None, torch.float32), parts.sum(0))
+    for bias in (torch.randn(70), torch.randn(5, 70)):
+        good &= near(rows.add(parts, bias, torch.float32), parts.sum(0) + bias)
+    return good
 
 
 def gates() -> bool:

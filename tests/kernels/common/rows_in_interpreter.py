@@ -14,9 +14,10 @@ import triton
 from tests.kernels import interpreter
 from turnout.kernels.common import rows
 from turnout.kernels.common.normed_row import multiply_normed_row
-from turnout.kernels.common.route import choose, choose_sigmoid
+from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
 from turnout.kernels.common.rows import norm, rotate
-from turnout.moe.routing import route
+from turnout.kernels.common.split_gemm import parts as parts_of
+from turnout.moe.routing import route, weigh
 from turnout.moe.spec import Routing
 from turnout.vocabulary import RoutingKind
 
@@ -147,6 +148,39 @@ def sigmoid_odd() -> bool:
     )
 
 
+def by_token(tokens: int, experts: int, top_k: int, *, parts: bool, renormalize: bool) -> bool:
+    """Against the composed router."""
+    logits, table = 9 * torch.randn(tokens, experts), torch.randn(30, experts).topk(top_k).indices.int()
+    token_ids, real = torch.randint(30, (tokens,)), torch.rand(tokens) < 0.7 if tokens > 1 else None
+    counts = torch.full((experts,), 5)
+    routing = Routing(kind=RoutingKind.SQRT_SOFTPLUS_TOPK, renormalize=renormalize, scaling_factor=2.5)
+    wanted, shares = weigh(logits, table[token_ids], routing)
+    ids, weights = choose_of_token(
+        torch.stack((logits / 2, logits / 4, logits / 4)) if parts else logits,
+        top_k,
+        table_VK=table,
+        token_ids_T=token_ids,
+        renormalize=renormalize,
+        scaling=2.5,
+        real_T=real,
+        counts_E=counts,
+    )
+    if real is not None:
+        wanted, shares = wanted.masked_fill(~real[:, None], -1), shares * real[:, None]
+    chosen = wanted.flatten().long()
+    return (
+        torch.equal(ids, wanted)
+        and near(weights, shares)
+        and torch.equal(counts, 5 + torch.bincount(chosen[chosen >= 0], minlength=experts))
+    )
+
+
+def exact_product(rows: int, outputs: int, inner: int) -> bool:
+    x, w = torch.randn(rows, inner), torch.randn(outputs, inner)
+    found = parts_of(x, w)
+    return found is not None and torch.allclose(found.sum(0), x @ w.T, atol=1e-4)
+
+
 def odd() -> bool:
     """Equal logits, infinite ones, and a NaN, which spoils the weights of its own token alone."""
     logits = torch.zeros(4, 6)
@@ -201,6 +235,10 @@ results["sigmoid-groups"] = (
 )
 ROOTS = {"kind": RoutingKind.SQRT_SOFTPLUS_TOPK}
 results["roots"] = by_sigmoid(9, 16, 4, **ROOTS) and by_sigmoid(4, 12, 3, biased=False, parts=True, **ROOTS)
+results["by-token"] = by_token(9, 16, 6, parts=True, renormalize=True) and by_token(
+    1, 8, 2, parts=False, renormalize=False
+)
+results["exact-product"] = exact_product(1, 20, 300) and exact_product(7, 40, 512)
 results["sigmoid-odd"] = sigmoid_odd()
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
 results["odd"] = odd()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
+from tests.kernels.compiled import compiled
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
+from turnout.kernels.common.rowwise import product
 from turnout.models.dense import Fp8Weight, linear, normed_product
 from turnout.models.shares import whole
-from turnout.vocabulary import Format
+from turnout.moe.routing import Router
+from turnout.moe.spec import Routing
+from turnout.vocabulary import Format, RoutingKind
 
 CASES = [
     "norm",
@@ -23,6 +29,8 @@ CASES = [
     "sigmoid",
     "sigmoid-groups",
     "roots",
+    "by-token",
+    "exact-product",
     "sigmoid-odd",
     "odd",
     "none",
@@ -85,6 +93,41 @@ def test_choice_of_experts_on_a_gpu(tokens: int, experts: int, top_k: int):
     assert torch.equal(ids, wanted.int().masked_fill(~real[:, None], -1))
     torch.testing.assert_close(weights, shares / shares.sum(-1, keepdim=True) * real[:, None])
     assert counts.sum() == real.sum() * top_k
+
+
+def test_choice_by_token_compiles_for_hopper():
+    from turnout.kernels.common.route import choose_by_token
+    from turnout.kernels.common.split_gemm import EXACT_OUTPUTS, multiply_exactly
+
+    constants = {"PARTS": 16, "K": 6, "KP": 8, "RENORMALIZE": True, "PADDED": True, "PDL": True}
+    integers = {"table_ptr": "*i32", "tokens_ptr": "*i64", "ids_ptr": "*i32", "counts_ptr": "*i64"}
+    compiled(choose_by_token, constants | {"scaling": 1.5}, warps=1, real_ptr="*i1", **integers)
+    constants = {"ROWS": 4, "OUTPUTS": EXACT_OUTPUTS, "COLUMNS": 256, "PDL": True}
+    compiled(multiply_exactly, constants, warps=4, multiples=("K", "x_stride", "w_stride"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 3000])
+def test_choice_by_token_on_a_gpu(tokens: int):
+    """Of DeepSeek-V4-Flash, with the product before it, which is in float32."""
+    torch.manual_seed(0)
+    weight, table = torch.randn(256, 4096) / 64, torch.rand(1000, 256).topk(6).indices.int()
+    x, token_ids = torch.randn(tokens, 4096).bfloat16(), torch.randint(1000, (tokens,))
+    real = torch.rand(tokens) < 0.9
+    routing = Routing(kind=RoutingKind.SQRT_SOFTPLUS_TOPK, scaling_factor=1.5)
+    sizes = {"num_experts": 256, "top_k": 6}
+    found = []
+    for device in ("cpu", "cuda"):
+        router = Router(routing, **sizes, device=torch.device(device), experts_of_token=table.to(device))
+        counts = torch.zeros(256, dtype=torch.int64, device=device)
+        multiply = partial(product, F.linear) if router.adds_parts else lambda x, w, _: F.linear(x.float(), w)
+        logits = multiply(x.to(device), weight.to(device), None)
+        ids, weights = router(logits, real.to(device), counts, token_ids.to(device))
+        found.append((ids.cpu(), weights.cpu(), counts.cpu()))
+    (wanted, shares, counted), (ids, weights, counts) = found
+    assert torch.equal(ids, wanted)
+    assert torch.equal(counts, counted)
+    torch.testing.assert_close(weights, shares, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

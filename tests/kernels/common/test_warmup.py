@@ -24,6 +24,7 @@ from turnout.kernels.common import (
     row_gemm,
     rows,
     split_gemm,
+    streams,
     token_mask,
     top_p,
 )
@@ -64,7 +65,8 @@ def rotate(size: int) -> None:
 
 
 def sums(size: int) -> None:
-    rows.add(torch.empty(4, size, H), GAIN, BF16)
+    for bias in (GAIN, b16(size, H)):
+        rows.add(torch.empty(4, size, H), bias, BF16)
     rows.gate(b16(size, 2 * H), BF16)
 
 
@@ -74,6 +76,8 @@ def routing(size: int) -> None:
         some = {"renormalize": True, "scaling": 1.0, "real_T": real, "counts_E": COUNTS}
         route.choose(logits, 8, of_all=False, **some)
         route.choose_sigmoid(logits, 8, bias_E=torch.empty(E), groups=8, kept=4, **some)
+        table, tokens = torch.empty(9, 8, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        route.choose_of_token(logits, 8, table_VK=table, token_ids_T=tokens, **some)
 
 
 def low_ranks(size: int) -> None:
@@ -86,6 +90,16 @@ def products(size: int) -> None:
     row_gemm.linear(b16(size, H), b16(768, H), None)
     split_gemm.parts(b16(size, H), b16(E, H))
     split_gemm.parts(b16(size, H), b16(4 * H, H))
+    split_gemm.parts(b16(size, H), torch.empty(E, H))
+
+
+def connections(size: int) -> None:
+    """Of several residual streams."""
+    fn, base, scale = torch.empty(24, 4 * H), torch.empty(24), torch.empty(3)
+    eps = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-6}
+    for y in (b16(size, H), torch.empty(8, size, H)):
+        added = torch.empty(size, 4), y
+        streams.connect(b16(size, 4, H), added, fn, base, scale, GAIN, **eps)
 
 
 def fp8_products(size: int) -> None:
@@ -188,7 +202,7 @@ def normed_products(size: int) -> None:
 
 
 PARTS = (
-    norm, rotate, sums, routing, low_ranks, products, fp8_products, wire, states, index_scores,
+    norm, rotate, sums, routing, low_ranks, products, connections, fp8_products, wire, states, index_scores,
     prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks, draws_by_top_p,
     normed_products,
 )  # fmt: skip

@@ -113,6 +113,14 @@ def choose(
     return ids_TK, weights_TK
 
 
+@triton.jit
+def _roots(logits):
+    """Square roots of softplus."""
+    small = tl.exp(-tl.abs(logits))
+    softplus = tl.where(small < 1e-4, small - small * small / 2, tl.log(1.0 + small))
+    return tl.sqrt(softplus + tl.maximum(logits, 0.0))
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def choose_by_sigmoid(
     logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
@@ -137,9 +145,7 @@ def choose_by_sigmoid(
         gdc_wait()
     logits = _load_logits(logits_ptr, token, e, E, part_stride, 0.0, PARTS)
     if ROOTS:
-        small = tl.exp(-tl.abs(logits))
-        scores = tl.where(small < 1e-4, small - small * small / 2, tl.log(1.0 + small))
-        scores = tl.sqrt(scores + tl.maximum(logits, 0.0))
+        scores = _roots(logits)
     else:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     # Without a bias logits are in the same order, and large ones, whose scores are all 1, in no tie.
@@ -204,5 +210,56 @@ def choose_sigmoid(
             triton.next_power_of_2(top_k), block, bias_E is not None, groups, kept,
             triton.next_power_of_2(groups), E // groups, roots, renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
+        )  # fmt: skip
+    return ids_TK, weights_TK
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def choose_by_token(
+    logits_ptr, table_ptr, tokens_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `choose_by_sigmoid` with ROOTS, of the experts in row tokens[t] of the table, int32 [V, K]."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, KP)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    ids = tl.load(table_ptr + tl.load(tokens_ptr + token) * K + j, mask=j < K, other=0)
+    logits = tl.zeros([KP], tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(logits_ptr + part * part_stride + token * E + ids).to(tl.float32)
+    weights = tl.where(j < K, _roots(logits), 0.0)
+    if RENORMALIZE:
+        weights /= tl.sum(weights, 0) + 1e-20
+    weights *= scaling
+    _store_choice(ids, weights, real_ptr, ids_ptr, weights_ptr, counts_ptr, token, j, K, KP, PADDED)
+
+
+def choose_of_token(
+    logits: Tensor,
+    top_k: int,
+    *,
+    table_VK: Tensor,
+    token_ids_T: Tensor,
+    renormalize: bool,
+    scaling: float,
+    real_T: Tensor | None,
+    counts_E: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, k], weights float32 [T, k]); see `choose_by_token`. logits: as in `choose`; token_ids:
+    int64."""
+    logits = logits.contiguous()
+    T, E = logits.shape[-2:]
+    ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
+    weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
+    if T:
+        early = launches_early(logits.device)
+        choose_by_token[(T,)](
+            logits, table_VK, token_ids_T.contiguous(), ids_TK if real_T is None else real_T, ids_TK,
+            weights_TK, counts_E, scaling, E, T * E, len(logits) if logits.dim() == 3 else 1, top_k,
+            triton.next_power_of_2(top_k), renormalize, real_T is not None, early,
+            num_warps=1, launch_pdl=early,
         )  # fmt: skip
     return ids_TK, weights_TK

@@ -110,7 +110,7 @@ def add_parts(
     parts_ptr, bias_ptr, out_ptr, N, M,
     PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = the sum of parts [PARTS, N, M], plus bias [M]."""
+    """out [N, M] = the sum of parts [PARTS, N, M], plus bias: [M] where BIAS is 1, [N, M] where it is 2."""
     size = N.to(tl.int64) * M
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < size
@@ -119,7 +119,7 @@ def add_parts(
         gdc_wait()
     x = tl.zeros([BLOCK], tl.float32)
     if BIAS:
-        x += tl.load(bias_ptr + at % M, mask=held, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + (at % M if BIAS == 1 else at), mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         x += tl.load(parts_ptr + part * size + at, mask=held, other=0.0)
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=held)
@@ -208,15 +208,15 @@ def rotate(
     return q_NHD, k_NHD
 
 
-def add(parts_PNM: Tensor, bias_M: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[N, M] in `dtype`: the sum of float32 parts, and of a bias."""
+def add(parts_PNM: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[N, M] in `dtype`: the sum of float32 parts, and of a bias [M] or [N, M]."""
     P, N, M = parts_PNM.shape
     out_NM = torch.empty(N, M, dtype=dtype, device=parts_PNM.device)
     if N:
         block, early = 512, launches_early(parts_PNM.device)
         add_parts[(triton.cdiv(N * M, block),)](
-            parts_PNM, parts_PNM if bias_M is None else bias_M, out_NM, N, M,
-            P, bias_M is not None, block, early, num_warps=4, launch_pdl=early,
+            parts_PNM, parts_PNM if bias is None else bias.contiguous(), out_NM, N, M,
+            P, 0 if bias is None else bias.dim(), block, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NM
 

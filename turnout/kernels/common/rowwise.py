@@ -40,15 +40,15 @@ def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Ten
 
 
 def product(linear: Linear, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
-    """[N, M] of `linear`; or, of few rows on a GPU where `linear` is torch's, float32 parts [P, N, M] for
-    whoever comes next to add up (split_gemm.py)."""
+    """[N, M] of `linear`, x in the weight's dtype; or, of few rows on a GPU where `linear` is torch's,
+    float32 parts [P, N, M] for whoever comes next to add up (split_gemm.py)."""
     if linear is F.linear and x_NK.device.type == "cuda" and find_spec("triton"):
         from turnout.kernels.common import split_gemm
 
         parts_PNM = split_gemm.parts(x_NK, weight_MK, bias_M)
         if parts_PNM is not None:
             return parts_PNM
-    return linear(x_NK, weight_MK, bias_M)
+    return linear(x_NK.to(weight_MK.dtype), weight_MK, bias_M)
 
 
 def one_by_one(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:

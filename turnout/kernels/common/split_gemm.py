@@ -26,6 +26,7 @@ NARROW = 256  # outputs, of which even 64 rows make few parts
 WIDTHS = (16, 32, 64)
 COLUMNS = (256, 128)  # of a step, the only one of its part or one of several; 256 where the last is shorter
 PROGRAMS = 512  # that keep an H200 loading weights
+EXACT_OUTPUTS, EXACT_ROWS = 16, 32  # of a program, and of a product, in float32
 ALIGNED = 16  # inputs, so that rows of weights begin where vector loads can
 
 
@@ -74,6 +75,27 @@ def multiply_part(
     tl.store(y_at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
+@triton.jit(do_not_specialize=["N"])
+def multiply_exactly(
+    x_ptr, w_ptr, y_ptr, N, M, K, x_stride, w_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `multiply_part`, with a float32 w and in float32: pieces of COLUMNS inputs, ROWS of a program."""
+    part = tl.program_id(1)
+    m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    c = part * COLUMNS + tl.arange(0, COLUMNS)
+    held = (m[:, None] < M) & (c[None, :] < K)
+    w = tl.load(w_ptr + m.to(tl.int64)[:, None] * w_stride + c[None, :], mask=held, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for i in tl.static_range(ROWS):
+        n = tl.program_id(2) * ROWS + i
+        x = tl.load(x_ptr + n.to(tl.int64) * x_stride + c, mask=(c < K) & (n < N), other=0.0)
+        y = tl.sum(w * x.to(tl.float32)[None, :], 1)
+        tl.store(y_ptr + (part.to(tl.int64) * N + n) * M + m, y, mask=(m < M) & (n < N))
+
+
 def pieces(rows: int, outputs: int, inner: int) -> tuple[int, int]:
     """(inputs of a step, steps of a part) of a product of so many rows; (0, 0): it is none of ours.
 
@@ -102,8 +124,10 @@ def parts(
     """float32 [P, N, M], whose sum over P is x @ weight.T + bias; None where another kernel does better.
 
     All of one 16-bit type, but for a weight that is e4m3 with contiguous scales for groups of as many
-    columns; inner dimensions are contiguous.
+    columns, or float32 and without a bias; inner dimensions are contiguous.
     """
+    if weight_MK.dtype == torch.float32 and bias_M is None:
+        return _exact_parts(x_NK, weight_MK)
     (N, K), M = x_NK.shape, len(weight_MK)
     width, steps = pieces(N, M, K)
     if not steps or x_NK.dtype not in (torch.bfloat16, torch.float16):
@@ -117,5 +141,18 @@ def parts(
         N, M, K, x_NK.stride(0), weight_MK.stride(0),
         next(w for w in WIDTHS if w >= N), OUTPUTS, width, steps, K % width != 0, bias_M is not None, group,
         early, num_warps=4, launch_pdl=early,
+    )  # fmt: skip
+    return y_PNM
+
+
+def _exact_parts(x_NK: Tensor, weight_MK: Tensor) -> Tensor | None:
+    (N, K), M = x_NK.shape, len(weight_MK)
+    if not 0 < N <= EXACT_ROWS:
+        return None
+    count, rows, early = -(-K // COLUMNS[0]), 1 if N == 1 else 4, launches_early(x_NK.device)
+    y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)
+    multiply_exactly[(-(-M // EXACT_OUTPUTS), count, -(-N // rows))](
+        x_NK, weight_MK, y_PNM, N, M, K, x_NK.stride(0), weight_MK.stride(0),
+        rows, EXACT_OUTPUTS, COLUMNS[0], early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return y_PNM
