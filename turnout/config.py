@@ -195,7 +195,7 @@ class Config:
         1, "MTP: drafts per request and step, each a pass through the draft layer", minimum=1
     )
     cuda_graph_max_bs: int = memory_flag(
-        0, "largest decode batch captured as a CUDA graph; 0: --max-running-requests", minimum=0
+        0, "most requests of a decode step that is a CUDA graph; 0: --max-running-requests", minimum=0
     )
     disable_cuda_graph: bool = memory_flag(False, "run decode eagerly", "--enforce-eager")
     disable_prefill_graph: bool | None = memory_flag(

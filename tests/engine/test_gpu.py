@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.step.test_draft_layer import prompts as asked
+from tests.engine.step.test_draft_layer import published
+from tests.engine.toy import always_drafting
 from tests.tiny import write_model
 from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
@@ -120,6 +123,24 @@ def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Pat
         assert first == [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
     tokens = sum(len(prompt) for prompt in prompts(9)) + 9 * 39
     assert routed == tokens * 2 * 2  # layers, experts of a token
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}], ids=["graphs", "eager"])
+def test_drafts_of_a_draft_layer_equal_the_cpu(tmp_path: Path, family: str, flags: dict) -> None:
+    """As many drafts as on a CPU, of which as many hold: those are compared with transformers'."""
+    published(tmp_path / "model", family)
+    settings = SETTINGS | {"dtype": "float32", "max_running_requests": 4, "load_progress": False}
+    settings |= {"speculative_algorithm": "MTP", "speculative_num_steps": 2}
+    greedy, found = SamplingParams(max_tokens=20, ignore_eos=True), []
+    for device in ("cpu", "cuda"):
+        with LLM(str(tmp_path / "model"), device=device, **(settings | flags)) as llm:
+            always_drafting(llm._open())
+            told = [completion.token_ids for completion in llm.generate(asked(4), greedy)]
+            found.append((told, llm.stats().spec_draft_tokens, llm.stats().spec_accepted_tokens))
+            graphs = llm.info()["decode_graphs"]
+    assert isinstance(graphs, list) != bool(flags)
+    assert found[0] == found[1]
 
 
 def made_up(folder: Path, format: str) -> str:

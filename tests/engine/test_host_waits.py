@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from tests.attention.test_latent import SPEC as LATENT
 from tests.attention.test_latent import Chunk, sequence
 from tests.attention.test_sparse_latent import FULL as SPARSE
-from tests.engine.toy import SHAPE, ToyModel, engine_plan, request
+from tests.engine.toy import SHAPE, ToyModel, always_drafting, engine_plan, request
 from turnout.attention.capability import Place
 from turnout.attention.choose import choose
 from turnout.attention.entries import Compressible, Compressor
@@ -99,6 +99,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> NoWaits:
     monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: waits.pin(tensor))
     monkeypatch.setattr("turnout.engine.sampling.sampler.HostCopy", UnreadCopy)
+    monkeypatch.setattr("turnout.engine.step.draft_layer.HostCopy", UnreadCopy)
     return waits
 
 
@@ -110,14 +111,15 @@ class OnMeta(EnginePlan):
         return dataclasses.replace(super().attention_place, device="cuda", architecture=90)
 
 
-def make_core(layers: tuple[AttentionSpec, ...], **flags: Any) -> EngineCore:
+def make_core(layers: tuple[AttentionSpec, ...], *, drafts: bool = False, **flags: Any) -> EngineCore:
+    """drafts: the last layer is a draft layer."""
     shape = dataclasses.replace(SHAPE, attention=layers, vocab_size=VOCABULARY, eos_token_ids=())
     config = Config(page_size=4, max_running_requests=8, overlap_schedule="on", **flags)
     plan = engine_plan(config, shape, num_pages=64, max_context=64)
     plan = OnMeta(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
     meta = Hardware(name="meta", device="meta", architecture=90, memory_bytes=2**30)  # type: ignore[arg-type]
     plan = dataclasses.replace(plan, hardware=meta, compute_dtype="bfloat16")
-    return build_engine(plan, model=moved(ToyModel(shape=shape)))
+    return always_drafting(build_engine(plan, model=moved(ToyModel(shape=shape, drafts=drafts))))
 
 
 def moved(value: Any) -> Any:
@@ -172,6 +174,22 @@ def test_steps(name: str, device: NoWaits) -> None:
             got += sum(len(output.token_ids) for output in core.step())
     assert core.stats().pages_used == 0
     assert got > 30
+    assert device.pinned
+
+
+def test_draft_layers(device: NoWaits) -> None:
+    """The host reads what was drawn before a draft layer goes over it, and drafts before the next step."""
+    flags = {"speculative_algorithm": "MTP", "speculative_num_steps": 3}
+    core = make_core((FULL, FULL), drafts=True, chunked_prefill_size=8, max_prefill_tokens=40, **flags)
+    with device:
+        for i in range(4):
+            core.add(request(str(i), list(range(5 + 2 * i)), max_tokens=12 + i, ignore_eos=True))
+            core.step()
+        while core.has_work():
+            core.step()
+    stats = core.stats()
+    assert stats.pages_used == 0
+    assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 12  # all tokens that are read are 1
     assert device.pinned
 
 

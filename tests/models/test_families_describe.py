@@ -497,6 +497,31 @@ def test_a_draft_layer_left_out_of_quantisation_has_a_plan_of_its_own() -> None:
     assert drafting.memory.experts - without.memory.experts == 512 // 4 * 3 * 4096 * 1024 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "told"),
+    [
+        ("glm-4.7-flash", {"speculative_algorithm": "MTP"}, "decoding runs in CUDA graphs"),
+        ("mixtral-8x7b", {"speculative_algorithm": "ngram"}, "decoding runs in CUDA graphs"),
+        (
+            "mixtral-8x7b",
+            {"speculative_algorithm": "ngram", "deterministic": True},
+            "decoding runs eagerly: --deterministic verifies drafts one after the other",
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            {"speculative_algorithm": "MTP"},
+            "decoding runs eagerly: drafts take the states of their requests one after the other",
+        ),
+    ],
+)
+def test_drafts_are_verified_in_graphs_where_nothing_keeps_states(
+    name: str, flags: dict[str, Any], told: str
+) -> None:
+    code, text = plan(name, "h200", **flags)
+    assert code == 0, text
+    assert told in text
+
+
 def test_what_states_do_not_permit_is_refused_by_name() -> None:
     name = "qwen3.5-35b-a3b"
     code, text = plan(name, "h200", speculative_algorithm="ngram", deterministic=True)

@@ -100,21 +100,23 @@ class PagedAttention:
         return self._cache[self.index[layer]]
 
     def place_singles(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Slots that chunks of one token each write to. `table` then has the pages of their contexts but for
-        the last, which whoever writes to the slot adds."""
+        """Slots that the tokens of chunks write to, each in a row of its own. `table` then has the pages of
+        their contexts but for those of these tokens, which whoever writes to the slots adds."""
         slots, behind = [], []
         copied, size = self._copied, self.page_size
         for chunk in chunks:
-            request, start = chunk.request, chunk.start
+            request = chunk.request
             held = request.kv[self.number]
-            row, pages, page = request.row, held.pages, start // size
+            row, pages = request.row, held.pages
             if held.placed < len(pages):
                 self._place(request)
-            if page >= copied[row]:
-                if page > copied[row]:
-                    behind.append(row)
-                copied[row] = page + 1
-            slots.append(pages[page] * size + start % size)
+            for place in range(chunk.start, chunk.end):
+                page = place // size
+                if page >= copied[row]:
+                    if page > copied[row]:
+                        behind.append(row)
+                    copied[row] = page + 1
+                slots.append(pages[page] * size + place % size)
         if behind:
             rows, pages_BP = to_device([torch.tensor(behind), self.host_table[behind]], self.device)
             self.table.index_copy_(0, rows, pages_BP)

@@ -131,6 +131,8 @@ class EngineCore:
         Collective among the ranks of a model, with work or without.
         """
         outputs, self._aborted = self._aborted, []
+        if self._drafter:
+            self._drafter.read()
         chunks = self._scheduler.schedule()
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         tokens = sum(chunk.length for chunk in chunks)

@@ -26,15 +26,24 @@ PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def why_no_decode_graphs(
-    config: Config, hardware: Hardware, moe: MoEPlan, groups: Sequence[CacheGroup], place: Place
+    config: Config,
+    hardware: Hardware,
+    moe: MoEPlan,
+    groups: Sequence[CacheGroup],
+    place: Place,
+    *,
+    keeps_states: bool,
 ) -> str:
-    """Why decode steps cannot be graphs, or "" if they can."""
+    """Why decode steps cannot be graphs, or "" if they can. keeps_states: whether requests have states of
+    fixed size."""
     if hardware.device != "cuda":
         return "there are graphs on CUDA only"
     if config.disable_cuda_graph:
         return "asked for with --disable-cuda-graph"
-    if config.speculative_algorithm != "none":
-        return "drafts differ in number from step to step"
+    if config.speculative_algorithm != "none" and config.deterministic:
+        return "--deterministic verifies drafts one after the other"
+    if config.speculative_algorithm != "none" and keeps_states:
+        return "drafts take the states of their requests one after the other"
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"
     chosen = [(group.spec.kind, choose(group.spec, place)) for group in groups]
@@ -77,16 +86,17 @@ def _what_waits(moe: MoEPlan, dispatcher: str) -> str:
 
 
 def graph_sizes(config: Config) -> list[int]:
-    """Batches of one rank that are captured: 1, 2, 4, then every 8 up to 256, then every 32, and the most
-    that can be: padding never costs much."""
-    most = min(config.cuda_graph_max_bs, config.max_running_requests)
+    """Tokens of one rank's step that are captured: 1, 2, 4, then every 8 up to 256, then every 32, and the
+    most that --cuda-graph-max-bs requests bring, drafts included: padding never costs much."""
+    requests = min(config.cuda_graph_max_bs, config.max_running_requests)
+    most = requests * max(1, config.verified_tokens)
     chosen = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
     return sorted({size for size in chosen if size <= most} | {most})
 
 
 def first_sizes(sizes: Sequence[int], waiting: int = 0) -> list[int]:
     """Of `graph_sizes`, those to capture before requests may come: powers of two and the most, so that every
-    batch has a graph, if one with more padding than later; and what `waiting` requests need, which may leave
+    batch has a graph, if one with more padding than later; and what `waiting` tokens need, which may leave
     no rest to capture another in."""
     needed = next((size for size in sizes if size >= waiting), sizes[-1])
     return [size for size in sizes if size.bit_count() == 1 or size in (needed, sizes[-1])]

@@ -82,7 +82,12 @@ class EnginePlan(Rank):
     def why_no_decode_graphs(self) -> str:
         """Why decode steps run eagerly, or "" if they replay graphs."""
         return cuda_graph_policy.why_no_decode_graphs(
-            self.config, self.hardware, self.plan, self.cache_groups, self.attention_place
+            self.config,
+            self.hardware,
+            self.plan,
+            self.cache_groups,
+            self.attention_place,
+            keeps_states=self.keeps_states,
         )
 
     @property

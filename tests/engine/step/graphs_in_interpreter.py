@@ -71,14 +71,24 @@ class InTurns(ToyModel):
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=0.25, conv_width=4)
 STATES = replace(SHAPE, attention=(DELTA, SHAPE.attention[0], DELTA))
 WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache groups
+# So few tokens that drafts hold now and then; the last layer may be a draft layer.
+GUESSED = replace(SHAPE, attention=(SINKS.sliding(5), SINKS, SINKS), vocab_size=4, eos_token_ids=())
 
 
 def answers(
-    seed: int, *, graphs: bool, overlap: str = "off", shape: ModelShape = SHAPE, prefill: bool = False
+    seed: int,
+    *,
+    graphs: bool,
+    overlap: str = "off",
+    shape: ModelShape = SHAPE,
+    prefill: bool = False,
+    **drafts: Any,
 ) -> dict[str, bool]:
     """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
-    draw, model = random.Random(seed), InTurns(shape=shape)
-    core = make_core(model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap)
+    draw, model = random.Random(seed), InTurns(shape=shape, drafts="speculative_num_steps" in drafts)
+    core = make_core(
+        model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap, **drafts
+    )
     assert all(isinstance(group, TritonAttention) for group in core._attention.groups)
     for states in core._attention.states:
         assert isinstance(states, TritonStates)
@@ -88,11 +98,11 @@ def answers(
         replayed = Replayed(
             model,
             core._attention,
-            sizes=[1, 4],
+            sizes=[1, 12 if drafts else 4],
             later=[2, 3],
             num_drawn=drawn,
             dp_size=1,
-            two_batches=True,
+            two_batches=not drafts,
             pool=None,
             progress=None,
         )
@@ -100,7 +110,8 @@ def answers(
     if prefill:
         with_prefill_graphs(core, [2, 4, 16], stored=True)
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
-    asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
+    words = shape.vocab_size - 1
+    asked = {str(i): [draw.randrange(words) for _ in range(draw.choice([1, 3, 6]))] for i in range(5)}
     found, pending = {}, list(asked)
     while pending or core.has_work():
         if pending and draw.random() < 0.7:
@@ -111,11 +122,14 @@ def answers(
         for output in core.step():
             merge(found, output)
     core.step()  # with nothing to do, which is when an engine captures the rest
-    assert not graphs or replayed.sizes == [1, 2, 3, 4]
+    assert not graphs or replayed.sizes == [1, 2, 3, 12 if drafts else 4]
     wanted = {id: model.greedy(asked[id], 8, eos=False) for id in asked}
+    stats = core.stats()
     return {
         "tokens": {id: output.token_ids for id, output in found.items()} == wanted,
-        "turns": (model.turns > 0) == graphs,
+        "turns": (model.turns > 0) == (graphs and not drafts),
+        "drafts": (0 < stats.spec_accepted_tokens < stats.spec_draft_tokens) == bool(drafts),
+        "replays": (stats.graph_steps > 0) == (graphs or prefill),
     }
 
 
@@ -125,6 +139,20 @@ RUNS: dict[str, dict[str, Any]] = {
     "windows": {"seed": 4, "graphs": True, "shape": WINDOWS},
     "states": {"seed": 6, "graphs": True, "shape": STATES},
     "overlap": {"seed": 3, "graphs": True, "overlap": "on"},
+    "ngrams": {
+        "seed": 7,
+        "graphs": True,
+        "shape": GUESSED,
+        "speculative_algorithm": "ngram",
+        "speculative_num_draft_tokens": 3,
+    },
+    "draft layer": {
+        "seed": 8,
+        "graphs": True,
+        "shape": GUESSED,
+        "speculative_algorithm": "MTP",
+        "speculative_num_steps": 2,
+    },
     "prefill": {"seed": 5, "graphs": True, "overlap": "on", "shape": WINDOWS, "prefill": True},
     "prefill of states": {"seed": 7, "graphs": False, "shape": STATES, "prefill": True},
 }

@@ -38,6 +38,13 @@ def test_sizes_waste_little_and_reach_the_most(most: int):
         assert size <= max(2 * batch, batch + 7) if batch <= 256 else size < batch + 32
 
 
+def test_sizes_count_drafts():
+    flags = {"cuda_graph_max_bs": 9, "max_running_requests": 20, "speculative_num_steps": 2}
+    assert graph_sizes(Config(speculative_algorithm="MTP", **flags))[-1] == 27
+    assert graph_sizes(Config(speculative_algorithm="ngram", **flags))[-1] == 36
+    assert graph_sizes(Config(**flags))[-1] == 9
+
+
 @pytest.mark.parametrize("most", [1, 3, 64, 100, 512])
 def test_graphs_captured_first_hold_every_batch(most: int):
     sizes = graph_sizes(Config(cuda_graph_max_bs=most, max_running_requests=most))
@@ -129,31 +136,38 @@ def paged(pages: int, running: int) -> AttentionCaches:
     return AttentionCaches([group])
 
 
+@pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_table_on_the_device_follows_every_schedule(seed: int):
-    """Admissions, growth, preemptions and reused rows, with eager steps between replays."""
+def test_the_table_on_the_device_follows_every_schedule(seed: int, drafts: int):
+    """Admissions, growth, preemptions and reused rows, with eager steps between replays, and with drafts of
+    more than a page, most of which do not hold."""
     draw, running, pages = random.Random(seed), 4, 22
-    scheduler, attention = make(pages, running=running), paged(pages, running)
+    scheduler = make(pages, running=running, tokens_per_request=1 + drafts)
+    attention = paged(pages, running)
     alive, replays, replaced = [], 0, 0
     for i in range(400):
         if draw.random() < 0.15:
             prompt = [draw.randrange(9) for _ in range(draw.choice([1, 3, 8, 20]))]
             alive.append(start(str(i), prompt, 40))
+            alive[-1].drafts_by_layer = drafts > 0
             scheduler.add(alive[-1])
+        for request in alive:
+            request.proposed = [draw.randrange(9) for _ in range(draw.randint(0, drafts))]
         chunks = sorted(scheduler.schedule(), key=lambda chunk: not chunk.decodes)
         if all(chunk.decodes for chunk in chunks) and draw.random() < 0.8:
-            size = len(chunks) + draw.randint(0, 2)
+            rows_of = [(chunk, place) for chunk in chunks for place in range(chunk.start, chunk.end)]
+            size = len(rows_of) + draw.randint(0, 2)
             given = torch.tensor(fields(chunks, attention, size, num_drawn=7), dtype=torch.int64)
             ids, starts, ends, rows, places, slots = given
             table = contexts(attention.groups[0], starts, slots, rows)
-            for b, chunk in enumerate(chunks):
-                known = -(-chunk.end // PAGE)
+            for b, (chunk, place) in enumerate(rows_of):
+                known = place // PAGE + 1
                 assert table[b, :known].tolist() == chunk.request.kv[0].pages[:known]
-                assert ids[b] == chunk.request.tokens[chunk.start]
-                assert slots[b] == chunk.request.kv[0].pages[known - 1] * PAGE + chunk.start % PAGE
-                assert (starts[b], ends[b]) == (chunk.start, chunk.end)
+                assert ids[b] == [*chunk.request.tokens, *chunk.drafts][place]
+                assert slots[b] == chunk.request.kv[0].pages[known - 1] * PAGE + place % PAGE
+                assert (starts[b], ends[b]) == (place, place + 1)
             assert places.tolist() == list(range(7, 7 + size))  # each its own: no token is pending
-            padding = slice(len(chunks), None)
+            padding = slice(len(rows_of), None)
             assert (slots[padding] == attention.groups[0].spare_slot).all()
             assert not ends[padding].any()
             assert (table[padding, 0] == pages).all()
@@ -164,7 +178,8 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
         scheduler.computed(chunks)
         for chunk in chunks:
             if chunk.samples:
-                chunk.request.tokens.append(draw.randrange(9))
+                held = chunk.drafts[: draw.randint(0, len(chunk.drafts))]
+                chunk.request.tokens += [*held, draw.randrange(9)]
                 scheduler.extended(chunk.request)
         for request in [r for r in alive if r.num_output >= 40 or draw.random() < 0.01]:
             alive.remove(request)
@@ -178,13 +193,15 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int):
     "runs",
     [
         ("graphs", "eager"),
+        ("ngrams", "draft layer"),
         pytest.param(("overlap", "windows"), marks=pytest.mark.more),
         pytest.param(("prefill", "states"), marks=pytest.mark.more),
         pytest.param(("prefill of states",), marks=pytest.mark.more),
     ],
-    ids=" ".join,
+    ids=", ".join,
 )
 def test_what_a_graph_would_replay_decodes_as_the_model_does(runs: tuple[str, ...]):
-    """In Triton's interpreter, with padding, rows that come and go, and two batches in turns."""
+    """In Triton's interpreter, with padding, rows that come and go, drafts, and two batches in turns."""
     found = interpreted.printed("tests.engine.step.graphs_in_interpreter", *runs)
-    assert found == {run: {"tokens": True, "turns": True} for run in runs}
+    shown = dict.fromkeys(("tokens", "turns", "drafts", "replays"), True)
+    assert found == dict.fromkeys(runs, shown)

@@ -1,5 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, for batches padded to a captured size.
 
+A row is a token. Drafts are rows of their own: each attends to the context before it, where the rows of its
+request before it are stored by then.
+
 Whatever a step brings is copied into tensors of fixed addresses, and the graph of the smallest size that
 holds the largest rank's batch is replayed (cuda_graph_policy.py), so all ranks replay the same one. Rows
 beyond a rank's own are padding: they have no context, write to a page of their own, and the MoE layers drop
@@ -50,7 +53,7 @@ class Computed:
 
     logits_NV: float32, where they were computed along with it.
     best_2N:   int64: the token of each row's largest logit, and whether that is finite.
-    step:      what was computed, where that was one call.
+    step:      what was computed, where that was one call or a draft layer comes next.
     """
 
     hidden_NH: Tensor
@@ -121,8 +124,8 @@ class DecodeGraphs:
         return True
 
     def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
-        """Replay the graph of `size` for chunks of one token each, of which there may be none."""
-        captured, count = self._graphs[size], len(chunks)
+        """Replay the graph of `size` for chunks that decode, of which there may be none."""
+        captured, count = self._graphs[size], sum(chunk.length for chunk in chunks)
         rows = fields(chunks, self._attention, size, self._num_drawn)
         # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
         pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
@@ -221,18 +224,19 @@ def _cut(whole: Part, count: int) -> tuple[Part, Part]:
 def fields(
     chunks: Sequence[Chunk], attention: AttentionCaches, size: int, num_drawn: int = 0
 ) -> list[list[int]]:
-    """[F, size]: the rows of chunks of one token each, then padding; takes their slots in every group.
+    """[F, size]: a row for each token of the chunks, then padding; takes their slots in every group.
 
     A row's token stands among `num_drawn` drawn ones, or in the first field, which follows those.
     """
-    padding = size - len(chunks)
+    rows = [(c, place) for c in chunks for place in range(c.start, c.end)]
+    padding = size - len(rows)
     return [
-        [c.tokens[0] for c in chunks] + [0] * padding,
-        [c.start for c in chunks] + [0] * padding,
-        [c.end for c in chunks] + [0] * padding,
-        [c.request.row for c in chunks] + [attention.groups[0].spare_row] * padding,
-        [c.request.drawn_row if c.awaits else num_drawn + i for i, c in enumerate(chunks)]
-        + list(range(num_drawn + len(chunks), num_drawn + size)),
+        [token for c in chunks for token in c.tokens] + [0] * padding,
+        [place for _, place in rows] + [0] * padding,
+        [place + 1 for _, place in rows] + [0] * padding,
+        [c.request.row for c, _ in rows] + [attention.groups[0].spare_row] * padding,
+        [c.request.drawn_row if c.awaits else num_drawn + i for i, (c, _) in enumerate(rows)]
+        + list(range(num_drawn + len(rows), num_drawn + size)),
         *(group.place_singles(chunks) + [group.spare_slot] * padding for group in attention.groups),
     ]
 

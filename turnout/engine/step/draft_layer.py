@@ -9,6 +9,8 @@ that leaves behind the request's last token is overwritten by the next step.
 
 The model verifies drafts as it does others (commit.py): a wrong one costs time, never a token.
 
+The host waits for drafts when it needs them, before the next step: it hands out tokens meanwhile.
+
 Ranks that share requests draft alike, for they get the same bits. Ranks with requests of their own tell each
 other, before each further pass, how many tokens the layer's experts get from them; one without requests takes
 part with none.
@@ -28,7 +30,7 @@ from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
-from turnout.engine.transfers import on_device
+from turnout.engine.transfers import HostCopy, on_device
 from turnout.models.interface import DraftingModel
 
 
@@ -47,14 +49,22 @@ class LayerDrafter:
     ):
         self._model, self._forward, self._kv, self._step_sync = model, forward, kv, step_sync
         self._num_steps, self._max_context = num_steps, max_context
+        self._drafted: list[tuple[list[Request], HostCopy]] = []  # and not read yet
+
+    def read(self) -> None:
+        """Give requests the drafts of the last step."""
+        for requests, drafts in self._drafted:
+            for request, token in zip(requests, drafts.tolist(), strict=True):
+                request.proposed.append(token)
+        self._drafted.clear()
 
     def propose(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> None:
-        """Let requests propose what may follow the tokens that this step gave them.
+        """Draft what may follow the tokens that this step gave requests; `read` tells them.
 
         rows: all chunks of the step with the row of their first token in `computed`. Collective.
         """
         step, hidden_NH = computed.step, computed.hidden_NH
-        assert step is not None, "steps whose tokens drafts follow are computed by calls"
+        assert step is not None, "a draft layer goes over the tokens of every step"
         following = [_following(chunk.request, place) for chunk, _ in rows for place in _places(chunk)]
         ids_N = on_device(following, torch.int64, hidden_NH.device)
         hidden_NH = self._model.draft(replace(step, input_ids=ids_N), hidden_NH)
@@ -68,43 +78,46 @@ class LayerDrafter:
                 drafting.append(request)
                 last.append(first_row + place - chunk.start)
         hidden_SH = hidden_NH[on_device(last, torch.int64, hidden_NH.device)]
-        self._choose(drafting, hidden_SH)
-        for _ in range(self._num_steps - 1):
-            drafting, hidden_SH = self._once_more(drafting, hidden_SH)
-            self._choose(drafting, hidden_SH)
+        ids_S = self._choose(drafting, hidden_SH)
+        for count in range(1, self._num_steps):
+            drafting, ids_S, hidden_SH = self._once_more(drafting, ids_S, hidden_SH, count)
+            ids_S = self._choose(drafting, hidden_SH)
 
-    def _choose(self, drafting: Sequence[Request], hidden_SH: Tensor) -> None:
-        """The next draft of each request, from the layer's hidden state [S, H]."""
+    def _choose(self, drafting: list[Request], hidden_SH: Tensor) -> Tensor:
+        """int64 [S]: the next draft of each request, from the layer's hidden state [S, H]."""
         if not drafting:
-            return
-        drafts = self._model.logits(hidden_SH).argmax(dim=-1).tolist()
-        for request, token in zip(drafting, drafts, strict=True):
-            request.proposed.append(token)
+            return hidden_SH.new_empty(0, dtype=torch.int64)
+        ids_S = self._model.logits(hidden_SH).argmax(dim=-1)
+        self._drafted.append((drafting, HostCopy(ids_S)))
+        return ids_S
 
     def _drafts_for(self, request: Request) -> bool:
         decodes = request.row >= 0 and not request.ended and request.remaining == 1
         return decodes and request.most_drafts > 0 and len(request.tokens) > 1
 
-    def _once_more(self, drafting: Sequence[Request], hidden_SH: Tensor) -> tuple[list[Request], Tensor]:
-        """The layer's hidden states at the next position of requests that have a page for it. Collective."""
+    def _once_more(
+        self, drafting: Sequence[Request], ids_S: Tensor, hidden_SH: Tensor, count: int
+    ) -> tuple[list[Request], Tensor, Tensor]:
+        """Requests that have a page for one more position, their last drafts, and the layer's hidden states
+        there. count: of drafts that each has. Collective."""
         kept: list[int] = []
         chunks: list[Chunk] = []
         for i, request in enumerate(drafting):
-            place = len(request.tokens) - 2 + len(request.proposed)
-            wanted = len(request.proposed) < request.most_drafts and place < self._max_context
+            place = len(request.tokens) - 2 + count
+            wanted = count < request.most_drafts and place < self._max_context
             if wanted and self._kv.grow(request, place + 1):
                 kept.append(i)
                 chunks.append(Chunk(request, place, place + 1))
         requests = [drafting[i] for i in kept]
-        hidden_SH = hidden_SH[on_device(kept, torch.int64, hidden_SH.device)]
+        rows_S = on_device(kept, torch.int64, hidden_SH.device)
+        ids_S, hidden_SH = ids_S[rows_S], hidden_SH[rows_S]
         tokens = self._step_sync.share_count(len(requests))
         if not any(tokens):
-            return [], hidden_SH
-        ids = [request.proposed[-1] for request in requests]
-        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids, tokens), hidden_SH)
+            return [], ids_S, hidden_SH
+        hidden_SH = self._model.draft(self._forward.draft_step(chunks, ids_S, tokens), hidden_SH)
         for request in requests:
             self._kv.trim(request)  # the pages are others' until the drafts are verified
-        return requests, hidden_SH
+        return requests, ids_S, hidden_SH
 
 
 def _places(chunk: Chunk) -> range:

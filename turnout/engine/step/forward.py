@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -49,6 +50,7 @@ class Forward:
         that are there already."""
         self._model, self._attention = model, attention
         self._deterministic = engine_plan.config.deterministic
+        self._drafts_by_layer = engine_plan.config.drafts_by_layer
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank = engine_plan.topology.dp_rank
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
@@ -68,7 +70,8 @@ class Forward:
                 )
         if not engine_plan.why_no_decode_graphs:
             sizes = graph_sizes(engine_plan.config)
-            first = first_sizes(sizes, waiting) if engine_plan.config.tp_size == 1 else sizes
+            tokens = waiting * engine_plan.budget.tokens_per_request
+            first = first_sizes(sizes, tokens) if engine_plan.config.tp_size == 1 else sizes
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,
@@ -88,7 +91,9 @@ class Forward:
         size = graph_for(synced, self.graphs.sizes) if self.graphs else None
         if self.graphs and size:
             self.graph_steps += 1
-            return self.graphs.run(chunks, size)
+            # Laid out before requests end, and with them what their pages hold.
+            step = self._whole_step(chunks, synced) if self._drafts_by_layer else None
+            return replace(self.graphs.run(chunks, size), step=step)
         size = prefill_graph_for(synced, self.prefill_graphs.sizes) if self.prefill_graphs else None
         if self.prefill_graphs and size:
             self.graph_steps += 1
@@ -103,10 +108,9 @@ class Forward:
         step = self._whole_step(chunks, synced)
         return Computed(hidden_NH=self._model.forward(step), step=step)
 
-    def draft_step(self, chunks: Sequence[Chunk], ids: Sequence[int], tokens: tuple[int, ...]) -> Step:
+    def draft_step(self, chunks: Sequence[Chunk], ids_N: Tensor, tokens: tuple[int, ...]) -> Step:
         """One token of each chunk, `ids`, for a draft layer. tokens: of each data-parallel rank."""
         places_N, attention = self._laid_out(chunks, [], [chunk.start for chunk in chunks])
-        (ids_N,) = to_device([_integers(ids)], self._attention.device)
         return Step(
             input_ids=ids_N, positions=places_N, attention=attention, phase=Phase.DECODE, tokens=tokens
         )
