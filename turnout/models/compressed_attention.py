@@ -21,7 +21,7 @@ from turnout.attention import interface
 from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec
 from turnout.models.blocks import Mixer, Norm, Rotaries, RotaryEmbedding
-from turnout.models.dense import Dense, Linear
+from turnout.models.dense import Dense, Linear, product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import CompressedProjections
 from turnout.models.weights import Weights
@@ -32,9 +32,9 @@ def turned(
     x_NGD: Tensor, rotary: tuple[Tensor, Tensor], *, norm: Norm | None = None, back: bool = False
 ) -> Tensor:
     """The last R of each head rotated in pairs of neighbours, by cos and sin [N, 1, R] of halves, after a
-    norm."""
+    norm. x: or, on CUDA, parts [P, N, G, D] of it."""
     cos_N1R, sin_N1R = rotary
-    if x_NGD.device.type == "cuda" and find_spec("triton"):
+    if _by_kernel(x_NGD):
         from turnout.kernels.common.turned import turn
 
         of_norm: Any = {"weight_D": norm.weight, "eps": norm.eps} if norm else {}
@@ -49,6 +49,10 @@ def turned(
     still, first, second = x_NGD[..., : -2 * half], x_NGD[..., -2 * half :: 2], x_NGD[..., 1 - 2 * half :: 2]
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((still, pairs.flatten(-2).to(x_NGD.dtype)), dim=-1)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    return x.device.type == "cuda" and find_spec("triton") is not None
 
 
 class TurnAt:
@@ -98,33 +102,51 @@ class CompressedProjection(Mixer):
         self._sizes = [rank, spec.head_dim, spec.open_dim, spec.index_heads]
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
-        """[N, H] to [N, H]."""
+        """[N, H]; or, for whoever adds them up, parts [P, N, H]."""
         N, spec, rotary = len(x_NH), self._spec, rotaries[self._spec.rope]
-        q_NL, kv_ND, raw_NX, weights_NH = self._linear(x_NH, self._down).split(self._sizes, dim=-1)
-        q_NL = self._query_norm(q_NL)
-        q_NHD = self._linear(q_NL, self._query_up).view(N, spec.num_heads, spec.head_dim)
+        q_NL, kv_ND, raw_NX, weights_NI = self._divided(product(self._linear, x_NH, self._down, None), rotary)
+        q_NHD = self._heads(q_NL, self._query_up, spec.num_heads)
         q_NHD = turned(q_NHD, rotary, norm=self._query_unit)
-        kv_ND = turned(kv_ND[:, None], rotary, norm=self._kv_norm)[:, 0]
-        rest = self._compressible(raw_NX, weights_NH, q_NL, rotary) if self._compressors else None
+        rest = None
+        if self._index_up is not None:
+            rest = Compressible(
+                raw_NX=raw_NX,
+                entries=self._compressors[0],
+                index_entries=self._compressors[1],
+                index_queries=turned(self._heads(q_NL, self._index_up, spec.index_heads), rotary),
+                index_weights=weights_NI,
+            )
+        elif self._compressors:
+            rest = Compressible(raw_NX=raw_NX, entries=self._compressors[0])
         out_NHD = attention.compressed(self._layer, q_NHD, kv_ND, self._sinks, rest)
         out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, self._out_a_GZX.shape[-1])
         out_GNZ = torch.bmm(out_NGX.transpose(0, 1), self._out_a_GZX.transpose(1, 2))
-        return self._group.all_reduce(self._linear(out_GNZ.transpose(0, 1).flatten(1), self._out_b))
+        out_NX = out_GNZ.transpose(0, 1).flatten(1)
+        if self._group.size == 1:
+            return product(self._linear, out_NX, self._out_b, None)
+        return self._group.all_reduce(self._linear(out_NX, self._out_b))
 
-    def _compressible(
-        self, raw_NX: Tensor, weights_NH: Tensor, q_NL: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> Compressible:
-        spec = self._spec
-        if self._index_up is None:
-            return Compressible(raw_NX=raw_NX, entries=self._compressors[0])
-        queries_NHD = self._linear(q_NL, self._index_up).view(len(q_NL), spec.index_heads, spec.index_dim)
-        return Compressible(
-            raw_NX=raw_NX,
-            entries=self._compressors[0],
-            index_entries=self._compressors[1],
-            index_queries=turned(queries_NHD, rotary),
-            index_weights=weights_NH.float() * (spec.index_heads * spec.index_dim) ** -0.5,
-        )
+    def _divided(self, down: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries are made of [N, Lq], kv [N, D], what entries are made of [N, X], float32 index weights
+        [N, Hi]. down: [N, ...], or parts of it."""
+        spec, query_norm, kv_norm = self._spec, self._query_norm, self._kv_norm
+        scale = (spec.index_heads * spec.index_dim or 1) ** -0.5
+        if _by_kernel(down):
+            from turnout.kernels.common.turned import divide
+
+            cos_NR, sin_NR = (part_N1R[:, 0] for part_N1R in rotary)
+            gains = query_norm.weight, kv_norm.weight
+            found: tuple[Tensor, Tensor, Tensor, Tensor] = divide(
+                down, self._sizes, *gains, cos_NR, sin_NR, scale=scale, eps=kv_norm.eps
+            )
+            return found
+        q_NL, kv_ND, raw_NX, weights_NI = down.split(self._sizes, dim=-1)
+        kv_ND = turned(kv_ND[:, None], rotary, norm=kv_norm)[:, 0]
+        return query_norm(q_NL), kv_ND, raw_NX, weights_NI.float() * scale
+
+    def _heads(self, x_NL: Tensor, up: Dense, heads: int) -> Tensor:
+        """[N, heads, size], or parts of it."""
+        return product(self._linear, x_NL, up, None).unflatten(-1, (heads, -1))
 
 
 def _compressors(prefix: str, spec: CompressedSpec) -> dict[str, int]:

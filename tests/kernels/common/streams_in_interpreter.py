@@ -8,8 +8,9 @@ import torch
 
 from tests.kernels import interpreter
 from turnout.kernels.common import streams as kernels
+from turnout.kernels.common import turned as turned_kernels
 from turnout.kernels.common.streams import connect
-from turnout.kernels.common.turned import turn
+from turnout.kernels.common.turned import divide, turn
 from turnout.models.blocks import Norm
 from turnout.models.compressed_attention import turned
 from turnout.models.spec import StreamSpec
@@ -49,21 +50,44 @@ results["embedding"] = connects(2, 64, 0, embedding=True)
 results["none"] = connects(0, 64, 1)
 
 
-def turns(rows: int, heads: int, size: int, end: int, *, normed: bool, back: bool) -> bool:
+def angles(rows: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of halves, [N, end]."""
+    drawn = torch.randn(rows, end // 2)
+    return drawn.cos().repeat(1, 2), torch.cat((-drawn.sin(), drawn.sin()), 1)
+
+
+def turns(rows: int, heads: int, size: int, end: int, *, normed=False, back=False, parts=False) -> bool:
     wide = torch.randn(rows, heads * size + 5)
     x = wide[:, 2 : 2 + heads * size].unflatten(1, (heads, size))
-    angles = torch.randn(rows, end // 2)
-    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
+    cos, sin = angles(rows, end)
     weight = torch.randn(size)
     plain = torch.nn.functional.rms_norm(x, (size,), weight, 1e-6) if normed else x
     wanted = turned(plain, (cos[:, None], sin[:, None]), back=back)
     rest = {"weight_D": weight, "eps": 1e-6} if normed else {}
-    found = turn(x, cos, sin, back=back, **rest)
+    found = turn(torch.stack((2 * x, -x / 2, -x / 2)) if parts else x, cos, sin, back=back, **rest)
     return torch.allclose(found, wanted, atol=1e-5) and not torch.allclose(wanted, plain)
 
 
-results["turn"] = turns(3, 8, 64, 16, normed=False, back=False)
-results["turn-back"] = turns(3, 6, 48, 16, normed=False, back=True)
-results["turn-normed"] = turns(2, 1, 128, 64, normed=True, back=False)
+def divides(rows: int, sizes: tuple[int, int, int, int], end: int, *, parts: bool) -> bool:
+    """A row of ranks of queries, kv, what entries are made of, and weights."""
+    x, gains = torch.randn(rows, sum(sizes)), [torch.randn(size) for size in sizes[:2]]
+    cos, sin = angles(rows, end)
+    q, kv, raw, weights = x.split(sizes, dim=1)
+    q, kv = (torch.nn.functional.rms_norm(y, (len(g),), g, 1e-6) for y, g in zip((q, kv), gains, strict=True))
+    wanted = q, turned(kv[:, None], (cos[:, None], sin[:, None]))[:, 0], raw, weights * 0.3
+    given = torch.stack((2 * x, -x / 2, -x / 2)) if parts else torch.cat((x, x), dim=1)[:, : sum(sizes)]
+    found = divide(given, sizes, *gains, cos, sin, scale=0.3, eps=1e-6)
+    return all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))
+
+
+results["turn"] = turns(3, 8, 64, 16)
+results["turn-back"] = turns(3, 6, 48, 16, back=True)
+results["turn-normed"] = turns(2, 1, 128, 64, normed=True)
+results["turn-parts"] = turns(3, 5, 64, 16, normed=True, parts=True) and turns(1, 2, 16, 8, parts=True)
+turned_kernels.COPIED = 16
+results["divide"] = divides(3, (24, 32, 40, 6), 8, parts=False) and divides(
+    1, (16, 48, 0, 0), 16, parts=False
+)
+results["divide-parts"] = divides(2, (24, 48, 32, 0), 8, parts=True)
 
 print(json.dumps(results))

@@ -7,12 +7,17 @@ import torch
 
 from tests.kernels import interpreted
 from tests.kernels.compiled import compiled
+from turnout.attention.interface import Attention
+from turnout.attention.kinds import CompressedSpec
 from turnout.models.blocks import Norm
-from turnout.models.compressed_attention import turned
+from turnout.models.compressed_attention import CompressedProjection, turned
+from turnout.models.dense import linear
 from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
+from turnout.parallel.groups import SINGLE_RANK
 
-CASES = ["added", "parts", "many", "embedding", "none", "turn", "turn-back", "turn-normed"]
+CASES = ["added", "parts", "many", "embedding", "none"]
+CASES += ["turn", "turn-back", "turn-normed", "turn-parts", "divide", "divide-parts"]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,88 @@ def test_streams_on_a_gpu(rows: int):
     wanted = StreamWeights(spec=spec, norm_eps=1e-6, **parts).of_sum(x, (post, y), Norm(gain, 1e-6))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_divided_rows_compile_for_hopper():
+    """At the sizes of DeepSeek-V4-Flash."""
+    from turnout.kernels.common.turned import COPIED, HEADS, divide_rows, turn_heads
+
+    names = ("query_gain_ptr", "kv_gain_ptr", "cos_ptr", "sin_ptr", "q_ptr", "kv_ptr", "raw_ptr")
+    halves = dict.fromkeys((*names, "weight_ptr"), "*bf16")
+    constants = {"LP": 1024, "DP": 512, "BLOCK": COPIED, "scale": 0.1, "eps": 1e-6, "PDL": True}
+    compiled(divide_rows, constants | {"PARTS": 8}, warps=4, multiples=("L", "D", "X"), **halves)
+    constants = {"DP": 512, "HEADS": HEADS, "NORM": True, "BACK": False, "eps": 1e-6, "PDL": True}
+    compiled(turn_heads, constants | {"PARTS": 4}, warps=4, multiples=("D", "row_stride"), **halves)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32, 300])
+def test_projections_on_a_gpu(rows: int):
+    """What queries, keys, entries and an index are made of, and the output, next to torch's in float32."""
+    torch.manual_seed(0)
+    spec = CompressedSpec(
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=512,
+        value_dim=512,
+        scale=0.1,
+        rope_dim=64,
+        sinks=True,
+        recent=128,
+        output_groups=4,
+        rate=4,
+        overlap=True,
+        index_heads=8,
+        index_dim=128,
+        index_topk=512,
+    )
+
+    def drawn(*size: int) -> torch.Tensor:
+        return (torch.randn(size) * size[-1] ** -0.5).bfloat16()
+
+    weights = {
+        "down": drawn(1024 + 512 + spec.open_dim + 8, 2048),
+        "query_up": drawn(16 * 512, 1024),
+        "index_up": drawn(8 * 128, 1024),
+        "out_a_GZX": drawn(4, 256, 4 * 512),
+        "out_b": drawn(2048, 4 * 256),
+    }
+    norms = {"query_norm": 1024, "query_unit": 512, "kv_norm": 512}
+    norms = {name: 1 + drawn(size) for name, size in norms.items()}
+    x, drawn_angles = drawn(rows, 2048) * 40, torch.randn(rows, 1, 32)
+    cos, sin = drawn_angles.cos().repeat(1, 1, 2), torch.cat((-drawn_angles.sin(), drawn_angles.sin()), -1)
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+
+        def there(tensor: torch.Tensor, device: str = device, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return tensor.to(device, dtype)
+
+        kept: list[torch.Tensor] = []
+        projection = CompressedProjection(
+            0,
+            spec,
+            sinks=torch.zeros(16),
+            compressors=(None, None),
+            group=SINGLE_RANK.attention_tp,
+            linear=linear,
+            **{name: there(weight) for name, weight in weights.items()},
+            **{name: Norm(there(weight), 1e-6) for name, weight in norms.items()},
+        )
+        out = projection(there(x), {spec.rope: (there(cos), there(sin))}, Kept(kept))
+        found.append([*kept, out.sum(0) if out.dim() == 3 else out])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.cpu().float(), theirs, rtol=5e-2, atol=5e-2)
+
+
+class Kept(Attention):
+    """Attends to nothing but the queries themselves."""
+
+    def __init__(self, kept: list[torch.Tensor]):
+        self._kept = kept
+
+    def compressed(self, layer, q_NHD, kv_ND, sinks_H, rest):
+        self._kept += [q_NHD, kv_ND, rest.raw_NX, rest.index_queries, rest.index_weights]
+        return q_NHD
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from turnout.kernels.common import (
     streams,
     token_mask,
     top_p,
+    turned,
 )
 
 MOST, RUNNING = 4096, 256
@@ -100,6 +101,16 @@ def connections(size: int) -> None:
     for y in (b16(size, H), torch.empty(8, size, H)):
         added = torch.empty(size, 4), y
         streams.connect(b16(size, 4, H), added, fn, base, scale, GAIN, **eps)
+
+
+def divided(size: int) -> None:
+    """What the products of compressed attention give."""
+    turns, sizes = b16(size, 64), (1024, 512, 2560, 64)
+    for x in (b16(size, sum(sizes)), torch.empty(8, size, sum(sizes))):
+        turned.divide(x, sizes, b16(1024), b16(512), turns, turns, scale=0.1, eps=1e-6)
+    for x in (b16(size, 64, 512), torch.empty(1, size, 64, 512), torch.empty(4, size, 64, 512)):
+        turned.turn(x, turns, turns, weight_D=b16(512), eps=1e-6)
+        turned.turn(x, turns, turns, back=True)
 
 
 def fp8_products(size: int) -> None:
@@ -202,9 +213,9 @@ def normed_products(size: int) -> None:
 
 
 PARTS = (
-    norm, rotate, sums, routing, low_ranks, products, connections, fp8_products, wire, states, index_scores,
-    prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks, draws_by_top_p,
-    normed_products,
+    norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, wire, states,
+    index_scores, prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks,
+    draws_by_top_p, normed_products,
 )  # fmt: skip
 
 

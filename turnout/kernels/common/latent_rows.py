@@ -21,7 +21,7 @@ HEADS = 8  # of a program
 
 
 @triton.jit
-def _load_sum(at, part_stride, held, PARTS: tl.constexpr):
+def load_sum(at, part_stride, held, PARTS: tl.constexpr):
     """float32: the sum of what stands at `at` in each part."""
     x = tl.load(at, mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
@@ -34,7 +34,7 @@ def _normed(at, gain_ptr, part_stride, size, eps, BLOCK: tl.constexpr, PARTS: tl
     """(float32 [BLOCK], which are held): the RMS norm of `size` values times gain."""
     c = tl.arange(0, BLOCK)
     held = c < size
-    x = _load_sum(at + c, part_stride, held, PARTS)
+    x = load_sum(at + c, part_stride, held, PARTS)
     gain = tl.load(gain_ptr + c, mask=held, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * gain, held
 
@@ -44,8 +44,8 @@ def _rotated(at, cos_at, sin_at, part_stride, R: tl.constexpr, RP: tl.constexpr,
     """(float32 [RP], which are held): R values rotated."""
     d = tl.arange(0, RP)
     held = d < R
-    x = _load_sum(at + d, part_stride, held, PARTS)
-    across = _load_sum(at + (d + R // 2) % R, part_stride, held, PARTS)
+    x = load_sum(at + d, part_stride, held, PARTS)
+    across = load_sum(at + (d + R // 2) % R, part_stride, held, PARTS)
     cos = tl.load(cos_at + d, mask=held, other=0.0).to(tl.float32)
     sin = tl.load(sin_at + d, mask=held, other=0.0).to(tl.float32)
     return x * cos + across * sin, held
@@ -98,8 +98,8 @@ def rotate_tails(
         gdc_launch_dependents()
         gdc_wait()
     head = x_ptr + row * row_stride + h[:, None] * D
-    x = _load_sum(head + d[None, :], part_stride, held, PARTS)
-    across = _load_sum(head + D - R + ((r + R // 2) % R)[None, :], part_stride, turned, PARTS)
+    x = load_sum(head + d[None, :], part_stride, held, PARTS)
+    across = load_sum(head + D - R + ((r + R // 2) % R)[None, :], part_stride, turned, PARTS)
     own = (d >= D - R) & (d < D)
     cos = tl.load(cos_ptr + row * R + r, mask=own, other=1.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + row * R + r, mask=own, other=0.0).to(tl.float32)[None, :]
