@@ -27,9 +27,11 @@ def compiled(
     warps: int,
     multiples: tuple[str, ...] = MULTIPLES,
     most_registers: int | None = None,
+    stages: int = 0,
     **types: str,
 ) -> Any:
     """`kernel` with `constants`. types: of its pointers and descriptors, where not TYPES'; else *fp32.
+    stages: 0: as many as Triton takes unasked.
 
     Numbers are int32, those of an activation float32. It fits into the memory of a multiprocessor.
     """
@@ -46,6 +48,8 @@ def compiled(
             if name in multiples:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     options = {"num_warps": warps} | ({} if most_registers is None else {"maxnreg": most_registers})
+    if stages:
+        options["num_stages"] = stages
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = language(kernel, signature=signature, constexprs=values, attrs=attributes)
     done = compile_kernel(source, target=TARGET, options=options)

@@ -45,13 +45,15 @@ class LatentAttention(TorchAttention):
     def chunk_layouts(self, chunks: Sequence[Chunk], at: int) -> list[ChunkLayout]:
         """Of chunks whose pages are placed, the rows of the first of which begin at `at`."""
         layouts = []
-        contexts = (
-            to_device([self._slots(c.request.row, 0, c.end) for c in chunks], self.device) if chunks else []
-        )
+        contexts = to_device(self.context_slots(chunks), self.device) if chunks else []
         for chunk, slots_L in zip(chunks, contexts, strict=True):
             layouts.append(self._chunk_layout(chunk, at, slots_L))
             at += chunk.length
         return layouts
+
+    def context_slots(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """int64 [end] on the host, of each chunk: the slots of all it may see."""
+        return [self._slots(chunk.request.row, 0, chunk.end) for chunk in chunks]
 
     def _chunk_layout(self, chunk: Chunk, at: int, slots_L: Tensor) -> ChunkLayout:
         """With a mask and the slots of the whole context where the absorbed form is to be used; else with the

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from turnout.attention.kinds import LATENT_KINDS, AttentionSpec, CacheGroup, CompressedSpec, SparseLatentSpec
 
 LATENT_SPAN = 1024  # tokens whose keys and values latent attention expands at a time
+LATENT_CONTEXTS = 3  # times a step's tokens: contexts whose keys and values a kernel may have made at once
 SPARSE_ROWS = 16  # tokens that sparse latent attention computes at a time
 COMPRESSED_ROWS = 32  # the most tokens that compressed attention computes at a time
 COMPRESSED_SCORES = 10**8  # about the most scores of these, as many as 32 tokens of 64 heads have at 195k
@@ -18,13 +19,16 @@ def workspace_bytes(groups: Sequence[CacheGroup], tokens: int, itemsize: int, lo
     """The most that attention allocates for a chunk of so many tokens, next to queries and results.
 
     Only latent attention does: keys and values of a span, made and then padded, and in float32 what the spans
-    give. longest: of contexts, in tokens, whose scores sparse latent attention ranks.
+    give; or keys and values of LATENT_CONTEXTS times the tokens. longest: of contexts, in tokens, whose
+    scores sparse latent attention ranks.
     """
     most = max((_compressed_bytes(g.spec, itemsize, longest) for g in groups), default=0)
     for spec in (group.spec for group in groups if group.spec.kind in LATENT_KINDS):
         expanded = LATENT_SPAN * (3 * spec.head_dim + 2 * spec.value_dim) * itemsize
         joined = tokens * (3 * spec.value_dim * 4 + spec.head_dim * itemsize)
-        most = max(most, spec.num_heads * (expanded + joined))
+        made = spec.num_heads * (spec.head_dim - spec.rope_dim + spec.value_dim)
+        at_once = LATENT_CONTEXTS * tokens * (made + spec.latent_dim + spec.rope_dim) * itemsize
+        most = max(most, spec.num_heads * (expanded + joined), at_once)
         if isinstance(spec, SparseLatentSpec):
             most = max(most, _sparse_bytes(spec, tokens, itemsize, longest))
     return most

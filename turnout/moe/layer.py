@@ -69,9 +69,9 @@ class MoELayer:
         The caller's `experts` may be dropped afterwards: the runner keeps what it needs.
         """
         self._spec, self._plan = spec, plan
-        self._router_weight, self._router_bias = router_weight, router_bias
         self._shared_expert, self._groups = shared_expert, groups
-        self._linear = rowwise.linear if plan.deterministic else F.linear
+        self._linear, self._router_weight = _router_product(plan, router_weight, router_bias)
+        self._router_bias = router_bias
         device = router_weight.device
         self._fork_shared: Fork = fork_on(device, "shared") if plan.overlap_shared_expert else at_once
         self._router = Router(
@@ -180,7 +180,7 @@ class MoELayer:
     @property
     def adds_parts_by(self) -> Tensor | None:
         """The router's weight [E, H], where a call adds up parts of a product by it."""
-        whole = self._router_bias is not None or self._linear is not F.linear
+        whole = self._router_bias is not None or self._linear is rowwise.linear
         return self._router_weight if self._router.adds_parts and not whole else None
 
     def _route(
@@ -248,6 +248,18 @@ def _sum(out_TH: Tensor, shared: Tensor) -> Tensor:
     from turnout.kernels.common.rows import add
 
     return add(shared, out_TH, out_TH.dtype)
+
+
+def _router_product(plan: MoEPlan, weight: Tensor, bias: Tensor | None) -> tuple[rowwise.Linear, Tensor]:
+    """What multiplies a layer's input by the router's weight, and that weight. A float32 one whose values are
+    bfloat16's is kept in that where hidden states are: the same products, on tensor cores."""
+    if plan.deterministic:
+        return rowwise.linear, weight
+    if weight.is_cuda and weight.dtype == torch.float32 and bias is None and plan.compute_dtype == "bfloat16":
+        narrow = weight.bfloat16()
+        if bool((narrow == weight).all()):
+            return rowwise.wide_linear, narrow
+    return F.linear, weight
 
 
 def make_dispatchers(

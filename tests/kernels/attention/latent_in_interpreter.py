@@ -12,7 +12,11 @@ import torch
 from tests.attention import test_sparse_latent as sparse
 from tests.attention.test_latent import Chunk, drawn, paged, sequence
 from tests.kernels import interpreter
+from turnout.attention.capability import Chosen
+from turnout.attention.kinds import AttentionSpec, cache_groups
 from turnout.attention.latent import LatentAttention
+from turnout.attention.paged import paged_attention
+from turnout.attention.up_projection import UpProjection
 from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
@@ -135,5 +139,39 @@ def sparse_steps() -> bool:
 
 
 results["sparse-steps"] = sparse_steps()
+
+
+def prompts() -> bool:
+    """Prompts by the kernel, also behind prefixes and next to a token that decodes and to a short chunk, give
+    what torch gives. Lengths around those of tiles; what another request keeps is NaN."""
+    sizes = {"nope_dim": 48, "rope_dim": 16, "value_dim": 32, "latent_dim": 64}
+    spec = AttentionSpec.latent(num_heads=3, **sizes)
+    draw = torch.Generator().manual_seed(0)
+    up = UpProjection(torch.randn(3, 80, 64, generator=draw) * 0.1, 48)
+    q, latent = torch.randn(3, 100, 3, 64, generator=draw), torch.randn(3, 100, 80, generator=draw)
+    found = []
+    for backend in ("torch", "triton"):
+        group = paged_attention(
+            *cache_groups([spec]), num_pages=80, page_size=4, max_running=4, max_context=256,
+            device=torch.device("cpu"), dtype=torch.float32, chosen=Chosen(backend=backend, prompts=backend),
+        )  # fmt: skip
+        group.cache.fill_(torch.nan)
+        requests, parts = [sequence(row, 26 * row, 25) for row in range(3)], []
+        steps = [
+            [(0, 0, 65), (1, 0, 1)],  # two prompts, one of a single token
+            [(2, 0, 32), (1, 1, 97)],  # one behind a token
+            [(0, 65, 66), (2, 32, 99), (1, 97, 100)],  # one decodes; the last is absorbed
+        ]
+        for described in steps:
+            chunks = [Chunk(requests[row], start, end) for row, start, end in described]
+            decoding = chunks[:1] if chunks[0].start == 65 else []
+            step = group.laid_out(decoding, chunks[len(decoding) :])
+            own = [tuple(x[row, start:end] for row, start, end in described) for x in (q, latent)]
+            parts.append(step.latent(0, torch.cat(own[0]), torch.cat(own[1]), up))
+        found.append(torch.cat(parts))
+    return bool((found[0] - found[1]).abs().max() < 1e-5)
+
+
+results["prompts"] = prompts()
 
 print(json.dumps(results))

@@ -31,6 +31,7 @@ CASES = [
     "no-rows",
     "steps",
     "sparse-steps",
+    "prompts",
 ]
 
 
@@ -91,6 +92,35 @@ def test_specialised_on_a_gpu(H: int, splits: int, page: int):
     for b, kept in enumerate(seen):
         wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if len(kept) else 0
         assert (found[b].double() - wanted).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
+def test_prompts_on_a_gpu(sizes: tuple[int, int, int]):
+    """Chunks of one tile and of many, one behind a prefix, whose keys and values are made at once; tokens
+    behind the last are NaN."""
+    from turnout.attention.up_projection import UpProjection
+    from turnout.kernels.attention import latent_prefill
+
+    torch.manual_seed(0)
+    (nope, rope, value), H = sizes, 5
+    up = UpProjection((torch.randn(H, nope + value, 512, device="cuda") * 0.04).bfloat16(), nope)
+    chunks = [(0, 0, 777, 0), (777, 1000, 1129, 777), (906, 0, 1, 1906)]  # as of `tiles`
+    latent = torch.randn(2000, 512 + rope, device="cuda").bfloat16()
+    latent[1907:] = torch.nan
+    q, out = torch.randn(907, H, nope + rope, device="cuda").bfloat16(), torch.empty(907, H, value).bfloat16()
+    out, parts = out.cuda(), latent_prefill.key_parts(nope, rope, value)
+    tiling = latent_prefill.tiles_for(value, 2)
+    tiles = latent_prefill.tiles(chunks, tiling.rows).cuda()
+    scale = (nope + rope) ** -0.5
+    latent_prefill.attend(q, up.made(latent), latent, tiles, out, scale=scale, parts=parts, sizes=tiling)
+    wide = UpProjection(up.weight_HXL.double(), nope)
+    for row, start, end, begin in chunks:
+        k, v = wide.expand(latent[begin : begin + end].double())
+        scores = q[row : row + end - start].double().transpose(0, 1) @ k.transpose(1, 2) * scale
+        seen = torch.ones(end, end, device="cuda").tril().bool()[start:]
+        wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        assert (out[row : row + end - start].transpose(0, 1) - wanted).abs().max() < 3e-2
 
 
 @pytest.mark.gpu
@@ -162,3 +192,29 @@ def test_specialised_kernel_compiles_as_designed(tmp_path: Path):
     instructions, _ = machine_code(done, tmp_path)
     # What is begun together runs together. Had operands to wait, ptxas would let each product end first.
     assert len(re.findall(r"HGMMA.*gsb0", instructions)) == 2 * 3 + 2
+
+
+@pytest.mark.parametrize(("first", "more", "value"), [(128, 0, 128), (128, 64, 256)])
+def test_prompts_compile_as_designed(first: int, more: int, value: int, tmp_path: Path):
+    """Loads by TMA, products on Hopper's tensor cores, and no register spills."""
+    from turnout.kernels.attention.latent_prefill import attend_expanded_tiles, tiles_for
+
+    sizes = tiles_for(value, 2)
+    constants = {
+        "FIRST": first,
+        "MORE": more,
+        "R": 64,
+        "DV": value,
+        "ROWS": sizes.rows,
+        "TOKENS": sizes.tokens,
+    }
+    columns = {"made_desc": first, "more_desc": more or first, "rope_desc": 64, "value_desc": value}
+    types = {name: f"tensordesc<bf16[{sizes.tokens}, {size}]>" for name, size in columns.items()}
+    types |= {"q_ptr": "*bf16", "tiles_ptr": "*i64"}
+    done = compiled(
+        attend_expanded_tiles, constants, warps=sizes.warps, stages=sizes.stages, multiples=(), **types
+    )
+    assert "wgmma.mma_async" in done.asm["ptx"]
+    assert "cp.async.bulk.tensor" in done.asm["ptx"]
+    _, needed = machine_code(done, tmp_path)
+    assert " STACK:0" in needed, needed

@@ -39,10 +39,19 @@ def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Ten
     return one_by_one(lambda row: F.linear(row, weight_MK, bias_M), x_NK)
 
 
+def wide_linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """float32 [N, M] of 16-bit rows and weights, on CUDA: sums of exact products."""
+    if bias_M is not None:
+        raise ValueError("no bias is added here")
+    if not len(x_NK):
+        return x_NK.new_empty(0, len(weight_MK), dtype=torch.float32)
+    return torch.mm(x_NK, weight_MK.T, out_dtype=torch.float32)
+
+
 def product(linear: Linear, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
-    """[N, M] of `linear`, x in the weight's dtype; or, of few rows on a GPU where `linear` is torch's,
+    """[N, M] of `linear`, x in the weight's dtype; or, of few rows on a GPU where `linear` is a library's,
     float32 parts [P, N, M] for whoever comes next to add up (split_gemm.py)."""
-    if linear is F.linear and x_NK.device.type == "cuda" and find_spec("triton"):
+    if linear in (F.linear, wide_linear) and x_NK.device.type == "cuda" and find_spec("triton"):
         from turnout.kernels.common import split_gemm
 
         parts_PNM = split_gemm.parts(x_NK, weight_MK, bias_M)

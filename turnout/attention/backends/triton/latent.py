@@ -1,4 +1,5 @@
-"""Latent attention on CUDA: tokens that decode by kernels (kernels/attention/latent.py), chunks by torch.
+"""Latent attention on CUDA: tokens that decode by kernels (kernels/attention/latent.py), prompts whose keys
+and values are made by another (latent_prefill.py), other chunks by torch.
 
 With an indexer kernels also score and choose, for all tokens (kernels/attention/index.py).
 
@@ -10,18 +11,19 @@ index_topk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention, Chunk
-from turnout.attention.latent import LatentAttention
+from turnout.attention.latent import LatentAttention, expands
 from turnout.attention.paged import to_device
 from turnout.attention.rows import StoredAttention
 from turnout.attention.sparse_latent import SparseLatentAttention
 from turnout.attention.up_projection import UpProjection
-from turnout.attention.workspace import SPARSE_ROWS
+from turnout.attention.workspace import LATENT_CONTEXTS, SPARSE_ROWS
 
 ROWS = 8 * SPARSE_ROWS  # whose scores take less than what torch's ranking of SPARSE_ROWS does
 
@@ -88,7 +90,8 @@ class SparseLatentRows(StoredAttention):
 
 
 class LatentStep(StoredAttention):
-    """Of a step in a group of latent layers: decoding tokens by the kernel, chunks by torch (latent.py)."""
+    """Of a step in a group of latent layers: decoding tokens and prompts by kernels, other chunks by torch
+    (latent.py)."""
 
     def __init__(self, paged: LatentAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
         places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
@@ -98,8 +101,12 @@ class LatentStep(StoredAttention):
         )
         super().__init__(paged, slots_N)
         self._ends_M = self.places_N[:M] + 1
-        self._chunks = paged.chunk_layouts(chunks, M)
         self._splits = latent_spans(paged, max(1, M))
+        self._lay_out(paged, chunks)
+
+    def _lay_out(self, paged: LatentAttention, chunks: Sequence[Chunk]) -> None:
+        self._prompts, rest = prompts(paged, chunks, self._num_decoding)
+        self._chunks = [layout for at, chunk in rest for layout in paged.chunk_layouts([chunk], at)]
 
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
@@ -107,12 +114,90 @@ class LatentStep(StoredAttention):
         paged, M = self._paged, self._num_decoding
         assert isinstance(paged, LatentAttention)
         cache_SC = paged.store(layer, self._slots_N, latent_NC)
-        parts = [
-            attend_absorbed(paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits)
-        ]
+        out_MHV = attend_absorbed(
+            paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits
+        )
+        if len(q_NHD) == M:
+            return out_MHV
+        out_NHV = q_NHD.new_empty(len(q_NHD), *up.values_size)
+        out_NHV[:M] = out_MHV
+        if self._prompts is not None:
+            self._prompts.attend(cache_SC, q_NHD, latent_NC, up, paged.spec.scale, out_NHV)
         for chunk in self._chunks:
-            parts.append(paged.attend_chunk(chunk, cache_SC, q_NHD[chunk.rows], latent_NC[chunk.rows], up))
-        return torch.cat(parts)
+            rows = chunk.rows
+            out_NHV[rows] = paged.attend_chunk(chunk, cache_SC, q_NHD[rows], latent_NC[rows], up)
+        return out_NHV
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Chunks of a step whose keys and values are made for all of their contexts, one after the other.
+
+    tiles: as of `latent_prefill.tiles`. slots: int64 [L] of these contexts; None: they are rows of the step.
+    """
+
+    tiles_TF: Tensor
+    slots_L: Tensor | None
+
+    def attend(
+        self,
+        cache_SC: Tensor,
+        q_NHD: Tensor,
+        latent_NC: Tensor,
+        up: UpProjection,
+        scale: float,
+        out_NHV: Tensor,
+    ) -> None:
+        """Fill the rows of `out` of these chunks."""
+        from turnout.kernels.attention import latent_prefill
+
+        Dv, rope = up.values_size[1], q_NHD.shape[2] - up.nope_dim
+        parts = latent_prefill.key_parts(up.nope_dim, rope, Dv)
+        assert parts is not None
+        latent_LC = latent_NC if self.slots_L is None else cache_SC.index_select(0, self.slots_L)
+        latent_prefill.attend(
+            q_NHD.contiguous(),
+            up.made(latent_LC),
+            latent_LC.contiguous(),
+            self.tiles_TF,
+            out_NHV,
+            scale=scale,
+            parts=parts,
+            sizes=latent_prefill.tiles_for(Dv, q_NHD.element_size()),
+        )
+
+
+def prompts(
+    paged: LatentAttention, chunks: Sequence[Chunk], at: int
+) -> tuple[Prompts | None, list[tuple[int, Chunk]]]:
+    """What the kernel computes of these chunks, the rows of the first of which begin at `at`; and the others,
+    each with its first row: short ones, and those whose contexts are too long to make at once."""
+    from turnout.kernels.attention import latent_prefill
+
+    spec, left = paged.spec, LATENT_CONTEXTS * sum(chunk.length for chunk in chunks)
+    taken: list[tuple[int, Chunk]] = []
+    others: list[tuple[int, Chunk]] = []
+    known = latent_prefill.key_parts(spec.head_dim - spec.rope_dim, spec.rope_dim, spec.value_dim)
+    for chunk in chunks:
+        fits = known is not None and expands(spec, chunk.start, chunk.length) and chunk.end <= left
+        (taken if fits else others).append((at, chunk))
+        left -= chunk.end if fits else 0
+        at += chunk.length
+    if not taken:
+        return None, others
+    whole = all(chunk.start == 0 for _, chunk in taken)
+    begins = [at for at, _ in taken]
+    if not whole:
+        begins = [sum(chunk.end for _, chunk in taken[:i]) for i in range(len(taken))]
+    described = [
+        (row, chunk.start, chunk.end, begin) for (row, chunk), begin in zip(taken, begins, strict=True)
+    ]
+    rows = latent_prefill.tiles_for(spec.value_dim, paged.cache.element_size()).rows
+    uploaded = [latent_prefill.tiles(described, rows)]
+    if not whole:
+        uploaded.append(torch.cat(paged.context_slots([chunk for _, chunk in taken])))
+    tiles_TF, *slots = to_device(uploaded, paged.device)
+    return Prompts(tiles_TF, slots[0] if slots else None), others
 
 
 class SparseLatentStep(LatentStep):
@@ -123,6 +208,9 @@ class SparseLatentStep(LatentStep):
         super().__init__(paged, decoding, chunks)
         self._sparse, self._contexts = paged, [paged.chunk_contexts(chunk) for chunk in chunks]
         self._chosen: list[Tensor | None] = [None] * (1 + len(chunks))  # of decoding tokens, then of chunks
+
+    def _lay_out(self, paged: LatentAttention, chunks: Sequence[Chunk]) -> None:
+        self._chunks = paged.chunk_layouts(chunks, self._num_decoding)
 
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
