@@ -19,7 +19,7 @@ from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.models.blocks import Mixer, Rotaries
-from turnout.models.dense import Dense, Linear
+from turnout.models.dense import Dense, Linear, product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights
@@ -45,10 +45,12 @@ class DeltaNet(Mixer):
         self._mixed, self._out = mixed, out
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
-        """[N, H]; positions count for nothing."""
+        """[N, H], or parts [P, N, H] for a norm that adds them up; positions count for nothing."""
         parts = [self._linear(x_NH, rows) for rows in self._mixed]
         mixed_NX = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         y_NY = attention.recur(self._layer, mixed_NX, self._cell)
+        if self._group.size == 1:
+            return product(self._linear, y_NY, self._out, None)
         return self._group.all_reduce(self._linear(y_NY, self._out))
 
 
