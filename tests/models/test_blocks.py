@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from turnout.models.attention import WholeNorm
-from turnout.models.blocks import GatedMLP, GatedSharedExpert, Norm
+from turnout.models.blocks import GatedMLP, Norm
 from turnout.parallel.groups import SINGLE_RANK
 
 EPS = 1e-6
@@ -74,5 +74,5 @@ def test_gated_mlp_and_shared_expert() -> None:
     expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     mlp = GatedMLP(torch.cat((gate, up)), down)
     torch.testing.assert_close(mlp(x), expected)
-    shared = GatedSharedExpert(mlp, own)
+    shared = GatedMLP(torch.cat((gate, up)), down, token_gate=own)
     torch.testing.assert_close(shared(x), expected * torch.sigmoid(x @ own[0])[:, None])

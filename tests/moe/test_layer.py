@@ -128,6 +128,31 @@ def make_layer(spec: MoESpec, experts: ExpertWeights, *, topology: Topology = To
     )
 
 
+class Doubled:
+    """A shared expert that adds itself to rows by parts."""
+
+    adds_row = True
+
+    def __call__(self, x):
+        return 2 * x
+
+    def begin_row(self, x):
+        return lambda more: torch.stack((more, 2 * x))
+
+
+def test_a_shared_expert_may_add_itself_to_a_row_whose_logits_are_known():
+    """Then the result is what it gives, parts; else the layer adds."""
+    spec, experts = make_spec("swiglu"), make_experts(make_spec("swiglu"))
+    layer, plain = make_layer(spec, experts, shared_expert=Doubled()), make_layer(spec, experts)
+    x = torch.randn(2, spec.hidden_size)
+    assert torch.equal(layer(x), plain(x) + 2 * x)
+    logits = x @ layer._router_weight.T
+    parts = layer(x[:1], "decode", None, None, logits[:1])
+    assert parts.shape == (2, 1, spec.hidden_size)
+    assert relative_error(parts.sum(0), plain(x)[:1] + 2 * x[:1]) < 1e-5
+    assert layer(x, "decode", None, None, logits).shape == x.shape
+
+
 def test_expert_parallel_slices_in_one_process():
     spec = make_spec("swiglu", "nvfp4")
     experts = make_experts(spec)

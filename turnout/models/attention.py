@@ -141,7 +141,9 @@ class Attention(Mixer):
             q_NHD, k_NHD = self._compose(heads_NGD, *rotary)
             out_NHD = attention(self._layer, q_NHD, k_NHD, heads_NGD[:, self._num_qk :], self._sinks)
         flat_NX = out_NHD.reshape(N, self._num_q * D)
-        if self._gate is not None:
+        if self._gate is not None and self._fused and x_NH.device.type == "cuda":
+            flat_NX = self._fused.gated(flat_NX, product(self._linear, x_NH, self._gate, None))
+        elif self._gate is not None:
             flat_NX = flat_NX * torch.sigmoid(self._linear(x_NH, self._gate))
         if self._fused and self._group.size == 1:
             return product(self._linear, flat_NX, self._out, self._out_bias)

@@ -12,7 +12,7 @@ G = Hq + Hkv, D head size, I intermediate size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Protocol
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from turnout.attention import interface
 from turnout.kernels import cpu
-from turnout.models.dense import Dense, Linear, linear, normed_product, product
+from turnout.models.dense import Dense, Linear, gated_product, linear, normed_product, product
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished
@@ -183,7 +183,8 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I].
 
     group: the ranks whose results are summed, each having a share of I. limit: gate is at most this, up is at
-    most as large either way; None: they are as they come.
+    most as large either way; None: they are as they come. token_gate: [1, H], of a number of each token whose
+    sigmoid scales its result; it is whole on each rank, as it scales each part of the sum.
     """
 
     def __init__(
@@ -193,21 +194,31 @@ class GatedMLP:
         group: Group = SINGLE_RANK.attention_tp,
         linear: Linear = linear,
         limit: float | None = None,
+        token_gate: Tensor | None = None,
     ):
+        self._inner, self._token_gate = len(gate_up) // 2, token_gate
+        self._rows = one_kernel(gate_up.device, gate_up.dtype, self._inner)
+        self._on_cuda = self._rows is not None and gate_up.device.type == "cuda"
+        # One product gives the token's number too; rows of zeros keep those of its result aligned.
+        self._joined = self._on_cuda and token_gate is not None and isinstance(gate_up, Tensor)
+        if self._joined and token_gate is not None and isinstance(gate_up, Tensor):
+            gate_up = torch.cat((gate_up, token_gate, gate_up.new_zeros(15, gate_up.shape[1])))
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
         self._limit = limit
-        self._rows = one_kernel(gate_up.device, gate_up.dtype, len(gate_up) // 2)
 
     def __call__(self, x_NH: Tensor, *step: object) -> Tensor:
         """[N, H] to [N, H], or to float32 parts [P, N, H] where a kernel will add them up (`dense.product`).
         step: for the arguments of an MoE layer, which is called in the same way."""
-        if self._rows and x_NH.device.type == "cuda":
-            h_NI = self._rows.gate(product(self._linear, x_NH, self._gate_up, None), x_NH.dtype, self._limit)
+        if self._rows and self._on_cuda:
+            gate_up, token = self._products(x_NH)
+            h_NI = self._rows.gate(gate_up, x_NH.dtype, self._limit, self._inner, token)
         else:
             gate_NI, up_NI = self._linear(x_NH, self._gate_up).chunk(2, dim=-1)
             if self._limit is not None:
                 gate_NI, up_NI = gate_NI.clamp(max=self._limit), up_NI.clamp(-self._limit, self._limit)
             h_NI = F.silu(gate_NI) * up_NI
+            if self._token_gate is not None:
+                h_NI = h_NI * torch.sigmoid(self._linear(x_NH, self._token_gate))
         if self._group.size == 1:
             return product(self._linear, h_NI, self._down, None)
         return self._group.all_reduce(self._linear(h_NI, self._down))
@@ -216,16 +227,32 @@ class GatedMLP:
         """A call, where an MoE layer begins to exchange tokens."""
         return Finished(self(x_NH))
 
+    @property
+    def adds_row(self) -> bool:
+        """Whether `begin_row` may be called: it has a token gate, and its weights are on a GPU."""
+        if not self._on_cuda or self._token_gate is None or self._limit is not None or self._group.size > 1:
+            return False
+        from turnout.kernels.common.gated_row import width
 
-class GatedSharedExpert:
-    """A gated MLP that sees every token, scaled by a sigmoid gate of its own. gate: [1, H].
+        outputs, dtype = len(self._down), self._token_gate.dtype
+        return self._linear is linear and width(self._inner, outputs, dtype) > 0
 
-    The gate of a share of the MLP is whole: it scales each part of the sum.
-    """
+    def begin_row(self, x_1H: Tensor) -> Callable[[Tensor], Tensor]:
+        """Begin a call on one row. What is returned adds it to a row [1, H], and gives float32 parts
+        [P, 1, H] of the sum."""
+        gate_up, token = self._products(x_1H)
+        assert token is not None, "it has a token gate"
 
-    def __init__(self, mlp: GatedMLP, gate_1H: Tensor, linear: Linear = linear):
-        self._mlp, self._gate_1H, self._linear = mlp, gate_1H, linear
+        def added(more_1H: Tensor) -> Tensor:
+            return gated_product(gate_up, token, self._down, more_1H)
 
-    def __call__(self, x_NH: Tensor) -> Tensor:
-        """[N, H], or parts of it, as of the MLP."""
-        return torch.sigmoid(self._linear(x_NH, self._gate_1H)) * self._mlp(x_NH)
+        return added
+
+    def _products(self, x_NH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """On CUDA: what is gated, gate first, and the numbers of tokens; or parts of them."""
+        gate_up, token = product(self._linear, x_NH, self._gate_up, None), None
+        if self._joined:
+            token = gate_up[..., 2 * self._inner :][..., :1]
+        elif self._token_gate is not None:
+            token = product(self._linear, x_NH, self._token_gate, None)
+        return gate_up, token

@@ -21,7 +21,6 @@ from turnout.models.attention import read_attention
 from turnout.models.blocks import (
     Embedding,
     GatedMLP,
-    GatedSharedExpert,
     Head,
     Norm,
     RotaryEmbedding,
@@ -301,7 +300,7 @@ class DecoderReader:
         )
         return shard(experts, topology.expert_tp_rank, topology.expert_tp)
 
-    def _read_shared(self, prefix: str, plan: MoEPlan) -> GatedMLP | GatedSharedExpert | None:
+    def _read_shared(self, prefix: str, plan: MoEPlan) -> GatedMLP | None:
         """Its output is not summed here: a shard of it is part of the sum that the MoE layer makes."""
         shared, H = self._spec.shared_expert, self._shape.hidden_size
         if shared is None:
@@ -310,15 +309,13 @@ class DecoderReader:
         if plan.shared_expert == SharedExpert.WHOLE:
             inner = whole(shared.intermediate_size)
         name = f"{prefix}.{self._spec.names.shared_expert}"
-        mlp = self._weights.gated_mlp(
+        gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H)) if shared.gated else None
+        return self._weights.gated_mlp(
             name,
             H,
             inner,
             SINGLE_RANK.world,
             names=self._spec.names.gate_up_down,
             limit=self._spec.mlp_limit,
+            token_gate=gate_1H,
         )
-        if not shared.gated:
-            return mlp
-        gate_1H = self._weights.linear(f"{name}_gate", whole(1), whole(H))
-        return GatedSharedExpert(mlp, gate_1H, self._weights.multiply)

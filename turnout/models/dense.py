@@ -160,6 +160,16 @@ def normed_product(
     return normed_parts(x_NH, delta, gain_H, eps, weight_MH) if same else None
 
 
+def gated_product(x: Tensor, token: Tensor, weight_MK: Dense, more_1M: Tensor) -> Tensor:
+    """Parts [P, 1, M] of the product of a gated row, and `more`; see kernels/common/gated_row.py."""
+    from turnout.kernels.common.gated_row import gated_parts
+
+    if isinstance(weight_MK, Fp8Weight):
+        scale_GM, group = weight_MK.scale_GM, weight_MK.group
+        return gated_parts(x, token, weight_MK.data_MK, more_1M, scale_GM=scale_GM, group=group)
+    return gated_parts(x, token, weight_MK, more_1M)
+
+
 def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor | None:
     """Of up to SOME rows; with a bias of few."""
     from turnout.kernels.common import row_gemm, split_gemm

@@ -83,12 +83,13 @@ class Weights:
         *,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         limit: float | None = None,
+        token_gate: Tensor | None = None,
     ) -> GatedMLP:
-        """group: the ranks that sum up their shares of it. limit: see `GatedMLP`."""
+        """group: the ranks that sum up their shares of it. limit, token_gate: see `GatedMLP`."""
         outer = whole(hidden)
         gate_up = self.dense({f"{prefix}.{name}": intermediate for name in names[:2]}, outer)
         down = self.dense({f"{prefix}.{names[2]}": outer}, intermediate)
-        return GatedMLP(gate_up, down, group, self.multiply, limit)
+        return GatedMLP(gate_up, down, group, self.multiply, limit, token_gate)
 
     def _packed(self, rows: Mapping[str, Share], columns: Share) -> Fp8Weight | None:
         if not self._keeps_fp8 or not all(self.checkpoint.is_fp8(prefix) for prefix in rows):

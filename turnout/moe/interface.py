@@ -82,6 +82,18 @@ class RoutedExperts(Protocol):
         ...
 
 
+@runtime_checkable
+class RowExpert(Protocol):
+    """A shared expert that adds itself to what routed ones gave a row. adds_row: whether it does."""
+
+    @property
+    def adds_row(self) -> bool: ...
+
+    def begin_row(self, x_1H: Tensor) -> Callable[[Tensor], Tensor]:
+        """Begin with a row. What is returned adds the rest to a row [1, H]: float32 parts [P, 1, H]."""
+        ...
+
+
 class LayerInOneCall(Protocol):
     def __call__(
         self, x_NH: Tensor, delta_NH: Tensor | None, gain_H: Tensor, eps: float

@@ -27,6 +27,7 @@ from turnout.moe.interface import (
     Keep,
     LayerInOneCall,
     RoutedExperts,
+    RowExpert,
     prepare_anew,
 )
 from turnout.moe.plan import MoEPlan
@@ -73,6 +74,7 @@ class MoELayer:
         self._linear, self._router_weight = _router_product(plan, router_weight, router_bias)
         self._router_bias = router_bias
         device = router_weight.device
+        self._row_expert = _of_row(shared_expert) if groups.world.size == 1 else None
         self._fork_shared: Fork = fork_on(device, "shared") if plan.overlap_shared_expert else at_once
         self._router = Router(
             spec.routing,
@@ -99,18 +101,23 @@ class MoELayer:
     ) -> Tensor:
         """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
-        logits: float32 parts of x's product by `adds_parts_by`, where they are known. token_ids: int64 [T],
-        where experts are chosen by them.
+        logits: float32 parts of x's product by `adds_parts_by`, where they are known; for one row the result
+        may then be parts [P, T, H], for a norm that adds them up. token_ids: int64 [T], where experts are
+        chosen by them.
         """
-        shared = self._start_shared(x_TH)
+        row_expert = self._row_expert if len(x_TH) == 1 and logits_PTE is not None else None
+        shared = self._start_shared(x_TH) if row_expert is None else None
+        whole_TH = x_TH
         x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
+        # Its weights are on their way while one program chooses.
+        add = None if row_expert is None else row_expert.begin_row(whole_TH)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
             batch, state = dispatcher.dispatch(*chunk)
             out = experts(batch)
             combined.append(dispatcher.combine(out, state))
-        return self._finish(combined, shared, phase)
+        return self._finish(combined, shared, phase) if add is None else add(combined[0])
 
     def of_sum(
         self,
@@ -260,6 +267,10 @@ def _router_product(plan: MoEPlan, weight: Tensor, bias: Tensor | None) -> tuple
         if bool((narrow == weight).all()):
             return rowwise.wide_linear, narrow
     return F.linear, weight
+
+
+def _of_row(shared_expert: object) -> RowExpert | None:
+    return shared_expert if isinstance(shared_expert, RowExpert) and shared_expert.adds_row else None
 
 
 def make_dispatchers(

@@ -13,9 +13,10 @@ import triton
 
 from tests.kernels import interpreter
 from turnout.kernels.common import rows
+from turnout.kernels.common.gated_row import multiply_gated_row
 from turnout.kernels.common.normed_row import multiply_normed_row
 from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
-from turnout.kernels.common.rows import norm, rotate
+from turnout.kernels.common.rows import gate, gated, norm, rotate
 from turnout.kernels.common.split_gemm import parts as parts_of
 from turnout.moe.routing import route, weigh
 from turnout.moe.spec import Routing
@@ -214,6 +215,38 @@ def normed_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
     return good and (near(total, summed) if parts else bool(total.isnan().all()))
 
 
+def gates(rows: int, size: int) -> bool:
+    """With a number of each row apart, and as a column of what is gated, in parts and not."""
+    x, token = torch.randn(rows, 2 * size + 4), torch.randn(rows, 1)
+    plain = F.silu(x[:, :size]) * x[:, size : 2 * size]
+    joined = x[:, 2 * size :][:, :1]
+    parts, parts_of_token = torch.stack((2 * x, -x)), torch.stack((token / 2, token, -token / 2))
+    good = near(gate(x, torch.float32, M=size), plain)
+    good &= near(gate(x, torch.float32, M=size, token=token), plain * token.sigmoid())
+    good &= near(gate(x, torch.float32, M=size, token=joined), plain * joined.sigmoid())
+    good &= near(gate(parts, torch.float32, M=size, token=parts_of_token), plain * token.sigmoid())
+    of_parts = parts[..., 2 * size :][..., :1]
+    good &= near(gated(x, x + 1), x * (x + 1).sigmoid()) and near(gated(x, parts), x * x.sigmoid())
+    return good and near(gate(parts, torch.float32, M=size, token=of_parts), plain * joined.sigmoid())
+
+
+def gated_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
+    """Next to activation, product and sum one after the other; the row's number is a column of parts."""
+    x, more, w = torch.randn(parts, 2 * size + 4), torch.randn(1, outputs), torch.randn(outputs, size)
+    y = torch.full((size // width, 1, outputs), torch.nan)
+    multiply_gated_row[(-(-outputs // 64), len(y))](
+        x, x[:, 2 * size :], w, w, more, y, outputs, size, 2 * size + 4, x.stride(0), size,
+        parts, parts, 64, width, 0, False,
+    )  # fmt: skip
+    gate, up, rest = x.sum(0, keepdim=True).split([size, size, 4], dim=1)
+    wanted = more + F.silu(gate) * up * rest[:, :1].sigmoid() @ w.T
+    return torch.allclose(y.sum(0), wanted, atol=1e-3)
+
+
+results["gate"] = gates(3, 24) and gates(1, 1030)
+results["gated-product"] = all(
+    gated_product(*sizes, width=width) for sizes, width in (((512, 70, 8), 256), ((128, 64, 1), 128))
+)
 results["normed-product"] = all(
     normed_product(*sizes, width=width)
     for sizes, width in (((512, 70, 1), 256), ((384, 128, 5), 128), ((256, 9, 0), 256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -21,6 +22,8 @@ from turnout.vocabulary import Format, RoutingKind
 
 CASES = [
     "norm",
+    "gate",
+    "gated-product",
     "normed-product",
     "rotate",
     "rotate-only",
@@ -45,6 +48,22 @@ def results() -> dict[str, bool]:
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
+
+
+def test_the_end_of_a_shared_expert_compiles_for_hopper():
+    """It loads its weights before it waits, 16 bytes at a time."""
+    from turnout.kernels.common.gated_row import multiply_gated_row
+    from turnout.kernels.common.rows import gate_rows
+
+    constants = {"PARTS": 8, "TOKEN_PARTS": 8, "OUTPUTS": 64, "COLUMNS": 256, "GROUP": 0, "PDL": True}
+    halves = {"w_ptr": "*bf16", "scale_ptr": "*bf16", "more_ptr": "*bf16"}
+    multiples = ("M", "K", "X", "w_stride")
+    done = compiled(multiply_gated_row, constants, warps=4, multiples=multiples, x_ptr="*fp32", **halves)
+    early = done.asm["ptx"].partition("griddepcontrol.wait")[0]
+    assert len(re.findall(r"ld\.global\S*\.v4", early)) == 64 * 256 // (128 * 8)
+    constants = {"PARTS": 8, "TOKEN_PARTS": 8, "LIMITED": False, "BLOCK": 512, "PDL": True}
+    numbers = {"limit": 0.0} | constants
+    compiled(gate_rows, numbers, warps=4, multiples=("M", "X", "token_stride"), x_ptr="*fp32")
 
 
 @pytest.mark.gpu
@@ -128,6 +147,40 @@ def test_choice_by_token_on_a_gpu(tokens: int):
     assert torch.equal(ids, wanted)
     assert torch.equal(counts, counted)
     torch.testing.assert_close(weights, shares, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept_in_fp8", [False, True])
+def test_shared_expert_with_a_gate_on_a_gpu(kept_in_fp8: bool):
+    """At 35B-A3B's sizes, next to float32: alone, and added to a row in parts."""
+    from turnout.models.blocks import GatedMLP
+
+    torch.manual_seed(0)
+    H, inner = 2048, 512
+    weights = [torch.randn(*s, device="cuda") * s[1] ** -0.5 for s in ((2 * inner, H), (H, inner), (1, H))]
+    gate_up, down, own = (w.bfloat16() for w in weights)
+
+    def kept(w: torch.Tensor) -> Fp8Weight:
+        data, scale = encode_blocks(w.float().cpu())
+        packed = PackedTensor(format=Format.FP8, data=data, scale=scale)
+        found = Fp8Weight.of(packed, whole(len(w)), whole(w.shape[1]))
+        assert found is not None
+        return found.to(torch.device("cuda"))
+
+    mlp = GatedMLP(*(map(kept, (gate_up, down)) if kept_in_fp8 else (gate_up, down)), token_gate=own)
+    assert mlp.adds_row
+    for rows in (1, 5, 33, 3000):
+        x = torch.randn(rows, H, device="cuda").bfloat16()
+        gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=1)
+        wanted = (F.silu(gate) * up) @ down.float().T * (x.float() @ own.float().T).sigmoid()
+        bound = 6e-2 if kept_in_fp8 else 1e-2
+        found = mlp(x)  # parts of few rows
+        found = found.sum(0) if found.dim() == 3 else found.float()
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    more = torch.randn(1, H, device="cuda").bfloat16()
+    found = mlp.begin_row(x[:1])(more)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.sum(0), wanted[:1] + more, rtol=bound, atol=bound)
 
 
 @pytest.mark.gpu

@@ -127,12 +127,14 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["N"])
 def gate_rows(
-    x_ptr, out_ptr, N, M, limit, PARTS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, token_ptr, out_ptr, N, M, X, token_stride, limit,
+    PARTS: tl.constexpr, TOKEN_PARTS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = silu(x[:, :M]) * x[:, M:], of x [N, 2M], or of the sum of parts [PARTS, N, 2M].
+    """out [N, M] = silu(x[:, :M]) * x[:, M:2M], of x [N, X], or of the sum of parts [PARTS, N, X].
 
-    LIMITED: the first are at most `limit`, and the others as large either way.
+    LIMITED: the first are at most `limit`, and the others as large either way. TOKEN_PARTS: of a number of
+    each row, `token_stride` apart from the next row's, whose sigmoid scales the row; 0: there is none.
     """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -143,14 +145,37 @@ def gate_rows(
     gate = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        at = x_ptr + (part * N.to(tl.int64) + row) * 2 * M + c
+        at = x_ptr + (part * N.to(tl.int64) + row) * X + c
         gate += tl.load(at, mask=held, other=0.0).to(tl.float32)
         up += tl.load(at + M, mask=held, other=0.0).to(tl.float32)
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
     out = gate * tl.sigmoid(gate) * up
+    if TOKEN_PARTS > 0:
+        token = tl.load(token_ptr + row * token_stride).to(tl.float32)
+        for part in tl.static_range(1, TOKEN_PARTS):
+            token += tl.load(token_ptr + (part * N.to(tl.int64) + row) * token_stride).to(tl.float32)
+        out *= 1.0 / (1.0 + tl.exp(-token))
     tl.store(out_ptr + row * M + c, out.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_values(
+    x_ptr, gate_ptr, out_ptr, N, M, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out [N, M] = x [N, M] * sigmoid(gate), of gate [N, M], or of the sum of parts [PARTS, N, M]."""
+    size = N.to(tl.int64) * M
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < size
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        gate += tl.load(gate_ptr + part * size + at, mask=held, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=held, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=held)
 
 
 def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -221,14 +246,40 @@ def add(parts_PNM: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out_NM
 
 
-def gate(x: Tensor, dtype: torch.dtype, limit: float | None = None) -> Tensor:
-    """[N, M] in `dtype` of [N, 2M], or of [P, N, 2M], whose sum over P is meant; see `gate_rows`."""
-    N, M = x.shape[-2], x.shape[-1] // 2
+def gate(
+    x: Tensor, dtype: torch.dtype, limit: float | None = None, M: int = 0, token: Tensor | None = None
+) -> Tensor:
+    """[N, M] in `dtype` of [N, X], or of [P, N, X], whose sum over P is meant; see `gate_rows`.
+
+    M: half of X if 0. token: [N, 1] or parts [P, N, 1], whose sigmoid scales a row; it may be a column of x.
+    """
+    N, X = x.shape[-2:]
+    M = M or X // 2
     out_NM = torch.empty(N, M, dtype=dtype, device=x.device)
     if N:
         block, early = min(1024, triton.next_power_of_2(M)), launches_early(x.device)
+        x = x.contiguous()
         gate_rows[(N, triton.cdiv(M, block))](
-            x.contiguous(), out_NM, N, M, float(limit or 0), len(x) if x.dim() == 3 else 1,
-            limit is not None, block, early, num_warps=4, launch_pdl=early,
+            x, x if token is None else token, out_NM, N, M, X, 0 if token is None else token.stride(-2),
+            float(limit or 0), count(x), 0 if token is None else count(token), limit is not None, block,
+            early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NM
+
+
+def gated(x_NM: Tensor, gate: Tensor) -> Tensor:
+    """[N, M] in x's dtype: x times the sigmoid of [N, M], or of [P, N, M], whose sum over P is meant."""
+    N, M = x_NM.shape
+    out_NM = torch.empty(N, M, dtype=x_NM.dtype, device=x_NM.device)
+    if N:
+        block, early = 512, launches_early(x_NM.device)
+        gate_values[(triton.cdiv(N * M, block),)](
+            x_NM.contiguous(), gate.contiguous(), out_NM, N, M, count(gate), block, early,
+            num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+    return out_NM
+
+
+def count(x: Tensor) -> int:
+    """Of parts [P, N, M]; 1 of [N, M]."""
+    return len(x) if x.dim() == 3 else 1
