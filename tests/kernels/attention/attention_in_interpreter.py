@@ -105,6 +105,7 @@ def product(N: int, M: int, K: int, *, bias: bool = False, rows: int | None = No
 results["short"] = error([1, 5, 17]) < 1e-5
 results["pages"] = error([130, 64, 65, 200]) < 1e-5
 results["splits"] = error([300, 7, 129], splits=4) < 1e-5
+results["many-splits"] = error([300, 7], size=64, splits=128) < 1e-5
 results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
 results["odd-heads"] = error([90, 33], heads=(6, 2), size=24, page=4) < 1e-5
 results["one-kv-head"] = error([70], heads=(20, 1), size=32) < 1e-5

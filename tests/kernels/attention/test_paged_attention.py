@@ -20,6 +20,7 @@ def results() -> dict[str, bool]:
         "short",
         "pages",
         "splits",
+        "many-splits",
         "padding",
         "odd-heads",
         "one-kv-head",

@@ -24,6 +24,7 @@ from turnout.kernels.common.dependent import launches_early
 
 BLOCK = 64  # tokens of a context at a time
 ROWS = 256  # of one launch: bounds the spans' partial results
+JOINED = 4096  # values that a program joins: few requests are cut into many spans, and have few programs
 
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])
@@ -185,7 +186,9 @@ def attend(
         sinks_H is not None and splits == 1, early, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
-        join_spans[(B * Hq,)](
-            partial, lse, sinks, out_BHD, Hq, D, DP, splits, sinks_H is not None, early, launch_pdl=early
-        )
+        columns = min(DP, max(16, JOINED // splits))  # by nothing of the batch, for --deterministic
+        join_spans[(B * Hq, triton.cdiv(D, columns))](
+            partial, lse, sinks, out_BHD, Hq, D, columns, splits, sinks_H is not None, early,
+            launch_pdl=early,
+        )  # fmt: skip
     return out_BHD
