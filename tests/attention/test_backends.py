@@ -99,7 +99,8 @@ WIDE = AttentionSpec.full(num_heads=32, num_kv_heads=4, head_dim=128)
         (SPEC, HOPPER, "flash-attn-4", 1024),
         (SPEC.sliding(128), HOPPER, "triton", 0),  # where it was not measured
         (WIDE, replace(HOPPER, architecture=100), "triton", 0),
-        (LATENT, HOPPER, "triton", 0),
+        (LATENT, HOPPER, "triton", 0),  # as of that
+        (LATENT, replace(HOPPER, asked="flash-attn-4"), "flash-attn-4", 0),
         (SPEC.sliding(128), replace(HOPPER, asked="flash-attn-4"), "flash-attn-4", 0),
         (WIDE, replace(HOPPER, architecture=100, asked="flash-attn-4"), "flash-attn-4", 0),
         (WIDE, replace(HOPPER, asked="triton"), "triton", 0),
@@ -138,7 +139,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_it_would_bring(
             "runs on GPUs of compute capability 9.x and 10.x",
         ),
         (WIDE, replace(HOST, asked=""), "flash-attn-4 runs on cuda"),
-        (LATENT, HOPPER, "flash-attn-4 has no latent attention"),
+        (SPARSE, HOPPER, f"flash-attn-4 has no {SPARSE.kind} attention"),
         (
             replace(SPEC, head_dim=60, value_dim=60),
             HOPPER,

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
+from turnout.attention.backends.triton.latent import TritonLatent
 from turnout.attention.backends.triton.paged import TritonAttention
 from turnout.attention.capability import Chosen
 from turnout.attention.kinds import AttentionSpec, cache_groups
+from turnout.attention.latent import LatentAttention
+from turnout.attention.up_projection import UpProjection
 from turnout.engine.scheduler.request import GroupPages
 
 TILE = 64  # tokens; of the library's, 64 to 128
@@ -141,6 +144,74 @@ def test_the_library(case, dtype: torch.dtype) -> None:
     if PACKAGE.lacking():
         pytest.skip(f"{PACKAGE.lacking()}: {PACKAGE.install}")
     assert error("cuda", dtype, **case) < 2e-2
+
+
+def of_made_keys(q, k, v, *, softmax_scale, causal, return_lse) -> tuple[Tensor, Tensor]:
+    """As `_flash_attn_fwd` says of itself, of tensors [B, T, H, D]."""
+    assert return_lse
+    scores = torch.einsum("bthd,blhd->bhtl", q, k) * softmax_scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return torch.einsum("bhtl,blhd->bthd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def latent_error(device: str, dtype: torch.dtype, *, heads: int, nope: int, value: int, prefix: int) -> float:
+    """The largest difference in the latent attention of a chunk of several spans."""
+    draw, length = torch.Generator().manual_seed(nope), prefix + 1500
+    spec = AttentionSpec.latent(num_heads=heads, nope_dim=nope, rope_dim=64, value_dim=value, latent_dim=512)
+    (group,), pages = cache_groups([spec]), -(-length // 16)
+    made = TritonLatent if device == "cuda" else LatentAttention
+    paged = made(
+        group, num_pages=pages, page_size=16, max_running=1, max_context=length, dtype=dtype,
+        device=torch.device(device), chosen=Chosen(backend="triton", prompts="flash-attn-4"),
+    )  # fmt: skip
+    request = Sequence(0, [GroupPages(pages=torch.randperm(pages, generator=draw).tolist(), freed=0)])
+
+    def drawn(*size: int, spread: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=draw) * spread).to(device, dtype)
+
+    up = UpProjection(drawn(heads, nope + value, 512, spread=0.04), nope)
+    q, latent = drawn(length, heads, nope + 64), drawn(length, 576)
+    for start, end in ((0, prefix), (prefix, length)):
+        if start < end:
+            step = paged.laid_out([], [Span(request, start, end)])
+            found = step.latent(0, q[start:end], latent[start:end], up)
+    k, v = UpProjection(up.weight_HXL.double(), nope).expand(latent.double())
+    scores = q[prefix:].double().transpose(0, 1) @ k.transpose(1, 2) * spec.scale
+    hidden = torch.ones(length, length, device=device).triu(1).bool()[prefix:]
+    wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return float((found.transpose(0, 1).double() - wanted).abs().max())
+
+
+LATENTS = [  # of DeepSeek-V3, and of GLM-4.7-Flash
+    {"heads": 4, "nope": 128, "value": 128, "prefix": 0},
+    {"heads": 4, "nope": 128, "value": 128, "prefix": 1100},
+    {"heads": 3, "nope": 192, "value": 256, "prefix": 300},
+]
+
+
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_keys_and_values_that_latent_attention_makes(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def noted(q, k, v, **options):
+        calls.append((q.shape[1], k.shape[1]))
+        return of_made_keys(q, k, v, **options)
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd", noted, raising=False)
+    assert latent_error("cpu", torch.float32, **case) < 1e-4
+    assert {(1024, 1024), (476, 1024), (476, 476)} <= set(calls)  # spans of the chunk's own tokens
+    assert (1500, min(1024, case["prefix"])) in calls or not case["prefix"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_the_library_with_keys_and_values_that_latent_attention_makes(case) -> None:
+    if PACKAGE.lacking():
+        pytest.skip(f"{PACKAGE.lacking()}: {PACKAGE.install}")
+    assert latent_error("cuda", torch.bfloat16, **case) < 3e-2
 
 
 def test_short_prompts_stay_with_our_kernels() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,15 @@ from turnout.attention.paged import to_device
 from turnout.attention.torch import ChunkLayout, StepLayout, TorchAttention, attend_chunk, attend_decoding
 from turnout.attention.up_projection import UpProjection
 from turnout.attention.workspace import LATENT_SPAN
+from turnout.registry import ATTENTION_BACKENDS, load
+
+
+class Attend(Protocol):
+    """([H, T, Dv], float32 log-sum-exp [H, T]) of queries [H, T, D] over keys and values; see `attend`."""
+
+    def __call__(
+        self, q_HTD: Tensor, k_HLD: Tensor, v_HLV: Tensor, scale: float, *, causal: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class LatentAttention(TorchAttention):
@@ -81,12 +91,19 @@ class LatentAttention(TorchAttention):
     ) -> Tensor:
         """[T, H, Dv] of the tokens of a chunk, which are stored already."""
         if chunk.slots_L is None or chunk.mask_TL is None:
-            earlier = cache_SC, chunk.slots_L
-            return attend_expanded(q_THD, latent_TC, up, self.spec.scale, earlier)
+            earlier, by = (cache_SC, chunk.slots_L), self._attend(len(q_THD))
+            return attend_expanded(q_THD, latent_TC, up, self.spec.scale, earlier, by=by)
         k_1LC = cache_SC.index_select(0, chunk.slots_L)[None]
         v_1LL = k_1LC[..., : self.spec.latent_dim]
         mixed_THL = attend_chunk(up.absorb(q_THD), k_1LC, v_1LL, chunk.mask_TL, self.spec.scale)
         return up.values(mixed_THL)
+
+    def _attend(self, tokens: int) -> Attend:
+        """Over the keys and values that are made for a chunk of so many tokens."""
+        if self.chosen is None or not self.chosen.takes_prompts([tokens]):
+            return attend
+        made: Attend = load(ATTENTION_BACKENDS.get(self.chosen.prompts).implementations[self.spec.kind])
+        return made
 
 
 @dataclass(frozen=True)
@@ -126,25 +143,26 @@ def attend_expanded(
     scale: float,
     earlier: tuple[Tensor, Tensor | None],
     span: int = LATENT_SPAN,
+    by: Attend | None = None,
 ) -> Tensor:
     """[T, H, Dv] of a chunk over its own tokens, latent [T, C], and those before it.
 
     earlier: the cache [S, C] and the slots, int64, of what precedes the chunk; None: nothing does. span: how
-    many tokens are expanded at a time.
+    many tokens are expanded at a time. by: what attends over them; None: `attend`.
     """
-    q_HTD, T = q_THD.transpose(0, 1), len(q_THD)
+    q_HTD, T, by = q_THD.transpose(0, 1), len(q_THD), by or attend
     if span >= T and earlier[1] is None:
-        return attend(q_HTD, *up.expand(latent_TC), scale, causal=True)[0].transpose(0, 1)
+        return by(q_HTD, *up.expand(latent_TC), scale, causal=True)[0].transpose(0, 1)
     joined = _Joined(q_HTD, up)
     for start in range(0, T, span):
         end = min(start + span, T)
         k_HLD, v_HLV = up.expand(latent_TC[start:end])
-        joined.add(slice(start, end), *attend(q_HTD[:, start:end], k_HLD, v_HLV, scale, causal=True))
+        joined.add(slice(start, end), *by(q_HTD[:, start:end], k_HLD, v_HLV, scale, causal=True))
         if end < T:
-            joined.add(slice(end, T), *attend(q_HTD[:, end:], k_HLD, v_HLV, scale))
+            joined.add(slice(end, T), *by(q_HTD[:, end:], k_HLD, v_HLV, scale))
     cache_SC, slots_L = earlier
     for slots in () if slots_L is None else slots_L.split(span):
-        joined.add(slice(0, T), *attend(q_HTD, *up.expand(cache_SC.index_select(0, slots)), scale))
+        joined.add(slice(0, T), *by(q_HTD, *up.expand(cache_SC.index_select(0, slots)), scale))
     return joined.out_HTV.to(q_THD.dtype).transpose(0, 1)
 
 
