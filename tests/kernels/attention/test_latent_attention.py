@@ -73,7 +73,7 @@ def test_on_a_gpu(H: int, splits: int, tiles: dict[str, int]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [64, 128, 20, 80])
 def test_specialised_on_a_gpu(H: int, splits: int, page: int):
     """Contexts of no, few and many tiles; what no row sees is NaN."""
     from turnout.kernels.attention.latent import SPECIALISED, attend

@@ -58,6 +58,8 @@ _FEW_HEADS = Tiles(16, 32, 4, 3, 2, shortest=64, ahead=True, narrow=True, parts=
 CHOICES: tuple[tuple[int, int, Tiles], ...] = (
     (64, 4, SPECIALISED._replace(parts=8, joining=8)),
     (64, 1 << 30, SPECIALISED),
+    (17, 4, _FEW_HEADS._replace(tokens=64, warps=8)),
+    (17, 1 << 30, SPECIALISED),
     (16, 1, _FEW_HEADS._replace(tokens=64, warps=8)),
     (16, 1 << 30, _FEW_HEADS),
 )
@@ -69,8 +71,7 @@ def tiles_for(rows: int, num_heads: int) -> Tiles:
 
 def can_specialise(q_BHC: Tensor, latent_dim: int) -> bool:
     """Whether there are tiles `specialised` for these queries: of DeepSeek's sizes, on Hopper."""
-    _, H, C = q_BHC.shape
-    sizes = H % 64 == 0 and (latent_dim, C) == (512, 576) and q_BHC.dtype == torch.bfloat16
+    sizes = (latent_dim, q_BHC.shape[2]) == (512, 576) and q_BHC.dtype == torch.bfloat16
     return sizes and q_BHC.is_cuda and torch.cuda.get_device_capability(q_BHC.device)[0] == 9
 
 

@@ -1,4 +1,4 @@
-"""The spans of latent.py for 64 heads at a time and bfloat16, by warps that divide the work (Gluon, Hopper).
+"""The spans of latent.py, 64 heads at a time, in bfloat16, by warps that divide the work (Gluon, Hopper).
 
 With many heads the products are the bound: each latent vector takes part in H (2 LC + DR) of them. A program
 has 64 heads and goes through a span in tiles of 64 tokens. Four warps load the next tile while two groups of
@@ -42,16 +42,16 @@ def copy_columns(to, rows, mask, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY:
 
 @gluon.jit
 def load_tiles(
-    q_ptr, cache_ptr, table_at, q, kept, q_full, full, empty, first_row, start, stop, tiles,
+    q_ptr, cache_ptr, table_at, q, kept, q_full, full, empty, first_row, heads, start, stop, tiles,
     PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The queries, then tile after tile, each of its three parts as its place becomes empty. Four warps."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     i = gl.arange(0, 64, gl.SliceLayout(1, COPY))
     rows = q_ptr + (first_row + i).to(gl.int64) * 576
-    copy_columns(q[0], rows, i >= 0, 0, 256, COPY)
-    copy_columns(q[1], rows, i >= 0, 256, 256, COPY)
-    copy_columns(q[2], rows, i >= 0, 512, 64, COPY)
+    copy_columns(q[0], rows, i < heads, 0, 256, COPY)
+    copy_columns(q[1], rows, i < heads, 256, 256, COPY)
+    copy_columns(q[2], rows, i < heads, 512, 64, COPY)
     async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
     place = start + i
     page = gl.load(table_at + place // PAGE, mask=place < stop, other=0)
@@ -83,19 +83,22 @@ def begin_scores(q, kept, stage):
 
 
 @gluon.jit
-def store_half(acc, half, to_ptr, rows, COLUMN: gl.constexpr):
-    """acc [64, 256] to columns of `rows` [64] of 512 values, by way of the shared memory `half`."""
+def store_half(acc, half, to_ptr, rows, held, COLUMN: gl.constexpr):
+    """acc [64, 256] to columns of `rows` [64] of 512 values, where `held`, by way of the shared memory
+    `half`."""
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     half.store(acc.to(gl.bfloat16))
     gl.thread_barrier()
     columns = COLUMN + gl.arange(0, 256, gl.SliceLayout(0, STORE))
     rows = gl.convert_layout(rows, gl.SliceLayout(1, STORE))
-    gl.store(to_ptr + rows.to(gl.int64)[:, None] * 512 + columns[None, :], half.load(STORE))
+    held = gl.convert_layout(held, gl.SliceLayout(1, STORE))
+    at = to_ptr + rows.to(gl.int64)[:, None] * 512 + columns[None, :]
+    gl.store(at, half.load(STORE), mask=held[:, None])
 
 
 @gluon.jit
 def weigh_and_add(
-    q, kept, weights, shrink, q_full, full, empty, sent, taken, partial_ptr, lse_ptr, first_row, split,
+    q, kept, weights, shrink, q_full, full, empty, sent, taken, partial_ptr, lse_ptr, first_row, heads, split,
     splits, start, stop, tiles, scale, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores, their softmax, and the sums of the left half. Four warps."""
@@ -143,20 +146,21 @@ def weigh_and_add(
             acc = warpgroup_mma_wait(0, deps=[sums])
         stage = after
         phase = after_phase
-    held = gl.where(total > 0, total, 1.0)
+    whole = gl.where(total > 0, total, 1.0)
     mbarrier.wait(taken.index(0), (tiles & 1) ^ 1)
-    shrink.store(1.0 / held)
+    shrink.store(1.0 / whole)
     gl.thread_barrier()
     mbarrier.arrive(sent.index(0), count=1)
-    rows = (first_row + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) * splits + split
-    gl.store(lse_ptr + rows, gl.where(total > 0, best + gl.log2(held), float("-inf")))
-    acc *= gl.convert_layout(1.0 / held, gl.SliceLayout(1, SUMS))[:, None]
-    store_half(acc, kept[0].index(0), partial_ptr, rows, 0)
+    head = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    rows = (first_row + head) * splits + split
+    gl.store(lse_ptr + rows, gl.where(total > 0, best + gl.log2(whole), float("-inf")), mask=head < heads)
+    acc *= gl.convert_layout(1.0 / whole, gl.SliceLayout(1, SUMS))[:, None]
+    store_half(acc, kept[0].index(0), partial_ptr, rows, head < heads, 0)
 
 
 @gluon.jit
 def add(
-    kept, weights, shrink, full, empty, sent, taken, partial_ptr, first_row, split, splits, tiles,
+    kept, weights, shrink, full, empty, sent, taken, partial_ptr, first_row, heads, split, splits, tiles,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sums of the right half. Four warps."""
@@ -176,8 +180,8 @@ def add(
         stage, phase = advance(stage, phase, STAGES)
     mbarrier.wait(sent.index(0), tiles & 1)
     acc *= shrink.load(gl.SliceLayout(1, SUMS))[:, None]
-    rows = (first_row + gl.arange(0, 64, gl.SliceLayout(1, SUMS))) * splits + split
-    store_half(acc, kept[1].index(0), partial_ptr, rows, 256)
+    head = gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    store_half(acc, kept[1].index(0), partial_ptr, (first_row + head) * splits + split, head < heads, 256)
 
 
 @gluon.jit(do_not_specialize=["P", "splits"])
@@ -187,14 +191,16 @@ def attend_latent_span_specialised(
 ):  # fmt: skip
     """As `attend_latent_span`: partial bfloat16 [B, H, N, 512] and lse float32 [B, H, N] (base 2).
 
-    H a multiple of 64. The grid is H / 64 x B programs, heads first, which read the same tiles, by N.
+    The grid is B times as many programs as H has 64 heads, or less for the last, heads first, which read the
+    same tiles, by N.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    parts = H // 64
+    parts = (H + 63) // 64
     b = gl.program_id(0) // parts
-    first_row = b * H + gl.program_id(0) % parts * 64
+    first = gl.program_id(0) % parts * 64
+    first_row, heads = b * H + first, H - first
     split = gl.program_id(1)
     end = gl.load(ends_ptr + b).to(gl.int32)
     span = (end + splits * 64 - 1) // (splits * 64) * 64
@@ -234,15 +240,15 @@ def attend_latent_span_specialised(
         [
             (weigh_and_add, (
                 q, kept, weights, shrink, q_full, full, empty, sent, taken, partial_ptr, lse_ptr, first_row,
-                split, splits, start, stop, tiles, scale, STAGES,
+                heads, split, splits, start, stop, tiles, scale, STAGES,
             )),
             (add, (
-                kept, weights, shrink, full, empty, sent, taken, partial_ptr, first_row, split, splits, tiles,
-                STAGES,
+                kept, weights, shrink, full, empty, sent, taken, partial_ptr, first_row, heads, split, splits,
+                tiles, STAGES,
             )),
             (load_tiles, (
                 q_ptr, cache_ptr, table_ptr + b.to(gl.int64) * P, q, kept, q_full, full, empty, first_row,
-                start, stop, tiles, PAGE, STAGES,
+                heads, start, stop, tiles, PAGE, STAGES,
             )),
         ],
         [4, 4], [184, 80],
@@ -255,7 +261,7 @@ def attend_spans(
 ) -> None:  # fmt: skip
     """Launch `attend_latent_span_specialised`, which says what the tensors are."""
     B, H, splits = lse.shape
-    attend_latent_span_specialised[(B * H // 64, splits)](
+    attend_latent_span_specialised[(B * -(-H // 64), splits)](
         q, cache, table, ends, partial, lse, scale, table.shape[1], H, splits, page_size, STAGES, True,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
