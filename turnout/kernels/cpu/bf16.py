@@ -11,10 +11,11 @@ a row gets does not depend, to the bit, on the other rows. The two kinds differ 
 Measured on one core of a shared Intel Xeon (Emerald Rapids), 32 rows of 1024 x 1024, TFLOP/s: AMX 0.76,
 oneDNN's product by AMX 0.33; of 256 rows 1.07 and 1.1 at best.
 
-AVX512 waits for panels that come from memory, so the next ones are fetched while these are multiplied. Of
-the layer in docs/notes/cpu-kernels.md, 1024 tokens, two cores of an AMD EPYC: `down` 26.5 to 28.4 ms without
-that and 24.0 to 24.4 with it, the whole 68 to 70 and 65. Thread time of one core: 64 tokens 14.5 and 11 ms,
-256 tokens 37 and 33.
+AVX512 waits for panels and rows that come from memory, so those that come next, the next expert's too, are
+fetched while these are multiplied. Of the layer in docs/notes/cpu-kernels.md, 1024 tokens, two cores of an
+AMD EPYC, least of alternating turns: `down` 24.7 ms where only panels of the same expert are fetched, 20.6
+with all; the whole 67.6 and 61.1. Part of that are tiles of 8 rows and not of 6: 16 rows are two of them and
+not three, of which the last waited for its own sums.
 """
 
 from __future__ import annotations
@@ -188,11 +189,18 @@ def _dot(b: ir.IRBuilder, total: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value
 
 
 def _dots_code(
-    b: ir.IRBuilder, row_at: list, panels: list, steps: ir.Value, sums: ir.Value, ahead: ir.Value
+    b: ir.IRBuilder,
+    row_at: list,
+    panels: list,
+    steps: ir.Value,
+    sums: ir.Value,
+    panels_ahead: ir.Value,
+    rows_ahead: ir.Value,
 ) -> None:
     """Sums of a few rows of a tile with panels, all of which stay in registers for the whole of K.
 
-    ahead: bytes from these panels to those that come next, which are fetched meanwhile.
+    panels_ahead, rows_ahead: bytes from these panels, and this tile, to those that come next, which are
+    fetched meanwhile.
     """
     before, loop, end = b.block, b.append_basic_block("along_k"), b.append_basic_block("dots_done")
     pairs = b.mul(steps, number(STEP // 2))
@@ -203,8 +211,8 @@ def _dots_code(
     places = [(r, p) for r in range(len(row_at)) for p in range(len(panels))]
     held = [b.phi(F32_V) for _ in places]
     weights = [load_as(b, b.add(at, b.mul(k, number(64))), I32_V) for at in panels]
-    for at in panels:
-        fetch_line(b, b.add(b.add(at, ahead), b.mul(k, number(64))))
+    for at in [*(b.add(at, panels_ahead) for at in panels), b.add(row_at[0], rows_ahead)]:
+        fetch_line(b, b.add(at, b.mul(k, number(64))))
     inside = b.add(b.mul(b.lshr(k, number(4)), number(TILE)), b.mul(b.and_(k, number(15)), number(4)))
     values = [spread(b, load_as(b, b.add(at, inside), I32)) for at in row_at]
     after = [_dot(b, old, values[r], weights[p]) for (r, p), old in zip(places, held, strict=True)]
@@ -219,19 +227,20 @@ def _dots_code(
         store_as(b, b.add(sums, number(r * SUMS_PITCH + p * 64)), new)
 
 
-DOT_ROWS = 6  # the most rows at a time, with two panels
+DOT_ROWS = 8  # the most rows at a time, with two panels
 
 
 @intrinsic
 def _dots(
-    _: Any, rows: Any, count: Any, one: Any, two: Any, panels: Any, steps: Any, sums: Any, ahead: Any
-) -> Any:
+    _: Any, rows: Any, count: Any, one: Any, two: Any, panels: Any, steps: Any, sums: Any,
+    panels_ahead: Any, rows_ahead: Any,
+) -> Any:  # fmt: skip
     """Up to DOT_ROWS rows, the first at `rows`, with one or two panels."""
 
     def build(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         if not HAS_AVX512:
             return context.get_dummy_value()
-        rows, count, one, two, panels, steps, sums, ahead = args
+        rows, count, one, two, panels, steps, sums, *ahead = args
         done = b.append_basic_block("done")
         choice = b.switch(b.add(b.mul(count, number(2)), panels), done)
         for height in range(1, DOT_ROWS + 1):
@@ -240,12 +249,12 @@ def _dots(
                 choice.add_case(number(2 * height + width), block)
                 b.position_at_end(block)
                 row_at = [b.add(rows, number(64 * r)) for r in range(height)]
-                _dots_code(b, row_at, [one, two][:width], steps, sums, ahead)
+                _dots_code(b, row_at, [one, two][:width], steps, sums, *ahead)
                 b.branch(done)
         b.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), build
+    return types.void(*[types.int64] * 9), build
 
 
 @intrinsic
@@ -264,24 +273,27 @@ def store_bf16(_: Any, address: Any, v: Any) -> Any:
 
 
 @part
-def products(units, rows, pitch, count, one, two, three, four, panels, steps, sums, ahead):
+def products(
+    units, rows, pitch, count, one, two, three, four, panels, steps, sums, panels_ahead, rows_ahead
+):  # fmt: skip
     """sums[r, 16 p : 16 p + 16] = row r @ panel p, for `count` rows in one or two tiles, `pitch` bytes apart.
 
     one to four: addresses of `panels` panels, at most two for more than 16 rows. steps: K / 32. sums: rows of
-    float32 SUMS_PITCH bytes apart, 16 or 32 of them, of which those past `count` may be overwritten. ahead:
-    bytes from each panel to the one that takes its place in the next call, which AVX512 fetches.
+    float32 SUMS_PITCH bytes apart, 16 or 32 of them, of which those past `count` may be overwritten.
+    panels_ahead: bytes from each panel to the one that takes its place next; rows_ahead: from each tile to
+    one of the next expert, or 0. AVX512 fetches both.
     """
     if units == AMX:
         _tiles(rows, pitch, 1 if count <= TILE_ROWS else 2, one, two, three, four, panels, steps, sums)
         return
     for tile in range(0, count, TILE_ROWS):
         until = min(count, tile + TILE_ROWS)
-        first = tile
-        while first < until:
-            height = min(DOT_ROWS, until - first)
+        groups = (until - tile + DOT_ROWS - 1) // DOT_ROWS
+        for group in range(groups):
+            first = tile + group * (until - tile) // groups
+            height = tile + (group + 1) * (until - tile) // groups - first
             at, to = rows + (first - tile) * 64, sums + first * SUMS_PITCH
-            _dots(at, height, one, two, min(panels, 2), steps, to, ahead)
+            _dots(at, height, one, two, min(panels, 2), steps, to, panels_ahead, rows_ahead)
             if panels > 2:
-                _dots(at, height, three, four, panels - 2, steps, to + 128, ahead)
-            first += height
+                _dots(at, height, three, four, panels - 2, steps, to + 128, panels_ahead, rows_ahead)
         rows += pitch

@@ -35,6 +35,7 @@ from turnout.kernels.cpu.jit import inline, kernel
 from turnout.kernels.cpu.threads import parallel, threads_for
 from turnout.kernels.cpu.vectors import (
     LANES,
+    fetch,
     fma,
     get_f32,
     get_i64,
@@ -50,6 +51,7 @@ from turnout.kernels.cpu.vectors import (
 GATHERED = 2**19  # bytes of rows that a thread gathers at a time, about
 BOTH = 2 * TILE_ROWS  # rows that are multiplied at a time
 SUMS = BOTH * SUMS_PITCH  # bytes
+FETCHED_ROWS = 3  # how far ahead of the row that is gathered
 JOBS = 8  # of a thread: enough that none waits long for the others
 
 
@@ -59,7 +61,9 @@ def _gather(x, pitch, token, first, last, H, steps, rows):
     for p in range(first, last):
         source, r = x + get_i64(token + 8 * p) * pitch, p - first
         to = rows + r // TILE_ROWS * steps * TILE + r % TILE_ROWS * 64
+        coming = x + get_i64(token + 8 * min(p + FETCHED_ROWS, last - 1)) * pitch
         for step in range(H // STEP):
+            fetch(coming + step * 64)
             store(to + step * TILE, load(source + step * 64))
         if H % STEP:
             for i in range(0, 32, 8):
@@ -105,7 +109,7 @@ def _up(
                     at = rows + (first - begin) // TILE_ROWS * steps * TILE
                     products(
                         units, at, steps * TILE, last - first, gate, two, three, four, count * halves, steps,
-                        sums, count * panel,
+                        sums, count * panel, 0,
                     )  # fmt: skip
                     for p in range(first, last):
                         place = tiles + 8 * e
@@ -123,6 +127,14 @@ def _up(
                 b += count
     if units == AMX:
         end_tiles()
+
+
+@inline
+def _chosen(starts, e, E):
+    """The first expert from e on that has pairs; E if none has."""
+    while e < E and get_i64(starts + 8 * e) == get_i64(starts + 8 * e + 8):
+        e += 1
+    return e
 
 
 @kernel("void(" + "int64, " * 17 + "int64)")
@@ -147,21 +159,25 @@ def _down(
         begin, until = job * columns, min(job * columns + columns, B)
         for to in range(totals, totals + T * columns * 64, 64):
             store(to, zeros())
-        for e in range(E):
+        e = _chosen(starts, 0, E)
+        while e < E:
             start, end = get_i64(starts + 8 * e), get_i64(starts + 8 * e + 8)
             after = splat(get_f32(factors + 4 * e))
             place = tiles + 8 * e
             rows = a + get_i64(place) * steps * TILE
+            rows_ahead = (end - start + TILE_ROWS - 1) // TILE_ROWS * steps * TILE
+            following = _chosen(starts, e + 1, E)
             b = begin
-            while b < until and start < end:
+            while b < until:
                 count = min(4 if end - start <= TILE_ROWS else 2, until - b)
                 one = w + (e * B + b) * panel
+                ahead = count * panel if b + count < until else ((following - e) * B + begin - b) * panel
                 for first in range(start, end, BOTH):
                     last = min(end, first + BOTH)
                     at = rows + (first - start) // TILE_ROWS * steps * TILE
                     products(
                         units, at, steps * TILE, last - first, one, one + panel, one + 2 * panel,
-                        one + 3 * panel, count, steps, sums, count * panel,
+                        one + 3 * panel, count, steps, sums, ahead, rows_ahead,
                     )  # fmt: skip
                     for p in range(first, last):
                         factor = splat(get_f32(weight + 4 * p))
@@ -172,6 +188,7 @@ def _down(
                                 y = y + load(bias + (e * B + b + c) * 64)
                             store(to + c * 64, fma(factor, y, load(to + c * 64)))
                 b += count
+            e = following
         for t in range(T):
             for b in range(begin, until):
                 store_bf16(out + (t * B + b) * 32, load(totals + (t * columns + b - begin) * 64))
