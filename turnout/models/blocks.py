@@ -143,9 +143,16 @@ class RotaryEmbedding:
         scaling = F.pad(torch.full_like(self._frequencies, rope.scaling), (0, still), value=1.0)
         self._scaling_D, self._signs_D = scaling.repeat(2), torch.cat((-scaling, scaling))
         self._scaled, self._dtype = rope.scaling != 1, dtype
+        self._by_kernel = device.type == "cuda" and find_spec("triton") is not None
 
     def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [N] -> (cos, sin), each [N, 1, D]; sin carries the sign of the rotation."""
+        if self._by_kernel:
+            from turnout.kernels.common.rows import angles
+
+            of_pairs = self._frequencies_D, self._scaling_D, self._signs_D
+            cos_ND, sin_ND = angles(positions_N, *of_pairs, self._dtype)
+            return cos_ND[:, None], sin_ND[:, None]
         angles_N1D = positions_N.to(torch.float32)[:, None, None] * self._frequencies_D
         cos_N1D, sin_N1D = angles_N1D.cos(), angles_N1D.sin().mul_(self._signs_D)
         if self._scaled:

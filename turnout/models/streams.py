@@ -44,32 +44,38 @@ class StreamWeights:
         flat_NX = x_NSH.flatten(1).float()
         return F.linear(F.rms_norm(flat_NX, flat_NX.shape[-1:], eps=self.norm_eps), self.fn)
 
-    def collapsed(self, x_NSH: Tensor) -> Tensor:
-        """[N, H] behind the last layer."""
+    def collapsed(self, x_NSH: Tensor, added: Added, norm: Norm) -> tuple[Tensor, Tensor]:
+        """(the streams [N, S, H] with what is added, their sum [N, H], normed) behind the last layer."""
+        if self._by_kernels:
+            from turnout.kernels.common.streams import connect_last
+
+            weights, eps = (self.fn, self.base, self.scale, norm.weight), self._eps(norm)
+            found: tuple[Tensor, Tensor] = connect_last(x_NSH, added, *weights, **eps)
+            return found
+        x_NSH = with_added(x_NSH, added)
         pre_NS = torch.sigmoid(self.products(x_NSH) * self.scale + self.base) + self.spec.eps
-        return _sum(pre_NS, x_NSH)
+        return x_NSH, norm(_sum(pre_NS, x_NSH))
 
     def of_sum(self, x_NSH: Tensor, added: Added, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
         """(the input [N, H] of a block, normed, float32 post [N, S], the streams [N, S, H] mixed by M), of x
         and what is added to it."""
-        if self.fn.device.type == "cuda" and find_spec("triton"):
+        if self._by_kernels:
             from turnout.kernels.common.streams import connect
 
+            weights, eps = (self.fn, self.base, self.scale, norm.weight), self._eps(norm)
             found: tuple[Tensor, Tensor, Tensor] = connect(
-                x_NSH,
-                added,
-                self.fn,
-                self.base,
-                self.scale,
-                norm.weight,
-                iterations=self.spec.iterations,
-                eps=self.spec.eps,
-                norm_eps=self.norm_eps,
-                gain_eps=norm.eps,
+                x_NSH, added, *weights, iterations=self.spec.iterations, **eps
             )
             return found
         x_NH, post_NS, mixed_NSH = self(with_added(x_NSH, added))
         return norm(x_NH), post_NS, mixed_NSH
+
+    @property
+    def _by_kernels(self) -> bool:
+        return self.fn.device.type == "cuda" and find_spec("triton") is not None
+
+    def _eps(self, norm: Norm) -> dict[str, Any]:
+        return {"eps": self.spec.eps, "norm_eps": self.norm_eps, "gain_eps": norm.eps}
 
     def __call__(self, x_NSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `of_sum` of x alone, and without the norm, with torch."""
@@ -173,6 +179,5 @@ class StreamNorm(Norm):
         self._streams, self._norm = streams, norm
 
     def of_sum(self, x_NSH: Tensor, added: Any) -> tuple[Tensor, Tensor]:
-        """(the sum of the streams [N, H], its norm)."""
-        x_NH = self._streams.collapsed(with_added(x_NSH, added))
-        return x_NH, self._norm(x_NH)
+        """(the streams with what is added, the norm [N, H] of their sum)."""
+        return self._streams.collapsed(x_NSH, added, self._norm)

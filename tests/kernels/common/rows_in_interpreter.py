@@ -16,7 +16,7 @@ from turnout.kernels.common import rows
 from turnout.kernels.common.gated_row import multiply_gated_row
 from turnout.kernels.common.normed_row import multiply_normed_row
 from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
-from turnout.kernels.common.rows import gate, gated, norm, rotate
+from turnout.kernels.common.rows import angles, gate, gated, norm, rotate
 from turnout.kernels.common.split_gemm import parts as parts_of
 from turnout.moe.routing import route, weigh
 from turnout.moe.spec import Routing
@@ -176,6 +176,15 @@ def by_token(tokens: int, experts: int, top_k: int, *, parts: bool, renormalize:
     )
 
 
+def turns_by_angles(rows: int, size: int) -> bool:
+    """At positions as long contexts have them."""
+    positions, frequencies = torch.randint(2**20, (rows,)), torch.rand(size)
+    scaling, signs = torch.randn(size), torch.randn(size)
+    cos, sin = angles(positions, frequencies, scaling, signs, torch.float32)
+    wanted = positions[:, None].float() * frequencies
+    return near(cos, wanted.cos() * scaling) and near(sin, wanted.sin() * signs)
+
+
 def exact_product(rows: int, outputs: int, inner: int) -> bool:
     x, w = torch.randn(rows, inner), torch.randn(outputs, inner)
     found = parts_of(x, w)
@@ -268,6 +277,7 @@ results["sigmoid-groups"] = (
 )
 ROOTS = {"kind": RoutingKind.SQRT_SOFTPLUS_TOPK}
 results["roots"] = by_sigmoid(9, 16, 4, **ROOTS) and by_sigmoid(4, 12, 3, biased=False, parts=True, **ROOTS)
+results["angles"] = turns_by_angles(3, 64) and turns_by_angles(1, 24) and turns_by_angles(0, 8)
 results["by-token"] = by_token(9, 16, 6, parts=True, renormalize=True) and by_token(
     1, 8, 2, parts=False, renormalize=False
 )

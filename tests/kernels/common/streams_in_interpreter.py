@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 
 from tests.kernels import interpreter
 from turnout.kernels.common import streams as kernels
 from turnout.kernels.common import turned as turned_kernels
-from turnout.kernels.common.streams import connect
+from turnout.kernels.common.streams import connect, connect_last
 from turnout.kernels.common.turned import divide, turn
 from turnout.models.blocks import Norm
 from turnout.models.compressed_attention import turned
@@ -37,8 +38,11 @@ def connects(rows: int, hidden: int, parts: int, *, embedding: bool = False) -> 
     norm = Norm(torch.randn(hidden), 1e-2)
     wanted = weights.of_sum(x, (post, y.sum(0)) if parts else None, norm)
     added = (post, y[0] if parts == 1 else y) if parts else None
-    eps = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-2}
-    found = connect(x, added, weights.fn, weights.base, weights.scale, norm.weight, **eps)
+    eps = {"eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-2}
+    found = connect(x, added, weights.fn, weights.base, weights.scale, norm.weight, iterations=20, **eps)
+    last = replace(weights, fn=weights.fn[:4], base=weights.base[:4], scale=weights.scale[:1])
+    wanted += last.collapsed(x, (post, y.sum(0)) if parts else None, norm)
+    found += connect_last(x, added, last.fn, last.base, last.scale, norm.weight, **eps)
     return all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(found, wanted, strict=True))
 
 

@@ -27,6 +27,7 @@ CASES = [
     "normed-product",
     "rotate",
     "rotate-only",
+    "angles",
     "softmax-topk",
     "topk-softmax",
     "sigmoid",
@@ -64,6 +65,20 @@ def test_the_end_of_a_shared_expert_compiles_for_hopper():
     constants = {"PARTS": 8, "TOKEN_PARTS": 8, "LIMITED": False, "BLOCK": 512, "PDL": True}
     numbers = {"limit": 0.0} | constants
     compiled(gate_rows, numbers, warps=4, multiples=("M", "X", "token_stride"), x_ptr="*fp32")
+
+
+@pytest.mark.gpu
+def test_angles_on_a_gpu():
+    """Up to a million tokens, as torch computes them."""
+    from turnout.kernels.common.rows import angles
+
+    torch.manual_seed(0)
+    positions = torch.cat((torch.randint(2**20, (999,)), torch.tensor([0, 2**20 - 1]))).cuda()
+    frequencies, scaling, signs = torch.rand(3, 64, device="cuda").unbind()
+    cos, sin = angles(positions, frequencies, scaling, signs, torch.float32)
+    wanted = positions[:, None].float() * frequencies
+    torch.testing.assert_close(cos, wanted.cos() * scaling, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sin, wanted.sin() * signs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -41,8 +41,8 @@ def test_compiled_for_hopper():
         done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
         assert "mma.sync" in done.asm["ptx"]
     constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}
-    for blocks in (1, 8):
-        more = {"BLOCKS": blocks, "gain_eps": 1e-6}
+    for blocks, last in ((1, False), (8, False), (1, True)):
+        more = {"BLOCKS": blocks, "LAST": last, "gain_eps": 1e-6}
         compiled(stream_mixture, constants | more, warps=4, multiples=("H",), **halves)
 
 
@@ -61,6 +61,10 @@ def test_streams_on_a_gpu(rows: int):
     on_gpu = StreamWeights(spec=spec, norm_eps=1e-6, **{k: v.cuda() for k, v in parts.items()})
     found = on_gpu.of_sum(x.cuda(), (post.cuda(), y.cuda()), Norm(gain.cuda(), 1e-6))
     wanted = StreamWeights(spec=spec, norm_eps=1e-6, **parts).of_sum(x, (post, y), Norm(gain, 1e-6))
+    last = {name: part[: 1 if name == "scale" else 4] for name, part in parts.items()}
+    on_gpu = StreamWeights(spec=spec, norm_eps=1e-6, **{k: v.cuda() for k, v in last.items()})
+    found += on_gpu.collapsed(x.cuda(), (post.cuda(), y.cuda()), Norm(gain.cuda(), 1e-6))
+    wanted += StreamWeights(spec=spec, norm_eps=1e-6, **last).collapsed(x, (post, y), Norm(gain, 1e-6))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=2e-2)
 

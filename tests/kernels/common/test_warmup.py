@@ -63,6 +63,7 @@ def rotate(size: int) -> None:
     slots = sent(size)[1]
     rows.rotate(heads, HQ, HKV, turns, turns, b16(2, D), 1e-6, store=(CACHE, slots))
     rows.rotate(heads, HQ, HKV, turns, turns, None, 1e-6)
+    rows.angles(slots, *torch.empty(3, D).unbind(), BF16)
 
 
 def sums(size: int) -> None:
@@ -97,10 +98,11 @@ def products(size: int) -> None:
 def connections(size: int) -> None:
     """Of several residual streams."""
     fn, base, scale = torch.empty(24, 4 * H), torch.empty(24), torch.empty(3)
-    eps = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-6}
+    eps = {"eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-6}
     for y in (b16(size, H), torch.empty(8, size, H)):
         added = torch.empty(size, 4), y
-        streams.connect(b16(size, 4, H), added, fn, base, scale, GAIN, **eps)
+        streams.connect(b16(size, 4, H), added, fn, base, scale, GAIN, iterations=20, **eps)
+        streams.connect_last(b16(size, 4, H), added, fn[:4], base, scale, GAIN, **eps)
 
 
 def divided(size: int) -> None:

@@ -178,6 +178,25 @@ def gate_values(
     tl.store(out_ptr + at, (x / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=held)
 
 
+@triton.jit
+def turn_angles(
+    positions_ptr, frequencies_ptr, scaling_ptr, signs_ptr, cos_ptr, sin_ptr, D,
+    DP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """cos, sin [N, D] of positions [N] times frequencies [D], times scaling and signs [D]."""
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)
+    frequency = tl.load(frequencies_ptr + d, mask=d < D, other=0.0)
+    scaling = tl.load(scaling_ptr + d, mask=d < D, other=0.0)
+    sign = tl.load(signs_ptr + d, mask=d < D, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    angle = tl.load(positions_ptr + n).to(tl.float32) * frequency
+    tl.store(cos_ptr + n * D + d, (tl.cos(angle) * scaling).to(cos_ptr.dtype.element_ty), mask=d < D)
+    tl.store(sin_ptr + n * D + d, (tl.sin(angle) * sign).to(sin_ptr.dtype.element_ty), mask=d < D)
+
+
 def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMS norm times weight), [N, H] in x's dtype; without delta the sum is x itself.
 
@@ -283,3 +302,18 @@ def gated(x_NM: Tensor, gate: Tensor) -> Tensor:
 def count(x: Tensor) -> int:
     """Of parts [P, N, M]; 1 of [N, M]."""
     return len(x) if x.dim() == 3 else 1
+
+
+def angles(
+    positions_N: Tensor, frequencies_D: Tensor, scaling_D: Tensor, signs_D: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [N, D] of positions, int64, in `dtype`; see `turn_angles`. The others: float32."""
+    N, D = len(positions_N), len(frequencies_D)
+    cos_ND, sin_ND = (torch.empty(N, D, dtype=dtype, device=positions_N.device) for _ in range(2))
+    if N:
+        early = launches_early(positions_N.device)
+        turn_angles[(N,)](
+            positions_N.contiguous(), frequencies_D, scaling_D, signs_D, cos_ND, sin_ND, D,
+            triton.next_power_of_2(D), early, num_warps=1, launch_pdl=early,
+        )  # fmt: skip
+    return cos_ND, sin_ND

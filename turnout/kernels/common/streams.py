@@ -73,17 +73,18 @@ def stream_mixture(
     total_ptr, parts_ptr, base_ptr, scale_ptr, gain_ptr, x_ptr, post_ptr, mixed_ptr, H, B, eps, norm_eps,
     gain_eps,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BP: tl.constexpr, ITERATIONS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [N, H], normed with gain [H], float32 post [N, S] and mixed [N, S, H], of total [N, S, H] and the
-    parts of its products."""
+    """x [N, H], normed with gain [H], and, but of the LAST connection, float32 post [N, S] and mixed
+    [N, S, H], of total [N, S, H] and the parts of its products."""
     n = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BP)
     j = tl.arange(0, S)
     pairs = j[:, None] * S + j[None, :]
-    base_pre, base_post = tl.load(base_ptr + j), tl.load(base_ptr + S + j)
-    base_mix = tl.load(base_ptr + 2 * S + pairs)
-    scale_pre, scale_post, scale_mix = tl.load(scale_ptr), tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)
+    base_pre, scale_pre = tl.load(base_ptr + j), tl.load(scale_ptr)
+    if not LAST:
+        base_post, scale_post = tl.load(base_ptr + S + j), tl.load(scale_ptr + 1)
+        base_mix, scale_mix = tl.load(base_ptr + 2 * S + pairs), tl.load(scale_ptr + 2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -96,21 +97,22 @@ def stream_mixture(
     squares = tl.sum(tl.sum(tl.where(j[:, None] == j[None, :], between, 0.0), 1), 0)
     unit = tl.rsqrt(squares / (S * H) + norm_eps)
     pre = tl.sum(tl.load(part[:, None] + j[None, :], mask=known, other=0.0), 0) * unit
-    post = tl.sum(tl.load(part[:, None] + S + j[None, :], mask=known, other=0.0), 0) * unit
-    mix = tl.sum(tl.load(of_pairs + 2 * S, mask=known[:, :, None], other=0.0), 0) * unit
     pre = tl.sigmoid(pre * scale_pre + base_pre) + eps
-    post = 2 * tl.sigmoid(post * scale_post + base_post)
     square = tl.sum(tl.sum(between * pre[:, None], 0) * pre, 0)
     scale = tl.rsqrt(tl.maximum(square, 0.0) / H + gain_eps)
-    mix = mix * scale_mix + base_mix
-    mix = tl.exp(mix - tl.max(mix, 1)[:, None])
-    mix = mix / tl.sum(mix, 1)[:, None] + eps
-    mix = mix / (tl.sum(mix, 0) + eps)[None, :]
-    for _ in range(ITERATIONS - 1):
-        mix = mix / (tl.sum(mix, 1) + eps)[:, None]
+    if not LAST:
+        post = tl.sum(tl.load(part[:, None] + S + j[None, :], mask=known, other=0.0), 0) * unit
+        post = 2 * tl.sigmoid(post * scale_post + base_post)
+        mix = tl.sum(tl.load(of_pairs + 2 * S, mask=known[:, :, None], other=0.0), 0) * unit
+        mix = mix * scale_mix + base_mix
+        mix = tl.exp(mix - tl.max(mix, 1)[:, None])
+        mix = mix / tl.sum(mix, 1)[:, None] + eps
         mix = mix / (tl.sum(mix, 0) + eps)[None, :]
-    if tl.program_id(1) == 0:
-        tl.store(post_ptr + n * S + j, post)
+        for _ in range(ITERATIONS - 1):
+            mix = mix / (tl.sum(mix, 1) + eps)[:, None]
+            mix = mix / (tl.sum(mix, 0) + eps)[None, :]
+        if tl.program_id(1) == 0:
+            tl.store(post_ptr + n * S + j, post)
     for i in tl.static_range(BLOCKS):
         h = (tl.program_id(1) * BLOCKS + i) * BLOCK + tl.arange(0, BLOCK)
         at = n * S * H + j[:, None] * H + h[None, :]
@@ -119,8 +121,9 @@ def stream_mixture(
         gain = tl.load(gain_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         x = tl.sum(pre[:, None] * streams, 0) * scale * gain
         tl.store(x_ptr + n * H + h, x.to(x_ptr.dtype.element_ty), mask=h < H)
-        mixed = tl.sum(mix[:, :, None] * streams[:, None, :], 0)
-        tl.store(mixed_ptr + at, mixed.to(mixed_ptr.dtype.element_ty), mask=held)
+        if not LAST:
+            mixed = tl.sum(mix[:, :, None] * streams[:, None, :], 0)
+            tl.store(mixed_ptr + at, mixed.to(mixed_ptr.dtype.element_ty), mask=held)
 
 
 def connect(
@@ -142,15 +145,51 @@ def connect(
     fn, base, scale: float32, contiguous. gain: of the norm, whose epsilon is gain_eps. S is a power of two.
     """
     N, S, H = x_NSH.shape
-    x_NSH, device, C = x_NSH.contiguous(), x_NSH.device, len(fn_CX)
+    post_NS = torch.empty(N, S, dtype=torch.float32, device=x_NSH.device)
+    mixed_NSH = torch.empty(N, S, H, dtype=x_NSH.dtype, device=x_NSH.device)
+    every, kept = (eps, norm_eps, gain_eps), (post_NS, mixed_NSH)
+    _, out_NH = _connected(x_NSH, added, fn_CX, base_C, scale_3, gain_H, every, iterations, kept)
+    return out_NH, post_NS, mixed_NSH
+
+
+def connect_last(
+    x_NSH: Tensor,
+    added: tuple[Tensor, Tensor] | None,
+    fn_SX: Tensor,
+    base_S: Tensor,
+    scale_1: Tensor,
+    gain_H: Tensor,
+    *,
+    eps: float,
+    norm_eps: float,
+    gain_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(the streams [N, S, H] with what is added, their sum [N, H], normed) behind the last layer; see
+    `connect`."""
+    return _connected(x_NSH, added, fn_SX, base_S, scale_1, gain_H, (eps, norm_eps, gain_eps), 0, None)
+
+
+def _connected(
+    x_NSH: Tensor,
+    added: tuple[Tensor, Tensor] | None,
+    fn_CX: Tensor,
+    base_C: Tensor,
+    scale: Tensor,
+    gain_H: Tensor,
+    eps: tuple[float, float, float],
+    iterations: int,
+    kept: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """(total [N, S, H], x [N, H]) of `stream_mixture`. kept: its post and mixed, which are written."""
+    N, S, H = x_NSH.shape
+    x_NSH, C = x_NSH.contiguous(), len(fn_CX)
     CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS)
-    post_in, y = (part.contiguous() for part in added) if added else (scale_3, x_NSH)
+    post_in, y = (part.contiguous() for part in added) if added else (scale, x_NSH)
     count = 0 if added is None else len(y) if y.dim() == 3 else 1
-    total_NSH = torch.empty_like(x_NSH) if added else x_NSH
-    out_NH, mixed_NSH = x_NSH.new_empty(N, H), torch.empty_like(x_NSH)
-    post_NS = torch.empty(N, S, dtype=torch.float32, device=device)
-    parts_NBC = torch.empty(N, B, CP + S * S, dtype=torch.float32, device=device)
-    early = launches_early(device)
+    total_NSH, out_NH = torch.empty_like(x_NSH) if added else x_NSH, x_NSH.new_empty(N, H)
+    parts_NBC = torch.empty(N, B, CP + S * S, dtype=torch.float32, device=x_NSH.device)
+    post_NS, mixed_NSH = kept or (out_NH, out_NH)
+    early = launches_early(x_NSH.device)
     if N:
         stream_products[(triton.cdiv(N, ROWS), B)](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
@@ -158,8 +197,8 @@ def connect(
         )  # fmt: skip
         blocks = triton.cdiv(H, MIXED) if N > MANY else 1
         stream_mixture[(N, triton.cdiv(H, MIXED * blocks))](
-            total_NSH, parts_NBC, base_C, scale_3, gain_H, out_NH, post_NS, mixed_NSH, H, B, eps, norm_eps,
-            gain_eps, S, C, CP, triton.next_power_of_2(B), iterations, MIXED, blocks, early,
+            total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,
+            S, C, CP, triton.next_power_of_2(B), iterations, MIXED, blocks, kept is None, early,
             num_warps=4, launch_pdl=early,
         )  # fmt: skip
-    return out_NH, post_NS, mixed_NSH
+    return total_NSH, out_NH
