@@ -23,6 +23,7 @@ NGRAM = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {}),
     "dp2 ep2": (2, {"dp_size": 2, "ep_size": 2}),
+    "dp4 ep4": (4, {"dp_size": 4, "ep_size": 4}),
     "dp2 tp2 ep4": (4, {"dp_size": 2, "ep_size": 4}),
 }
 
@@ -32,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ("name", "layout"),
     [
         ("deepseek_v4", "dp2 ep2"),
+        ("deepseek_v4", "dp4 ep4"),
         ("deepseek_v32", "tp2"),
         ("qwen3_next", "dp2 ep2"),
         ("qwen3_next", "dp2 tp2 ep4"),

@@ -48,6 +48,16 @@ def test_dense_layers_whole_on_each_rank(
     check(ranks, tmp_path, expected_logits(built.model), size, sizes | {"moe_dense_tp_size": 1})
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v4", *(pytest.param(x, marks=pytest.mark.more) for x in ("deepseek_v32", "glm_moe_dsa"))],
+)
+def test_a_rank_for_each_share_of_requests_and_of_experts(name: str, tmp_path: Any, ranks: Pools) -> None:
+    """The default layout of DeepSeek-V4, over four ranks, some of which have no tokens in a step."""
+    built = build(tmp_path, FAMILIES[name])
+    check(ranks, tmp_path, expected_logits(built.model), 4, {"dp_size": 4, "ep_size": 4})
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"dp_size": 2, "ep_size": 4}], ids=str)
 @pytest.mark.parametrize("dispatcher", ["none", "collective", "collective-experts"])
