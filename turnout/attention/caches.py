@@ -90,6 +90,9 @@ class _ByLayer(Attention):
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         return self._attentions[self._numbers[layer]].compiled(layer)
 
+    def adds_parts(self, layer: int, rows: int) -> bool:
+        return self._attentions[self._numbers[layer]].adds_parts(layer, rows)
+
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self._attentions[self._numbers[layer]].recur(layer, mixed_NX, cell)
 

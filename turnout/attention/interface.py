@@ -54,11 +54,16 @@ class Attention(Protocol):
         attention is (kernels/cpu/decoder_layer.py). None: call."""
         return None
 
+    def adds_parts(self, layer: int, rows: int) -> bool:
+        """Whether `recur` adds up parts of what a recurrent `layer` computed of so many tokens."""
+        return False
+
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         """Take the states of this step's requests in a recurrent `layer` over their tokens (delta_rule.py).
 
-        mixed [N, X]: what the layer computed of each token. Returns [N, Hv Dv], value heads normed and gated.
-        Raises ValueError where no state is kept.
+        mixed [N, X]: what the layer computed of each token; or float32 parts [P, N, X], whose sum is meant,
+        where `adds_parts`. Returns [N, Hv Dv], value heads normed and gated. Raises ValueError where no state
+        is kept.
         """
         raise ValueError(f"layer {layer} is recurrent, and no states are kept for it")
 

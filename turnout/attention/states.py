@@ -51,6 +51,7 @@ class RequestStates:
         """group: with the heads of this rank. per_request, snapshots: slots of a request and for these.
         takes_chunks: `recur` takes several tokens of a request."""
         spec = group.spec
+        self.most_in_parts = 0  # requests that `recur` takes parts of
         self.index = {layer: i for i, layer in enumerate(group.layers)}
         self.device, self.takes_chunks = device, takes_chunks
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
@@ -143,6 +144,9 @@ class Rows(Attention):
     slots_B: Tensor
     positions_B: Tensor
     ends_B: Tensor | None = None
+
+    def adds_parts(self, layer: int, rows: int) -> bool:
+        return rows <= self.of.most_in_parts
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self.of.recur(layer, mixed_NX, cell, self)

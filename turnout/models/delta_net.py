@@ -46,9 +46,12 @@ class DeltaNet(Mixer):
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H], or parts [P, N, H] for a norm that adds them up; positions count for nothing."""
-        parts = [self._linear(x_NH, rows) for rows in self._mixed]
-        mixed_NX = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        y_NY = attention.recur(self._layer, mixed_NX, self._cell)
+        if len(self._mixed) == 1 and attention.adds_parts(self._layer, len(x_NH)):
+            mixed = product(self._linear, x_NH, self._mixed[0], None)
+        else:
+            parts = [self._linear(x_NH, rows) for rows in self._mixed]
+            mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        y_NY = attention.recur(self._layer, mixed, self._cell)
         if self._group.size == 1:
             return product(self._linear, y_NY, self._out, None)
         return self._group.all_reduce(self._linear(y_NY, self._out))

@@ -43,9 +43,12 @@ def close(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     bound: float = 2e-5,
+    columns: bool = False,
+    parts: int = 0,
 ) -> bool:
     """Whether outputs, windows and states are alike; slots of others and what ended requests left (NaN)
-    change nothing. heads: (keys, values); sizes: theirs."""
+    change nothing. heads: (keys, values); sizes: theirs. columns: as few requests are computed; parts: whose
+    sum is what goes in."""
     from turnout.kernels.attention import delta_rule as kernel
 
     Hv, (Dk, Dv), slots = heads[1], sizes, requests + 2
@@ -67,12 +70,20 @@ def close(
     wanted = step(cell, mixed, *mine)
     windows_of_others, states_of_others = windows.clone(), states.clone()
     held = windows.to(device, dtype), states.to(device)
+    done = torch.zeros(kernel.FEW * Hv, dtype=torch.int32, device=device) if columns else None
+    given = mixed.to(device, dtype)
+    if parts:
+        given = torch.stack([given.float() * share for share in (2, -1, 1, -1)[:parts]])
+        assert torch.equal(given.sum(0), mixed.to(device))
     found = kernel.step(
-        mixed.to(device, dtype),
+        given,
         *(x.to(device) for x in (at, positions)),
         *held,
         *learned(cell, device, dtype),
+        done,
     )
+    if done is not None and done.count_nonzero():
+        return False
     got_windows, got_states = (x.float().cpu() for x in held)
     rest = [slot for slot in range(slots) if slot not in at.tolist()]
     return (

@@ -2,16 +2,19 @@
 
 Convolution, gates, the state's update and the gated norm are one launch: each step of its own would be but a
 launch, and the state, 64 kB of each value head, is read and written once. A program has a key head of a
-request, whose window no other program touches, and takes its value heads one after the other. Slots and
-positions are read on the device, so that a graph captures it. Everything is computed in float32;
-attention/delta_rule.py is the reference.
+request, whose window no other program touches, and takes its value heads one after the other. Of few
+requests these programs would be few and long: then a program has some columns of a value head's state, and
+the last of those of a key head to be done moves the window on and norms. Slots and positions are read on the
+device, so that a graph captures it. Everything is computed in float32; attention/delta_rule.py is the
+reference.
 
 Legend: B requests, X what the layer computed of a token, C channels of the convolution, W its width, Hk/Hv
-key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP powers of two from these on.
+key/value heads, R = Hv / Hk, Dk/Dv their sizes, DkP/DvP powers of two from these on, P parts.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +24,8 @@ from turnout.kernels.common.dependent import launches_early
 
 MAX_HEAD = 128  # a head's state is one tile
 NUM_WARPS = 4
+FEW = 4  # requests, whose states are divided by columns
+COLUMNS = 32
 
 
 @triton.jit
@@ -115,8 +120,105 @@ def step_heads(
         tl.store(out_ptr + (b * Hv + g) * DV + j, y.to(out_ptr.dtype.element_ty), mask=values)
 
 
+@triton.jit
+def read_sum(ptr, held, part_stride, PARTS: tl.constexpr, KIND: tl.constexpr):
+    """What is at `ptr`, where `held`, the sum of PARTS, rounded to KIND."""
+    x = tl.load(ptr, mask=held, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(ptr + part * part_stride, mask=held, other=0.0).to(tl.float32)
+    return x.to(KIND)
+
+
+@triton.jit
+def read_new_taps(
+    row_ptr, window_ptr, part_stride, C, c, held, seen, W: tl.constexpr, WP: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """As `read_taps`, of a row in parts."""
+    w = tl.arange(0, WP)[:, None]
+    now = read_sum(row_ptr + c, held, part_stride, PARTS, window_ptr.dtype.element_ty)
+    before = tl.load(window_ptr + w * C + c[None, :], mask=(w < W - 1) & seen[None, :], other=0.0)
+    return tl.where(w == W - 1, now[None, :], before)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def step_columns(
+    mixed_ptr, slots_ptr, positions_ptr, windows_ptr, states_ptr, conv_ptr, decay_ptr, bias_ptr, norm_ptr,
+    o_ptr, done_ptr, out_ptr, X, Hk, part_stride, scale, eps,
+    R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    COLUMNS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `step_heads`, of mixed [B, X], or of the sum of PARTS, `part_stride` apart. A program has COLUMNS of
+    a value head.
+
+    o float32 [B, Hv, DV]: what programs leave for the last of a key head. done int32 [B, Hk]: how many are
+    done; 0, and 0 again in the end.
+    """
+    BLOCKS: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    g = h * R + tl.program_id(2) // BLOCKS
+    i = tl.arange(0, DKP)
+    j = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    Hv = Hk * R
+    C = 2 * Hk * DK + Hv * DV
+    kind: tl.constexpr = windows_ptr.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    goes_on = tl.load(positions_ptr + b) > 0
+    row, window = mixed_ptr + b * X, windows_ptr + slot * (W - 1) * C
+    keys, values = i < DK, j < DV
+    both = keys[:, None] & values[None, :]
+    at = states_ptr + ((slot * Hv + g) * DK + i[:, None]) * DV + j[None, :]
+    state = tl.load(at, mask=both & goes_on, other=0.0)
+    cq = h * DK + i
+    ck = Hk * DK + cq
+    cv = 2 * Hk * DK + g * DV + j
+    q_taps = read_new_taps(row, window, part_stride, C, cq, keys, keys & goes_on, W, WP, PARTS)
+    k_taps = read_new_taps(row, window, part_stride, C, ck, keys, keys & goes_on, W, WP, PARTS)
+    v_taps = read_new_taps(row, window, part_stride, C, cv, values, values & goes_on, W, WP, PARTS)
+    of_head = row + C + Hv * DV + g
+    b_logit = read_sum(of_head, True, part_stride, PARTS, kind).to(tl.float32)
+    a = read_sum(of_head + Hv, True, part_stride, PARTS, kind).to(tl.float32) + tl.load(bias_ptr + g)
+    q = convolve(q_taps, conv_ptr, C, cq, keys, W, WP)
+    k = convolve(k_taps, conv_ptr, C, ck, keys, W, WP)
+    v = convolve(v_taps, conv_ptr, C, cv, values, W, WP)
+    q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
+    state *= tl.exp(tl.load(decay_ptr + g) * soft)
+    d = (v - tl.sum(state * k[:, None], 0)) / (1.0 + tl.exp(-b_logit))
+    state += k[:, None] * d[None, :]
+    tl.store(at, state, mask=both)
+    tl.store(o_ptr + (b * Hv + g) * DV + j, tl.sum(state * q[:, None], 0), mask=values)
+    tl.debug_barrier()
+    # Whoever finds that all others are done sees what they left, and knows that they have read the window.
+    if tl.atomic_add(done_ptr + b * Hk + h, 1, sem="acq_rel") == R * BLOCKS - 1:
+        tl.store(done_ptr + b * Hk + h, 0)
+        q_taps = read_new_taps(row, window, part_stride, C, cq, keys, keys & goes_on, W, WP, PARTS)
+        k_taps = read_new_taps(row, window, part_stride, C, ck, keys, keys & goes_on, W, WP, PARTS)
+        tl.debug_barrier()
+        move_on(q_taps, window, C, cq, keys, W, WP)
+        move_on(k_taps, window, C, ck, keys, W, WP)
+        n = tl.arange(0, DVP)
+        whole = n < DV
+        norm = tl.load(norm_ptr + n, mask=whole, other=0.0).to(tl.float32)
+        for r in tl.static_range(R):
+            head = (h * R + r) * DV + n
+            c = 2 * Hk * DK + head
+            o = tl.load(o_ptr + b * Hv * DV + head, mask=whole, other=0.0, cache_modifier=".cg")
+            z = read_sum(row + C + head, whole, part_stride, PARTS, kind).to(tl.float32)
+            taps = read_new_taps(row, window, part_stride, C, c, whole, whole & goes_on, W, WP, PARTS)
+            tl.debug_barrier()
+            move_on(taps, window, C, c, whole, W, WP)
+            y = o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm * z / (1.0 + tl.exp(-z))
+            tl.store(out_ptr + b * Hv * DV + head, y.to(out_ptr.dtype.element_ty), mask=whole)
+
+
 def step(
-    mixed_BX: Tensor,
+    mixed: Tensor,
     slots_B: Tensor,
     positions_B: Tensor,
     windows_SWC: Tensor,
@@ -126,22 +228,34 @@ def step(
     bias_H: Tensor,
     norm_V: Tensor,
     eps: float,
+    done_X: Tensor | None = None,
 ) -> Tensor:
     """[B, Hv Dv] of one token of each request, whose window and state, in its slot, move on by it.
 
-    slots, positions: int64. windows [S, W - 1, C] and states [S, Hv, Dk, Dv]: contiguous.
+    mixed: [B, X]; of no more than FEW requests with `done`, int32 [FEW Hk] that is 0 between calls, also
+    float32 parts [P, B, X], whose sum is meant. slots, positions: int64. windows [S, W - 1, C] and states
+    [S, Hv, Dk, Dv]: contiguous.
     """
-    mixed_BX = mixed_BX.contiguous()
-    B, Hv, Dk, Dv = len(mixed_BX), *states_SHKV.shape[1:]
+    mixed = mixed.contiguous()
+    (B, X), (Hv, Dk, Dv), W = mixed.shape[-2:], states_SHKV.shape[1:], len(conv_WC)
     Hk = (conv_WC.shape[1] - Hv * Dv) // (2 * Dk)
-    out_BY = mixed_BX.new_empty(B, Hv * Dv)
-    if B:
-        early = launches_early(mixed_BX.device)
+    out_BY = windows_SWC.new_empty(B, Hv * Dv)
+    if not B:
+        return out_BY
+    held = mixed, slots_B, positions_B, windows_SWC, states_SHKV, conv_WC, decay_H, bias_H, norm_V
+    sizes = Hv // Hk, Dk, Dv, *map(triton.next_power_of_2, (Dk, Dv))
+    early = launches_early(mixed.device)
+    if done_X is None or B > FEW:
         step_heads[(B, Hk)](
-            mixed_BX, slots_B, positions_B, windows_SWC, states_SHKV, conv_WC, decay_H, bias_H, norm_V,
-            out_BY, mixed_BX.shape[1], Hk, Dk**-0.5, eps,
-            Hv // Hk, Dk, Dv, *map(triton.next_power_of_2, (Dk, Dv)),
-            len(conv_WC), triton.next_power_of_2(len(conv_WC)), early,
+            *held, out_BY, X, Hk, Dk**-0.5, eps, *sizes, W, triton.next_power_of_2(W), early,
             num_warps=NUM_WARPS, launch_pdl=early,
         )  # fmt: skip
+        return out_BY
+    o_BHV = torch.empty(B, Hv, Dv, dtype=torch.float32, device=mixed.device)
+    columns = min(COLUMNS, triton.next_power_of_2(Dv))
+    step_columns[(B, Hk, Hv // Hk * triton.cdiv(Dv, columns))](
+        *held, o_BHV, done_X, out_BY, X, Hk, B * X, Dk**-0.5, eps, *sizes, columns,
+        W, triton.next_power_of_2(W), len(mixed) if mixed.dim() == 3 else 1, early,
+        num_warps=NUM_WARPS, launch_pdl=early,
+    )  # fmt: skip
     return out_BY
