@@ -50,7 +50,8 @@ KERNELS = 16  # listed per row, those that take most
 PARTS = {
     "indexer": r"score_tile|choose_places",
     "compressor": r"keep_tokens",
-    "attention": r"attend|join_spans|flash|fmha|rotate|turn_heads|step_heads|carry|norm_latents",
+    "DeltaNet": r"step_heads|step_columns|convolve_heads|prepare_blocks|carry_columns|gate_heads",
+    "attention": r"attend|join_spans|flash|fmha|rotate|turn_heads|norm_latents|gate_values",
     "streams": r"stream",
     "experts": r"expert|gemm_of|pairs|places|held|choose_by|quantize",
     "dense products": r"nvjet|gemm|gemv|cutlass|xmma|split|cublas|add_parts|multiply|decode",

@@ -113,9 +113,10 @@ def test_kernels_belong_to_parts():
         "expert_gemm_fp8_specialised",
         "nvjet_tst_64x8",
         "score_tile",
+        "step_columns",
         "elementwise",
     )
-    parts = ["attention", "experts", "dense products", "indexer", "rest"]
+    parts = ["attention", "experts", "dense products", "indexer", "DeltaNet", "rest"]
     assert [decode_steps.part_of(name) for name in names] == parts
 
 
