@@ -58,6 +58,11 @@ def plan_for(config: dict, dtype: str, device: str, topology: Topology, **option
     )
 
 
+def no_layer_is_read(what: str, done: int, total: int) -> None:
+    """A `progress` that fails once weights are read."""
+    raise AssertionError(f"{what}: {done} of {total}")
+
+
 def load(
     folder: Path,
     dtype: torch.dtype = torch.float32,

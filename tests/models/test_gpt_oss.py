@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.models.families import FAMILIES, Built, build, write
-from tests.models.running import PlainAttention, load
+from tests.models.running import PlainAttention, load, no_layer_is_read
 from tests.models.test_families_describe import PUBLISHED, published
 from tests.models.test_logits import BOUND, error, prompt, reference
 from turnout.checkpoint.quantize import quantize
@@ -158,8 +159,23 @@ def test_values() -> None:
     assert describe(config) == description
 
 
-def test_a_missing_sink_is_named(built: Built, tmp_path: Path) -> None:
+def test_a_missing_sink_is_named_before_weights_are_read(built: Built, tmp_path: Path) -> None:
     name = "model.layers.2.self_attn.sinks"
     write(tmp_path, built.config, {k: v for k, v in built.tensors.items() if k != name})
-    with pytest.raises(UserError, match=name.replace(".", r"\.")):
-        load(tmp_path)
+    with pytest.raises(UserError, match=rf"{re.escape(name)}: is missing\. .* download the checkpoint again"):
+        load(tmp_path, progress=no_layer_is_read)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("minimax_m2", "model.layers.2.block_sparse_moe.e_score_correction_bias"),
+        ("hy_v3", "model.layers.1.mlp.expert_bias"),
+    ],
+)
+def test_so_is_a_missing_correction_bias(name: str, tensor: str, tmp_path: Path) -> None:
+    built = build(tmp_path / "whole", FAMILIES[name])
+    write(tmp_path / "out", built.config, {k: v for k, v in built.tensors.items() if k != tensor})
+    with pytest.raises(UserError, match=rf"{re.escape(tensor)}: is missing\. "):
+        load(tmp_path / "out", progress=no_layer_is_read)

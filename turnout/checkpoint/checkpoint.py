@@ -114,9 +114,9 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def meta(self, name: str) -> TensorMeta:
-        """File, dtype, shape and bytes of a tensor; raises CheckpointError if there is none."""
-        return self._files.meta(name)
+    def meta(self, name: str, *, why: str = "") -> TensorMeta:
+        """File, dtype, shape and bytes of a tensor; raises CheckpointError, with `why`, if there is none."""
+        return self._files.meta(name, why=why)
 
     def unread(self) -> list[str]:
         """Tensors that were neither read nor belong to another rank's experts."""

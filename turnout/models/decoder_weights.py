@@ -69,7 +69,7 @@ class DecoderReader:
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
         spec, weights, count = self._spec, self._weights, self._shape.num_layers
         local = tuple(layer.split(self._group.size) for layer in spec.shape.attention)
-        self._check_compressors()
+        self._check_small()
         self._tables = {i: self._read_hash(i) for i in spec.hash_layers}
         embed, head = self._keep(f"vocabulary {self._share}", self._read_vocabulary)
         ropes = self._ropes()
@@ -248,13 +248,20 @@ class DecoderReader:
             keep=lambda what, make: self._keep(f"{prefix} {what} {share}", make),
         )
 
-    def _check_compressors(self) -> None:
-        """Raises CheckpointError for one that is missing, before gigabytes of others are read."""
+    def _check_small(self) -> None:
+        """Raises CheckpointError for a sink, correction bias or compressor that is missing; reads nothing."""
+        names, meta = self._spec.names, self._weights.checkpoint.meta
+        again = "The model cannot run without it: download the checkpoint again, or convert it with it"
         for i, layer in enumerate(self._shape.attention):
+            prefix = self._spec.layer_prefix(i)
+            attention = f"{prefix}.{names.attention}"
+            small = [f"{attention}.sinks"] if layer.sinks else []
             if isinstance(layer, CompressedSpec):
-                prefix = f"{self._spec.layer_prefix(i)}.{self._spec.names.attention}"
-                for name in compressor_tensors(prefix, layer):
-                    self._weights.checkpoint.meta(name)
+                small = [f"{attention}.attn_sink", *compressor_tensors(attention, layer)]
+            if self._spec.correction_bias and i in self._spec.moe_layers and i not in self._spec.hash_layers:
+                small.append(f"{prefix}.{names.moe}.{names.correction_bias}")
+            for name in small:
+                meta(name, why=again)
 
     def _read_hash(self, i: int) -> Tensor:
         """int32 [V, k]: the experts of each token id in layer i."""
