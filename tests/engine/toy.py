@@ -20,6 +20,7 @@ from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan, MemoryTable
 from turnout.engine.messages import AddRequest, RequestOutput
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling_params import SamplingParams
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
 from turnout.moe.budget import Budget
@@ -184,6 +185,7 @@ def make_core(
     num_pages: int = 64,
     max_context: int = 128,
     drafts_rest: bool = False,
+    step_sync: StepSync | None = None,
     **flags: object,
 ) -> EngineCore:
     """An engine over a toy model; `flags` are fields of `Config`."""
@@ -191,7 +193,7 @@ def make_core(
     values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
     config = Config(**(values | flags))  # type: ignore[arg-type]
     plan = engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context)
-    core = build_engine(plan, model=model)
+    core = build_engine(plan, model=model, step_sync=step_sync)
     return core if drafts_rest else always_drafting(core)
 
 

@@ -29,6 +29,7 @@ def said(rank: int, number: int) -> StepRecord:
         digest=-number,
         leaving=number % 2,
         next_prompts=(number + rank) % 3,
+        step_us=7 * number + rank,
     )
 
 

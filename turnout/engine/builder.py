@@ -255,8 +255,7 @@ def _make_scheduler(engine_plan: EnginePlan) -> Scheduler:
         states_per_request=engine_plan.states_per_request,
         by_priority=config.scheduling_policy == "priority",
         times=StepTimes(config.target_tpot / 1000) if config.target_tpot else None,
-        # Ranks that share requests have to draft alike, and each has a clock of its own.
-        switch=DraftSwitch() if config.verified_tokens and engine_plan.topology.attention_tp == 1 else None,
+        switch=DraftSwitch() if config.verified_tokens else None,
         delayer=None
         if engine_plan.why_no_prefill_delayer
         else PrefillDelayer(

@@ -82,6 +82,8 @@ class EngineCore:
         self._synced: SyncedStep | None = None
         self._overlap = not why_no_overlap(engine_plan)
         self._launched: Launched | None = None  # and not finished yet
+        self._decoded: tuple[int, bool, int] | None = None  # of a step that counts for `switch`, but for its
+        self._decoded_from = 0.0  # time, from here to the next
         self._count_experts_at = 0.0
         self._watch.note(self._steps, "resting")
 
@@ -175,11 +177,13 @@ class EngineCore:
             self._forward.keep(self._launched.leave_pending())
         else:
             advanced += self._finish()[0]
-        if (switch := self._scheduler.switch) and self._scheduler.only_decoding:
+        switch, alone = self._scheduler.switch, synced.phase == Phase.DECODE
+        if switch and alone and self._scheduler.only_decoding and self._requests:
             given = sum(len(output.token_ids) for output in advanced)
-            switch.ran(self._scheduler.only_decoding, given, time.perf_counter() - agreed)
+            self._decoded = self._scheduler.only_decoding, self._scheduler.drafting, given
+            self._decoded_from = agreed
         if self._drafter:
-            self._drafter.propose(list(with_rows(chunks)), computed)
+            self._drafter.propose(list(with_rows(chunks)), computed, switch)
         self._computed_tokens += tokens
         self._step_sizes[(tokens - 1).bit_length() + 1 if tokens else 0] += 1
         self._sync_seconds += agreed - began
@@ -305,7 +309,12 @@ class EngineCore:
         if chunks:
             phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
-        synced = self._synced = self._step_sync.sync(tokens, phase, self._scheduler.next_prompts(chunks))
+        decoded, self._decoded = self._decoded, None
+        step_us = max(1, round(1e6 * (time.perf_counter() - self._decoded_from))) if decoded else 0
+        prompts = self._scheduler.next_prompts(chunks)
+        synced = self._synced = self._step_sync.sync(tokens, phase, prompts, step_us)
+        if decoded and self._scheduler.switch:
+            self._scheduler.switch.ran(*decoded, synced.step_us / 1e6)
         if (delayer := self._scheduler.delayer) is not None:
             delayer.heard(synced.prefill_due, synced.phases, self._step_sync.topology.dp_rank)
         self._uneven_steps += synced.uneven

@@ -31,6 +31,7 @@ class StepRecord(NamedTuple):
     digest:   of the tokens sampled so far: ranks of one DP group must agree
     leaving:  1 when told to shut down
     next_prompts: what the next step brings of prompts: 0 none, 1 held back, 2 some
+    step_us:  microseconds that the last step took, if it only decoded and this one follows at once, else 0
     """
 
     tokens: int = 0
@@ -41,6 +42,7 @@ class StepRecord(NamedTuple):
     digest: int = 0
     leaving: int = 0
     next_prompts: int = 0
+    step_us: int = 0
 
 
 FIELDS = struct.Struct(f"<{len(StepRecord._fields)}q")

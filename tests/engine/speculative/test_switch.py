@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.engine.speculative.test_ngram import NGRAM
+from tests.engine.step.test_cuda_graphs import Together
 from tests.engine.toy import ToyModel, make_core, request, run
+from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.speculative.switch import PERIOD, DraftSwitch
 from turnout.models.interface import Step
+from turnout.parallel.topology import Topology
 
 VERIFIED = 4  # tokens of a request that drafts
 
@@ -33,7 +37,7 @@ def shares(switch: DraftSwitch, decoding: int, accepted: Callable[[], float], st
                 while given < VERIFIED * decoding and draw.random() < accepted():
                     given += 1
         rows = decoding * (VERIFIED if drafts else 1)
-        switch.ran(decoding, given, seconds(rows) * draw.uniform(0.9, 1.1))
+        switch.ran(decoding, drafts, given, seconds(rows) * draw.uniform(0.9, 1.1))
     return drafted / (steps - steps // 2)
 
 
@@ -74,3 +78,53 @@ def test_an_engine_lets_drafts_rest_and_its_answers_stay(seed: int):
     given, drafted = always.stats().spec_accepted_tokens, always.stats().spec_draft_tokens
     assert given < 0.5 * drafted  # so that drafting loses
     assert 0 < core.stats().spec_draft_tokens < 0.7 * drafted
+
+
+class Even(ToyModel):
+    """Takes as long for any number of tokens."""
+
+    def forward(self, step: Step):
+        time.sleep(0.004)
+        return super().forward(step)
+
+
+def test_ranks_that_share_requests_let_drafts_rest_together():
+    """By the times of the one that leads, also where on the other they would pay."""
+    together, draw = Together(2), random.Random(2)
+    asked = {str(i): [draw.randrange(40) for _ in range(12)] for i in range(3)}
+    sampling = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 2}
+    messages = [request(id, ids, **sampling) for id, ids in asked.items()]
+    models = [Slow(), Even()]
+
+    def answers(rank: int) -> dict[str, list[int]]:
+        step_sync = StepSync(Topology(tp_size=2, rank=rank), together.of(rank))
+        core = make_core(models[rank], num_pages=256, drafts_rest=True, step_sync=step_sync, **NGRAM)
+        return {id: output.token_ids for id, output in run(core, messages).items()}
+
+    with ThreadPoolExecutor(2) as pool:
+        leader, other = pool.map(answers, range(2))
+    always = make_core(model := ToyModel(), num_pages=256, **NGRAM)
+    wanted = {id: output.token_ids for id, output in run(always, messages).items()}
+    assert leader == other == wanted
+    assert models[0].steps == models[1].steps  # tokens of each: drafts are among them on both or neither
+    assert sum(models[0].steps) < 0.8 * sum(model.steps)
+
+
+def test_a_draft_layer_guesses_nothing_while_drafts_rest():
+    """Its tokens are computed all the same, so that it may guess again."""
+    model, draw = Slow(drafts=True), random.Random(1)
+    flags = {"speculative_algorithm": "MTP", "speculative_num_steps": 3, "num_pages": 256}
+    core = make_core(model, drafts_rest=True, **flags)
+    passes, draft = [], model.draft
+
+    def noted(step: Step, hidden):
+        passes.append(len(step.input_ids))
+        return draft(step, hidden)
+
+    model.draft = noted
+    asked = {str(i): [draw.randrange(40) for _ in range(12)] for i in range(4)}
+    found = run(core, [request(id, ids, max_tokens=100, ignore_eos=True) for id, ids in asked.items()])
+    assert {id: found[id].token_ids for id in asked} == {
+        id: model.greedy(ids, 100, eos=False) for id, ids in asked.items()
+    }
+    assert sum(model.steps) <= sum(passes) < sum(model.steps) + 2 * 0.7 * 4 * 100

@@ -31,6 +31,7 @@ class SyncedStep:
     commands: how many of the commands received so far every rank of this data-parallel group has
     pending:  whether some rank has commands that it is yet to execute
     leaving:  whether all stop here, since one was told to
+    step_us:  of the rank that leads this group: microseconds that its last step took, if that counts
     """
 
     phase: Phase | None
@@ -40,6 +41,7 @@ class SyncedStep:
     leaving: bool
     phases: tuple[Phase | None, ...] = ()
     prefill_due: bool = False
+    step_us: int = 0
 
     @property
     def uneven(self) -> bool:
@@ -74,9 +76,11 @@ class StepSync:
         """Whether this rank speaks for its data-parallel group."""
         return self.topology.attention_tp_rank == 0
 
-    def sync(self, tokens: int, phase: Phase | None, next_prompts: Prompts = Prompts.NONE) -> SyncedStep:
+    def sync(
+        self, tokens: int, phase: Phase | None, next_prompts: Prompts = Prompts.NONE, step_us: int = 0
+    ) -> SyncedStep:
         """This rank would bring `tokens` to a forward of `phase` (None: it has no work), and `next_prompts`
-        to the one after it. Collective.
+        to the one after it; the one before took `step_us`, if that counts. Collective.
 
         Raises RuntimeError if ranks that share requests have sampled different tokens.
         """
@@ -89,6 +93,7 @@ class StepSync:
                 digest=self._digest,
                 leaving=self.leaving,
                 next_prompts=next_prompts,
+                step_us=step_us,
             )
         )
         self._check_digests(records)
@@ -106,6 +111,7 @@ class StepSync:
             commands=min(record.received for record in records[self._group]),
             pending=any(record.executed < record.received for record in records),
             leaving=any(record.leaving for record in records),
+            step_us=records[self._group.start].step_us,
         )
 
     def sampled(self, token_ids: Sequence[int]) -> None:

@@ -128,6 +128,7 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first, as in `waiting`
         self.times, self.switch, self.delayer = times, switch, delayer
         self.only_decoding = 0  # requests of the last schedule, if it had nothing else
+        self.drafting = False  # whether these were to bring drafts
         self._by_priority = by_priority
         self._arrivals = 0
         self.preemptions = 0
@@ -200,9 +201,8 @@ class Scheduler:
         if not (preempted or self._holds_prompts):
             chunks += self._admit(budget)
         self.only_decoding = decoding if decoding == len(chunks) else 0
-        if self.tokens_per_request == 1 or (self.switch and not self.switch.drafts(decoding)):
-            return chunks
-        return self._with_drafts(chunks)
+        self.drafting = self.tokens_per_request > 1 and not (self.switch and not self.switch.drafts(decoding))
+        return self._with_drafts(chunks) if self.drafting else chunks
 
     def next_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
         """What other ranks should know of the step after the one of `chunks`, which was just scheduled."""

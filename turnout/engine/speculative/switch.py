@@ -2,7 +2,7 @@
 
 For batches of about the same size, tokens per second with drafts and without are measured on the steps
 themselves, and the better way is taken. Now and then a few steps go the other way, since text and load
-change. Torch-free.
+change. Ranks that share requests decide alike, by the times of the one that leads. Torch-free.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class DraftSwitch:
         """Whether a step that decodes so many requests should bring drafts."""
         return self._of(decoding).way
 
-    def ran(self, decoding: int, tokens: int, seconds: float) -> None:
-        """The step that `drafts` was last asked about did nothing but decode: `tokens` in `seconds`."""
+    def ran(self, decoding: int, way: bool, tokens: int, seconds: float) -> None:
+        """A step did nothing but decode: `tokens` in `seconds`. way: whether it drafted."""
         sizes = self._of(decoding)
-        way = sizes.way
         sizes.tokens[way] = FORGET * sizes.tokens[way] + tokens
         sizes.seconds[way] = FORGET * sizes.seconds[way] + seconds
         sizes.left -= 1

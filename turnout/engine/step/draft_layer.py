@@ -28,6 +28,7 @@ from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
 from turnout.engine.transfers import HostCopy, on_device
@@ -58,8 +59,11 @@ class LayerDrafter:
                 request.proposed.append(token)
         self._drafted.clear()
 
-    def propose(self, rows: Sequence[tuple[Chunk, int]], computed: Computed) -> None:
-        """Draft what may follow the tokens that this step gave requests; `read` tells them.
+    def propose(
+        self, rows: Sequence[tuple[Chunk, int]], computed: Computed, switch: DraftSwitch | None = None
+    ) -> None:
+        """Draft what may follow the tokens that this step gave requests, unless `switch` lets drafts rest;
+        `read` tells them.
 
         rows: all chunks of the step with the row of their first token in `computed`. Collective.
         """
@@ -77,6 +81,8 @@ class LayerDrafter:
             if self._drafts_for(request) and place in _places(chunk):
                 drafting.append(request)
                 last.append(first_row + place - chunk.start)
+        if switch and not switch.drafts(sum(_decodes(chunk.request) for chunk, _ in rows)):
+            drafting, last = [], []
         hidden_SH = hidden_NH[on_device(last, torch.int64, hidden_NH.device)]
         ids_S = self._choose(drafting, hidden_SH)
         for count in range(1, self._num_steps):
@@ -92,8 +98,7 @@ class LayerDrafter:
         return ids_S
 
     def _drafts_for(self, request: Request) -> bool:
-        decodes = request.row >= 0 and not request.ended and request.remaining == 1
-        return decodes and request.most_drafts > 0 and len(request.tokens) > 1
+        return _decodes(request) and request.most_drafts > 0 and len(request.tokens) > 1
 
     def _once_more(
         self, drafting: Sequence[Request], ids_S: Tensor, hidden_SH: Tensor, count: int
@@ -122,6 +127,11 @@ class LayerDrafter:
 
 def _places(chunk: Chunk) -> range:
     return range(chunk.start, chunk.end)
+
+
+def _decodes(request: Request) -> bool:
+    """In the next step."""
+    return request.row >= 0 and not request.ended and request.remaining == 1
 
 
 def _following(request: Request, place: int) -> int:
