@@ -216,7 +216,8 @@ def test_more_ranks_than_experts_are_refused(tmp_path):
 
 
 def test_what_a_thousand_ranks_gather_is_refused_with_what_fits(tmp_path):
-    config = large(tmp_path, num_experts=1024, num_hidden_layers=8)(**EP1024, moe_runner_backend="torch")
+    flags = EP1024 | {"moe_runner_backend": "torch", "max_prefill_tokens": 2048}
+    config = large(tmp_path, num_experts=1024, num_hidden_layers=8)(**flags)
     _, found = attempt(config)
     too_many = next(r for r in found if "for 2097152 tokens" in r.asked)
     changed = followed(config, too_many)[0]

@@ -198,6 +198,19 @@ def test_models_with_latent_attention_that_do_not_fit_are_refused_with_remedies(
     assert "divide the model among more ranks (--tp-size)" in text
 
 
+def test_deepseek_v3_runs_on_16_h100_with_steps_of_few_prompt_tokens() -> None:
+    """Chosen where the usual ones do not fit; those that are asked for are refused."""
+    flags = {"tp_size": 16, "dp_size": 16, "ep_size": 16, "nnodes": 2, "enable_dp_attention": True}
+    code, text = plan("deepseek-v3", "h100", **flags)
+    assert code == 0, text
+    assert "--max-prefill-tokens 512: with more" in text
+    (tokens,) = re.findall(r"│ KV cache +│ +([\d,]+) │", text)
+    assert int(tokens.replace(",", "")) > 50_000
+    code, text = plan("deepseek-v3", "h100", max_prefill_tokens=2048, **flags)
+    assert code == 2
+    assert re.search(r"lower\s+--max-prefill-tokens and --chunked-prefill-size to \d+", text)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_published_configurations_have_their_published_size(name: str) -> None:
     description = describe(published(name))

@@ -46,6 +46,7 @@ CANDIDATES = {
     "max_running_requests": {"cuda": (64, 512, 256, 128), "cpu": (64,)},
     "max_prefill_tokens": {"cuda": (2048, 8192, 4096), "cpu": (2048,)},
 }
+SMALLER = (1024, 512)  # prompt tokens of a step on GPUs where the least of them do not fit
 KV_KEPT = 0.9  # of the KV cache that the least sizes leave
 AS_ASKED = "as asked"
 STEP_SECONDS = 0.5  # of a step of a chosen size: whoever decodes waits as long for a token
@@ -65,7 +66,13 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
         sized: dict[str, Any] = sizes | {"cuda_graph_max_bs": graphs}
         return plan_for(dataclasses.replace(config, **sized))
 
-    plan = planned(sizes)
+    try:
+        plan = planned(sizes)
+    except PlanRefused as refused:
+        if device != "cuda" or config.max_prefill_tokens or config.max_total_tokens:
+            raise
+        plan = _with_smaller_steps(lambda size: planned(sizes | {"max_prefill_tokens": size}), refused)
+        sizes["max_prefill_tokens"] = plan.config.max_prefill_tokens
     reasons = dict.fromkeys(sizes, AS_ASKED)
     for name in [name for name in sizes if not getattr(config, name)]:
         reasons[name] = (
@@ -90,6 +97,20 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
             reasons["cuda_graph_max_bs"] = f"not {asked}: no step decodes more requests than run"
     plan.size_reasons.update(reasons)
     return plan
+
+
+def _with_smaller_steps(planned: Callable[[int], P], refused: PlanRefused) -> P:
+    """The plan with as many prompt tokens of a step as leave running requests enough KV cache, or else with
+    the fewest that are tried. Raises `refused` where none fits."""
+    found: P | None = None
+    for size in SMALLER:
+        with suppress(PlanRefused):
+            found = planned(size)
+            if _tokens_per_request(found) >= REQUEST_TOKENS:
+                break
+    if found is None:
+        raise refused
+    return found
 
 
 def sizes_to_time(plan: Sized) -> dict[str, list[int]]:
