@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor
 from tests.checkpoint.writers import edit_config, save
 from tests.checkpoint.writers import load as tensors_of
 from tests.models.configs import BASES, empty_model, tiny
+from tests.models.families import FAMILIES, build
 from tests.models.running import PlainAttention, load
 from tests.tiny import QWEN2_MOE, write_model
 from turnout.attention.kinds import AttentionSpec
@@ -131,6 +133,26 @@ def test_unused_tensors_that_change_nothing_are_accepted(tmp_path: Path) -> None
     save(tmp_path, tensors)
     (logits,) = PlainAttention(load(tmp_path)).logits(("a", ids))
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped"),
+    [
+        ("deepseek_v4", "draft stages, mtp."),
+        ("deepseek_v32", "draft layer (multi-token prediction), model.layers.3."),
+        ("glm_moe_dsa", "draft layer (multi-token prediction), model.layers.4."),
+    ],
+)
+def test_draft_layers_that_are_not_served_are_skipped_and_said(
+    name: str, skipped: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = build(tmp_path, FAMILIES[name])
+    prefix = skipped.partition(", ")[2]
+    count = sum(tensor.startswith(prefix) for tensor in built.tensors)
+    with caplog.at_level(logging.INFO, "turnout"):
+        load(tmp_path)
+    assert f"skipped {count} tensors" in caplog.text
+    assert f"of the {skipped}*: text alone is served" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,11 @@ from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.indexing import largest, places
 from turnout.attention.kinds import CompressedSpec, cache_groups
 from turnout.kernels.attention import index
+from turnout.models import compressed_attention
 from turnout.models.blocks import Norm
 from turnout.models.interface import Step
+from turnout.models.streams import StreamWeights
+from turnout.moe import routing
 from turnout.vocabulary import Phase
 
 interpreter.prepare()
@@ -63,8 +66,15 @@ class PromptsByTorch(TritonCompressed):
     attend_part = CompressedAttention.attend_part
 
 
-def steps(page_size: int, starts: list[int], count: int) -> bool:
-    """Rows of a graph, in caches full of NaN, give what transformers' model gives; with a row of padding."""
+def between_products() -> None:
+    """From now on models use the kernels of what is between products."""
+    StreamWeights._by_kernels = True
+    compressed_attention._by_kernel = lambda x: True
+
+
+def steps(page_size: int, starts: list[int], count: int, *, whole: bool = False) -> bool:
+    """Rows of a graph, in caches full of NaN, give what transformers' model gives; with a row of padding.
+    whole: by kernels outside attention, too."""
     with tempfile.TemporaryDirectory() as folder:
         built = build_published(Path(folder))
         model, expected = load(built.folder), reference(built.model, IDS)
@@ -73,6 +83,8 @@ def steps(page_size: int, starts: list[int], count: int) -> bool:
     groups, right = paged.caches.groups, True
     for request, start in zip(requests, starts, strict=True):
         paged.logits((request, IDS, 0, start))
+    if whole:
+        between_products()
     spare = groups[0].spare_row
     rows = torch.tensor([*range(len(starts)), spare])
     for k in range(count):
@@ -103,6 +115,9 @@ def steps(page_size: int, starts: list[int], count: int) -> bool:
 results["steps"] = steps(16, [2, 126, 254], 3)
 results["steps-page-of-windows"] = steps(128, [127], 2)
 results["steps-page-in-windows"] = steps(4, [126], 2)
+choose_experts = routing._one_kernel
+routing._one_kernel = lambda device, *rest: choose_experts(torch.device("cuda"), *rest)
+results["steps-whole"] = steps(16, [2, 126], 2, whole=True)
 
 
 def chunks(rate: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ def results() -> dict[str, bool]:
 
 
 CASES = ["choose", "choose-near", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
-CASES += ["chunks-window", "chunks-chosen", "chunks-whole"]
+CASES += ["steps-whole", "chunks-window", "chunks-chosen", "chunks-whole"]
 
 
 @pytest.mark.parametrize("case", CASES)

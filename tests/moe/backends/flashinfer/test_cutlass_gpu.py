@@ -28,7 +28,7 @@ pytestmark = [
 
 SILU = Activation()
 GPT_OSS = Activation(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
-DEEPSEEK_V4 = Activation(kind="swiglu", limit=7.0)
+DEEPSEEK_V4 = Activation(kind="swiglu", limit=10.0)
 TOKENS = (0, 1, 3, 17, 128, 1024, 8192)
 NUMERICS = {"mxfp4": "bf16", "bf16": "bf16", "fp8": "fp8"}
 
