@@ -25,8 +25,8 @@ from turnout.kernels.common import rowwise
 from turnout.models.shares import Share
 
 SOME = 256  # rows, above which a decoded copy for the library's product costs little
-PROGRAMS = 132  # of a product of some rows: an H100's multiprocessors
-MOST_DECODED = 2**25  # weights decoded at a time
+MOST_DECODED = 2**25  # weights decoded at a time, in pieces of HEIGHT outputs, which the library's kernels
+HEIGHT = 256  # need to begin at an even address
 MIN_GROUP_COLUMNS = 16  # under one scale: a share cut finer is decoded
 
 
@@ -113,7 +113,7 @@ def linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tens
     if parts_PNM is not None:
         return rows.add(parts_PNM, bias_M, x_NK.dtype)
     y_NM = x_NK.new_empty(len(x_NK), len(weight_MK))
-    height = max(1, MOST_DECODED // x_NK.shape[1])
+    height = max(1, MOST_DECODED // x_NK.shape[1] // HEIGHT) * HEIGHT
     for first in range(0, len(weight_MK), height):
         these = slice(first, first + height)
         data_MK, scale_GM = weight_MK.data_MK[these], weight_MK.scale_GM[:, these]
@@ -174,12 +174,8 @@ def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor 
     """Of up to SOME rows; with a bias of few."""
     from turnout.kernels.common import row_gemm, split_gemm
 
-    (N, K), M = x_NK.shape, len(weight_MK)
     data_MK, scale_GM, group = weight_MK.data_MK, weight_MK.scale_GM, weight_MK.group
     found = split_gemm.parts(x_NK, data_MK, bias_M, scale_GM=scale_GM, group=group)
-    if found is not None or bias_M is not None or N > SOME:
+    if found is not None or bias_M is not None or len(x_NK) > SOME:
         return found
-    tiles = -(-M // row_gemm.OUTPUTS) * -(-N // row_gemm.width(N))
-    most = PROGRAMS // max(1, tiles)
-    count = max((c for c in range(2, most + 1) if K % (c * row_gemm.COLUMNS) == 0), default=1)
-    return row_gemm.parts(x_NK, data_MK, count, scale_GM, group)
+    return row_gemm.parts(x_NK, data_MK, scale_GM, group)

@@ -44,7 +44,7 @@ def multiplies(N: int, M: int, K: int, group: int, *, bias=False, count=1) -> bo
     data, scale, w = weight(M, K, group)
     x, b = torch.randn(N, 2 * K)[:, :K], torch.randn(M) if bias else None
     whole = row_gemm.linear(x, data, b, scale_GM=scale, group=group)
-    parts = row_gemm.parts(x, data, count, scale, group)
+    parts = row_gemm.parts(x, data, scale, group)
     return near(whole, F.linear(x, w, b)) and len(parts) == count and near(parts.sum(0), x @ w.T)
 
 
@@ -81,7 +81,8 @@ def gates() -> bool:
 
 
 results["decode"] = all(decodes(*sizes) for sizes in ((64, 256, 128), (70, 400, 128), (33, 112, 16)))
-results["rows"] = multiplies(5, 70, 256, 128, bias=True, count=2) and multiplies(20, 64, 512, 64, count=4)
+results["rows"] = multiplies(5, 70, 256, 128, bias=True, count=4) and multiplies(20, 64, 512, 64, count=8)
+results["rows-many"] = multiplies(100, 140, 256, 128, count=4) and multiplies(130, 40, 128, 64, count=2)
 results["rows-odd"] = multiplies(3, 40, 200, 128) and multiplies(3, 66, 80, 16, bias=True)
 results["parts"] = splits(5, 130, 512, 128, width=256, steps=1) and splits(1, 64, 512, 32, width=128, steps=2)
 results["parts-long"] = splits(16, 70, 1024, 128, width=128, steps=4) and splits(

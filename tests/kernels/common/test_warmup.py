@@ -120,6 +120,7 @@ def fp8_products(size: int) -> None:
     scales, group = torch.empty(H // 128, 4 * H), 128
     weight = torch.empty(4 * H, H, dtype=torch.float8_e4m3fn)
     row_gemm.linear(b16(size, H), weight, None, scale_GM=scales, group=group)
+    row_gemm.parts(b16(size, H), weight, scales, group)
     split_gemm.parts(b16(size, H), weight, scale_GM=scales, group=group)
 
 

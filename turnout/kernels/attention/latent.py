@@ -57,11 +57,8 @@ _FEW_HEADS = Tiles(16, 32, 4, 3, 2, shortest=64, ahead=True, narrow=True, parts=
 # tools/latent_attention.py prints.
 CHOICES: tuple[tuple[int, int, Tiles], ...] = (
     (64, 4, SPECIALISED._replace(parts=8, joining=8)),
-    (64, 1 << 30, SPECIALISED),
-    (17, 4, _FEW_HEADS._replace(tokens=64, warps=8)),
-    (17, 1 << 30, SPECIALISED),
-    (16, 1, _FEW_HEADS._replace(tokens=64, warps=8)),
-    (16, 1 << 30, _FEW_HEADS),
+    (16, 4, _FEW_HEADS._replace(tokens=64, warps=8)),
+    (16, 1 << 30, SPECIALISED),
 )
 
 

@@ -5,6 +5,8 @@ Legend: N rows, K inputs, M outputs, P parts, G groups of inputs that share a sc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +16,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.fp8_weights import scaled
 
-OUTPUTS = 64  # of a tile: what one warp group's tensor-core instruction holds
-COLUMNS = 64
-WIDTHS = (16, 32, 64, 128)  # rows of a tile
+PROGRAMS = 132  # of a product in parts: an H100's multiprocessors
+
+
+class Tile(NamedTuple):
+    """Rows and outputs of a program, inputs of a step. Outputs are a multiple of the 64 that one warp group's
+    tensor-core instruction holds."""
+
+    rows: int
+    outputs: int = 64
+    columns: int = 64
+    warps: int = 4
+    stages: int = 4
+
+
+TILES = (Tile(16), Tile(32), Tile(64), Tile(128))
+# Of parts of more rows than the last but one: programs of more outputs read them from the L2 cache less
+# often, which bounds such products.
+MANY_ROWS = Tile(128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -61,9 +78,9 @@ def multiply_rows(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=m_held & n_held)
 
 
-def width(rows: int) -> int:
-    """Rows of a tile, for so many."""
-    return next((w for w in WIDTHS if rows <= w), WIDTHS[-1])
+def tile_of(rows: int) -> Tile:
+    """Of a product of so many rows."""
+    return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
 
 
 def linear(
@@ -80,17 +97,19 @@ def linear(
     scale: float32, contiguous, of a weight that is e4m3, for groups of as many columns.
     """
     y_NM = x_NK.new_empty(len(x_NK), len(weight_MK))
-    return _multiply(x_NK, weight_MK, scale_GM, group, bias_M, y_NM[None], rows or width(len(x_NK)))[0]
+    tile = tile_of(rows or len(x_NK))
+    return _multiply(x_NK, weight_MK, scale_GM, group, bias_M, y_NM[None], tile)[0]
 
 
-def parts(x_NK: Tensor, weight_MK: Tensor, count: int, scale_GM: Tensor, group: int) -> Tensor:
-    """float32 [count, N, M], whose sum over the first is x @ weight.T; of pieces of the inputs.
-
-    A piece is a multiple of COLUMNS. weight, scale, group: as in `linear`.
-    """
-    shape = count, len(x_NK), len(weight_MK)
-    y_PNM = torch.empty(shape, dtype=torch.float32, device=x_NK.device)
-    return _multiply(x_NK, weight_MK, scale_GM, group, None, y_PNM, width(len(x_NK)))
+def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, group: int, tile: Tile | None = None) -> Tensor:
+    """float32 [P, N, M], whose sum over the first is x @ weight.T; of as many pieces of the inputs as keep
+    multiprocessors at work. weight, scale, group: as in `linear`. tile: instead of what suits N."""
+    (N, K), M = x_NK.shape, len(weight_MK)
+    tile = tile or (tile_of(N) if TILES[-2].rows >= N else MANY_ROWS)
+    most = PROGRAMS // max(1, -(-M // tile.outputs) * -(-N // tile.rows))
+    count = max((c for c in range(2, most + 1) if K % (c * tile.columns) == 0), default=1)
+    y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)
+    return _multiply(x_NK, weight_MK, scale_GM, group, None, y_PNM, tile)
 
 
 def _multiply(
@@ -100,17 +119,17 @@ def _multiply(
     group: int,
     bias_M: Tensor | None,
     y_PNM: Tensor,
-    rows: int,
+    tile: Tile,
 ) -> Tensor:
     P, N, M = y_PNM.shape
     K = x_NK.shape[1]
     if N and M:
         piece, early = K // P, launches_early(x_NK.device)
-        multiply_rows[(-(-M // OUTPUTS), -(-N // rows), P)](
+        multiply_rows[(-(-M // tile.outputs), -(-N // tile.rows), P)](
             x_NK, weight_MK, weight_MK if scale_GM is None else scale_GM,
             weight_MK if bias_M is None else bias_M, y_PNM,
             N, M, K, piece, x_NK.stride(0), weight_MK.stride(0),
-            bias_M is not None, piece % COLUMNS == 0, rows, OUTPUTS, COLUMNS, group, early,
-            num_warps=4, num_stages=4, launch_pdl=early,
+            bias_M is not None, piece % tile.columns == 0, tile.rows, tile.outputs, tile.columns, group,
+            early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
         )  # fmt: skip
     return y_PNM
