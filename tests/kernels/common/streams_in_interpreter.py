@@ -48,7 +48,7 @@ def connects(rows: int, hidden: int, parts: int, *, embedding: bool = False) -> 
 
 results["added"] = connects(3, 320, 1)
 results["parts"] = connects(17, 48, 3)
-kernels.MANY = 1  # of as many tokens, one program mixes all columns of each
+kernels.MANY = kernels.SOME = 1  # of as many tokens, programs have more columns of each
 results["many"] = connects(3, 1100, 1)
 results["embedding"] = connects(2, 64, 0, embedding=True)
 results["none"] = connects(0, 64, 1)

@@ -32,12 +32,12 @@ def test_interpreted(results: dict[str, bool], case: str):
 
 def test_compiled_for_hopper():
     """At the sizes of DeepSeek-V4-Flash, with products on tensor cores."""
-    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, stream_mixture, stream_products
+    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, STEPS, stream_mixture, stream_products
 
     halves = dict.fromkeys(("x_ptr", "total_ptr", "gain_ptr", "mixed_ptr"), "*bf16")
     sizes = {"S": 4, "C": 24, "CP": 32, "PDL": True}
-    for added, y in ((0, "*bf16"), (1, "*bf16"), (8, "*fp32")):
-        constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    for added, y, steps in ((0, "*bf16", 1), (1, "*bf16", STEPS), (8, "*fp32", 1)):
+        constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS, "STEPS": steps}
         done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
         assert "mma.sync" in done.asm["ptx"]
     constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}
@@ -47,7 +47,7 @@ def test_compiled_for_hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 33, 4000])
+@pytest.mark.parametrize("rows", [1, 33, 128, 4000])
 def test_streams_on_a_gpu(rows: int):
     torch.manual_seed(0)
     parts = {

@@ -22,50 +22,73 @@ from turnout.kernels.common.dependent import launches_early
 ROWS, COLUMNS = 16, 32  # of a program that multiplies: tokens, and columns of each stream
 MIXED = 512  # columns of a stream that are mixed at a time
 MANY = 512  # tokens, from which on a program mixes all columns of one
+SOME, STEPS = 64, 4  # tokens, from which on a program multiplies as many times the columns, for fewer parts
 
 
 @triton.jit(do_not_specialize=["N"])
 def stream_products(
     x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """total [N, S, H] = x + post [N, S] * y [N, H], the sum of ADDED parts; x where there are none, and not
-    stored. parts float32 [N, B, CP + S S]: of COLUMNS of each stream, products by fn [C, X], and of streams
-    with each other (the upper half)."""
+    stored. parts float32 [N, B, CP + S S]: of STEPS times COLUMNS of each stream, products by fn [C, X], and
+    of streams with each other (the upper half)."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    h = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * (COLUMNS * STEPS) + tl.arange(0, COLUMNS)
     c = tl.arange(0, CP)
-    of_fn = (h < H)[:, None] & (c < C)[None, :]
-    columns = fn_ptr + c[None, :] * (S * H) + h[:, None]
-    fn = ()
-    for j in tl.static_range(S):
-        fn += (tl.load(columns + j * H, mask=of_fn, other=0.0),)  # type: ignore[assignment]
+    fn = _rows_of_fn(fn_ptr, first, c, H, S, C)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     known = n < N
-    held = known[:, None] & (h < H)[None, :]
-    y = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for part in tl.static_range(ADDED):
-        y += tl.load(y_ptr + (part * N + n[:, None]) * H + h[None, :], mask=held, other=0.0).to(tl.float32)
     products = tl.zeros([ROWS, CP], tl.float32)
-    streams = ()
-    for j in tl.static_range(S):
-        at = (n[:, None] * S + j) * H + h[None, :]
-        x = tl.load(x_ptr + at, mask=held, other=0.0)
-        if ADDED > 0:
-            post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
-            x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
-            tl.store(total_ptr + at, x, mask=held)
-        x = x.to(tl.float32)
-        products = tl.dot(x, fn[j], products, input_precision="tf32x3")
-        streams += (x,)  # type: ignore[assignment]
+    pairs = ()
+    for _ in tl.static_range(S * (S + 1) // 2):
+        pairs += (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]
+    for step in tl.static_range(STEPS):
+        h = first + step * COLUMNS
+        if step > 0:
+            fn = _rows_of_fn(fn_ptr, h, c, H, S, C)
+        held = known[:, None] & (h < H)[None, :]
+        y = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for part in tl.static_range(ADDED):
+            y += tl.load(y_ptr + (part * N + n[:, None]) * H + h[None, :], mask=held, other=0.0).to(
+                tl.float32
+            )
+        streams = ()
+        for j in tl.static_range(S):
+            at = (n[:, None] * S + j) * H + h[None, :]
+            x = tl.load(x_ptr + at, mask=held, other=0.0)
+            if ADDED > 0:
+                post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
+                x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
+                tl.store(total_ptr + at, x, mask=held)
+            x = x.to(tl.float32)
+            products = tl.dot(x, fn[j], products, input_precision="tf32x3")
+            streams += (x,)  # type: ignore[assignment]
+        sums = ()
+        for j in tl.static_range(S):
+            for i in tl.static_range(j, S):
+                own = pairs[j * S - j * (j - 1) // 2 + i - j]
+                sums += (own + tl.sum(streams[j] * streams[i], 1),)  # type: ignore[assignment]
+        pairs = sums
     to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
     tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
     for j in tl.static_range(S):
         for i in tl.static_range(j, S):
-            tl.store(to + CP + j * S + i, tl.sum(streams[j] * streams[i], 1), mask=known)
+            tl.store(to + CP + j * S + i, pairs[j * S - j * (j - 1) // 2 + i - j], mask=known)
+
+
+@triton.jit
+def _rows_of_fn(fn_ptr, h, c, H, S: tl.constexpr, C: tl.constexpr):
+    """float32 [COLUMNS, CP] of each stream."""
+    held = (h < H)[:, None] & (c < C)[None, :]
+    at = fn_ptr + c[None, :] * (S * H) + h[:, None]
+    fn = ()
+    for j in tl.static_range(S):
+        fn += (tl.load(at + j * H, mask=held, other=0.0),)  # type: ignore[assignment]
+    return fn
 
 
 @triton.jit
@@ -183,7 +206,8 @@ def _connected(
     """(total [N, S, H], x [N, H]) of `stream_mixture`. kept: its post and mixed, which are written."""
     N, S, H = x_NSH.shape
     x_NSH, C = x_NSH.contiguous(), len(fn_CX)
-    CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS)
+    steps = STEPS if N >= SOME else 1
+    CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS * steps)
     post_in, y = (part.contiguous() for part in added) if added else (scale, x_NSH)
     count = 0 if added is None else len(y) if y.dim() == 3 else 1
     total_NSH, out_NH = torch.empty_like(x_NSH) if added else x_NSH, x_NSH.new_empty(N, H)
@@ -193,7 +217,7 @@ def _connected(
     if N:
         stream_products[(triton.cdiv(N, ROWS), B)](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, early, num_warps=4, launch_pdl=early,
+            S, C, CP, count, ROWS, COLUMNS, steps, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
         blocks = triton.cdiv(H, MIXED) if N > MANY else 1
         stream_mixture[(N, triton.cdiv(H, MIXED * blocks))](
