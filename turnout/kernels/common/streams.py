@@ -70,8 +70,8 @@ def stream_products(
         sums = ()
         for j in tl.static_range(S):
             for i in tl.static_range(j, S):
-                own = pairs[j * S - j * (j - 1) // 2 + i - j]
-                sums += (own + tl.sum(streams[j] * streams[i], 1),)  # type: ignore[assignment]
+                before = pairs[j * S - j * (j - 1) // 2 + i - j]  # type: ignore[var-annotated]
+                sums += (before + tl.sum(streams[j] * streams[i], 1),)  # type: ignore[assignment]
         pairs = sums
     to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
     tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
