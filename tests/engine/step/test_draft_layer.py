@@ -333,6 +333,31 @@ def test_ranks_with_requests_of_their_own_draft_together(glm, ranks: Pools, tmp_
     ]
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(2, {"ep_size": 2}), (2, {"dp_size": 2, "ep_size": 2}), (4, {"dp_size": 2, "ep_size": 4})],
+    ids=["tp2", "dp2 ep2", "dp2 tp2 ep4"],
+)
+def test_drafts_through_latent_attention_on_ranks(latent, ranks: Pools, tmp_path: Path, size, flags):
+    """Heads divided, requests divided, and both; one after the other, so that no prompt takes the room of
+    drafts, in too few steps for them to rest."""
+    asked = prompts(3)
+    plain = run(core(latent[0].folder), asked, max_tokens=9)
+    flags = flags | {"speculative_algorithm": "MTP", "speculative_num_steps": 2}
+    with Cluster(ranks(size), tmp_path, latent[0].folder, **flags) as cluster:
+        for i, prompt in enumerate(asked):
+            rank = i % flags.get("dp_size", 1)
+            cluster.add(str(i), prompt, dp_rank=rank, max_tokens=9, ignore_eos=True)
+            cluster.wait([str(i)], 60)
+    assert {id: output.token_ids for id, output in cluster.outputs.items()} == plain
+    counts = [simulated(latent, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
+    found = [(rank.spec_draft_tokens, rank.spec_accepted_tokens) for rank in cluster.stats.values()]
+    assert [sum(column) for column in zip(*found, strict=True)] == [
+        sum(column) for column in zip(*counts, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
