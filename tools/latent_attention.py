@@ -12,10 +12,6 @@ that the GPU has no room for, are reported and not timed.
 With --chosen each token also attends to as many vectors of its context, anywhere in it, in the tiles that are
 chosen for the shape, as sparse attention does (2048 of 32768: `--chosen 2048 --known`).
 
-With --prompts the expanded form is measured too: whole prompts of so many tokens, whose keys and values are
-made --span tokens at a time, by torch's kernels and by flash-attn-4 where it is installed. Products count
-what is made and one half of all scores.
-
 The last lines are the best of each shape, how much faster that is of what is chosen than of the whole, and
 CHOICES for turnout/kernels/attention/latent.py: of each number
 of heads and requests the tiles with the least time over all contexts.
@@ -37,7 +33,6 @@ import torch
 from torch import Tensor
 
 from tools.attention import interpret_kernels, seconds_of
-from turnout.attention.workspace import LATENT_SPAN
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.parallel.hardware import cpu_name
 
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
     from turnout.kernels.attention.latent import Tiles
 
 LATENT, ROPE, PAGE = 512, 64, 16
-NOPE, VALUE = 128, 128
 SCALE = 192**-0.5
 BYTES_PER_S, PRODUCTS_PER_S = 4.2e12, 790e12
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
@@ -184,41 +178,6 @@ class Bench:
         }
 
 
-def prompts(length: int, num_heads: int, span: int, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of a whole prompt in the expanded form, by each library that is there."""
-    from turnout.attention.backends.flash_attn_4 import latent as flash_attn_4
-    from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
-    from turnout.attention.latent import attend, attend_expanded
-    from turnout.attention.up_projection import UpProjection
-
-    rest: Any = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
-    up = UpProjection(torch.randn(num_heads, NOPE + VALUE, LATENT, **rest) * LATENT**-0.5, NOPE)
-    q = torch.randn(length, num_heads, NOPE + ROPE, **rest)
-    latents = [torch.randn(length, LATENT + ROPE, **rest) for _ in range(2)]
-    libraries = {"torch": attend} | ({} if PACKAGE.lacking() else {"flash-attn-4": flash_attn_4.attend})
-    kept, rows = (latents[0], None), []
-    with torch.inference_mode():
-        few = min(length, 64)  # whose attention is written out
-        k, v = UpProjection(up.weight_HXL.float(), NOPE).expand(latents[0].float())
-        scores = q[-few:].float().transpose(0, 1) @ k.transpose(1, 2) * SCALE
-        seen = torch.ones(few, length, device=device, dtype=torch.bool).tril(length - few)
-        wanted = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-        for name, by in libraries.items():
-            found = attend_expanded(q, latents[0], up, SCALE, kept, span, by)[-few:]
-            error = float((found.float() - wanted).abs().max())
-
-            def run(by: Any = by) -> None:
-                for latent in latents:
-                    attend_expanded(q, latent, up, SCALE, kept, span, by)
-
-            seconds = seconds_of(run, device)[0] / len(latents)
-            made = 2 * length * num_heads * (NOPE + VALUE) * LATENT
-            products = made + length**2 * num_heads * (NOPE + ROPE + VALUE)
-            row = {"prompt": length, "num_heads": num_heads, "span": span, "by": name, "error": error}
-            rows.append(row | {"us": seconds * 1e6, "tflop_per_s": products / seconds / 1e12})
-    return rows
-
-
 def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The fastest row of each shape."""
     found: dict[Case, dict[str, Any]] = {}
@@ -265,10 +224,9 @@ def sparse_gains(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def told(row: dict[str, Any]) -> str:
-    tiles = " ".join(f"{k}={v}" for k, v in row.get("tiles", {}).items())
+    tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
     values = {k: v for k, v in row.items() if k != "tiles"}.items()
-    said = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values)
-    return f"{said}: {tiles}" if tiles else said
+    return " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values) + f": {tiles}"
 
 
 def main() -> None:
@@ -280,8 +238,6 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, nargs="+", default=[128, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--chosen", type=int, default=0, help="of a context, by sparse attention")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of whole prompts")
-    parser.add_argument("--span", type=int, nargs="+", default=[LATENT_SPAN], help="of prompts")
     parser.add_argument("--known", action="store_true", help="only the tiles that are chosen now")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -305,12 +261,6 @@ def main() -> None:
                     del bench
     print("Best:", *map(told, best(rows)), *sparse_gains(rows), "CHOICES:", sep="\n")
     print(*(f"    {choice}," for choice in choices(rows)), sep="\n", flush=True)
-    for length in options.prompts:
-        for num_heads in options.num_heads:
-            for span in options.span:
-                measured = prompts(length, num_heads, span, device)
-                print(*map(told, measured), sep="\n", flush=True)
-                rows += measured
     if options.output:
         name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
         save(result("latent_attention", rows, device=name, driver=gpu_driver()), options.output)

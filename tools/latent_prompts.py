@@ -1,10 +1,11 @@
-"""Latent attention of prompts in its expanded form: our kernel in several tiles, and torch's spans.
+"""Latent attention of prompts in its expanded form: our kernel in several tiles, and by spans torch's kernels
+and flash-attn-4, where it is installed.
 
     python -m tools.latent_prompts --output benchmarks/results/latent-prompts-DEVICE-DATE.json
 
 Keys and values of 128 + 64 and 128 values (DeepSeek-V3, 128 heads and the 16 of a rank of 8) and of 192 + 64
 and 256 (GLM-4.7-Flash, 20 heads) in bfloat16. Times are of one layer without the product that makes keys and
-values, which `made_us` is; torch's includes the padding and joining that its kernels need. `tflop_per_s`
+values, which `made_us` is; those by spans include the padding and joining that these need. `tflop_per_s`
 counts the products that causal attention has. `error` is the largest difference from attention in float32
 over some rows; tiles that miss BOUND, or that the GPU has no room for, are reported and not timed.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 
 from tools.attention import interpret_kernels, seconds_of
-from turnout.attention.latent import attend_expanded
+from turnout.attention.backends.flash_attn_4 import latent as flash_attn_4
+from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
+from turnout.attention.latent import Attend, attend, attend_expanded
 from turnout.attention.up_projection import UpProjection
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.parallel.hardware import cpu_name
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from turnout.kernels.attention.latent_prefill import Tiles
 
 LATENT, ROPE = 512, 64
+LIBRARIES: dict[str, Attend] = {"torch": attend, "flash-attn-4": flash_attn_4.attend}
 BOUND = 3e-2  # of values near 1 in bfloat16
 CHECKED = 8  # rows
 
@@ -96,23 +101,23 @@ class Bench:
     def error(self) -> float:
         return float((self.out[self.rows].float() - self.wanted).abs().max())
 
-    def by_torch(self) -> None:
+    def by_spans(self, by: Attend) -> None:
         for prompt in range(self.case.prompts):
             rows = slice(prompt * self.case.tokens, (prompt + 1) * self.case.tokens)
-            earlier = self.latent, None
-            self.out[rows] = attend_expanded(self.q[rows], self.latent[rows], self.up, self.scale, earlier)
+            given = self.q[rows], self.latent[rows], self.up, self.scale, (self.latent, None)
+            self.out[rows] = attend_expanded(*given, by=by)
 
-    def measure(self, sizes: Tiles | None) -> dict[str, Any]:
-        """Of the kernel in these tiles; None: of torch. `us` where it was timed."""
+    def measure(self, name: str, sizes: Tiles | None = None) -> dict[str, Any]:
+        """Of the kernel in these tiles; None: of a library by spans. `us` where it was timed."""
         from triton.runtime.errors import OutOfResources
 
         from turnout.kernels.attention import latent_prefill
 
         case = self.case
-        row: dict[str, Any] = vars(case) | {"tiles": None if sizes is None else sizes._asdict()}
+        row: dict[str, Any] = vars(case) | {"by": name, "tiles": None if sizes is None else sizes._asdict()}
         self.out.fill_(torch.nan)
         if sizes is None:
-            run = self.by_torch
+            run = partial(self.by_spans, LIBRARIES[name])
         else:
             parts = latent_prefill.key_parts(case.nope, ROPE, case.value)
             assert parts is not None
@@ -158,8 +163,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in (Case(options.num_heads, 128, 128, 2, options.tokens),) if options.num_heads else CASES:
         bench = Bench(case, device)
-        for sizes in [*candidates(), None] if device.type == "cuda" else [candidates()[-1], None]:
-            rows.append(bench.measure(sizes))
+        ours = candidates() if device.type == "cuda" else candidates()[-1:]
+        known = [("triton", sizes) for sizes in ours] + [("torch", None)]
+        for name, sizes in known if PACKAGE.lacking() else [*known, ("flash-attn-4", None)]:
+            rows.append(bench.measure(name, sizes))
             print(
                 " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
             )

@@ -31,23 +31,13 @@ def test_tiles_are_chosen_over_all_contexts_and_wrong_ones_never() -> None:
 
 
 def test_what_is_chosen_beside_the_whole(tmp_path: Path) -> None:
-    """In the tiles that are chosen; each attends to some of its context, as attention in float32 does. Then
-    whole prompts."""
+    """In the tiles that are chosen; each attends to some of its context, as attention in float32 does."""
     output = tmp_path / "latent.json"
     tiny = ["--device", "cpu", "--requests", "2", "--num-heads", "4", "--context", "40", "--chosen", "24"]
-    tiny += ["--prompts", "90", "--span", "90", "32"]
     command = [sys.executable, "-m", "tools.latent_attention", *tiny, "--known", "--output", str(output)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    whole, chosen, *prompts = json.loads(output.read_text())["rows"]
-    assert [(row["prompt"], row["span"], row["by"]) for row in prompts] == [
-        (90, 90, "torch"),
-        (90, 32, "torch"),
-    ]
-    for row in prompts:
-        assert row["error"] < 1e-4
-        products = 2 * 90 * 4 * 256 * 512 + 90**2 * 4 * (192 + 128)
-        assert row["tflop_per_s"] * row["us"] * 1e6 == pytest.approx(products)
+    whole, chosen = json.loads(output.read_text())["rows"]
     assert (whole["chosen"], chosen["chosen"]) == (0, 24)
     assert whole["error"] < 1e-5
     assert chosen["error"] < 1e-5

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 TILES = (Tile(16), Tile(32), Tile(64), Tile(128))
 # Of parts of more rows than the last but one: programs of more outputs read them from the L2 cache less
 # often, which bounds such products.
-MANY_ROWS = Tile(128, 128, 64, 8, 4)
+MANY_ROWS = Tile(128, 128, 128, 8, 3)
 
 
 @triton.jit(do_not_specialize=["N"])

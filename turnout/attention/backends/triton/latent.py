@@ -171,7 +171,8 @@ def prompts(
     paged: LatentAttention, chunks: Sequence[Chunk], at: int
 ) -> tuple[Prompts | None, list[tuple[int, Chunk]]]:
     """What the kernel computes of these chunks, the rows of the first of which begin at `at`; and the others,
-    each with its first row: short ones, and those whose contexts are too long to make at once."""
+    each with its first row: short ones, those whose contexts are too long to make at once, and what another
+    backend was chosen for."""
     from turnout.kernels.attention import latent_prefill
 
     spec, left = paged.spec, LATENT_CONTEXTS * sum(chunk.length for chunk in chunks)
@@ -180,6 +181,7 @@ def prompts(
     known = latent_prefill.key_parts(spec.head_dim - spec.rope_dim, spec.rope_dim, spec.value_dim)
     for chunk in chunks:
         fits = known is not None and expands(spec, chunk.start, chunk.length) and chunk.end <= left
+        fits = fits and not (paged.chosen and paged.chosen.takes_prompts([chunk.length]))
         (taken if fits else others).append((at, chunk))
         left -= chunk.end if fits else 0
         at += chunk.length
