@@ -344,8 +344,9 @@ def _check(settings: Settings, gpus: int, local_ranks: int) -> None:
 
 
 def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
-    """Interrupted: what was measured until then."""
+    """Interrupted: what was measured until then; raises KeyboardInterrupt if that is nothing."""
     with tempfile.TemporaryDirectory(prefix="turnout-a2a-") as folder:
+        kept = Path(folder) / ROWS
         # Ranks inherit what is blocked: an interrupt is the parent's to deal with, also while they import.
         # Python's resource tracker unblocks interrupts when it has started, so it starts first.
         resource_tracker.ensure_running()
@@ -358,11 +359,13 @@ def _on_ranks_of_our_own(settings: Settings) -> list[dict[str, Any]]:
             while not ranks.join():
                 continue
         except KeyboardInterrupt:
-            sys.stderr.write("interrupted: the rest is not measured\n")
             for process in ranks.processes:
                 process.kill()
                 process.join()
-        kept = Path(folder) / ROWS
+            if not (kept.exists() and kept.read_text()):
+                sys.stderr.write("interrupted: nothing is measured\n")
+                raise
+            sys.stderr.write("interrupted: the rest is not measured\n")
         return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
 
 

@@ -51,8 +51,12 @@ console = Console()
 
 
 def main() -> int:
-    """Returns 0 if the model answered; the accuracy is reported, not judged."""
-    questions = load_task("wordmath", QUESTIONS, seed=int(time.time()))
+    """Returns 0 if the model answered; the accuracy is reported, not judged.
+
+    Each run draws its own questions, so one may meet a rare mistake of the model; the seed brings them back.
+    """
+    seed = int(time.time())
+    questions = load_task("wordmath", QUESTIONS, seed)
     console.print("Starting the server with the bundled NVFP4 model on this machine ...")
     with launch(ServerConfig(model="demo", port=0)) as base_url:
         console.print(f"Asking {QUESTIONS} questions it has never seen, over HTTP at {base_url}")
@@ -68,7 +72,7 @@ def main() -> int:
                 )
             )
         seconds = time.perf_counter() - start
-        for answer in answers[:SHOWN]:
+        for answer in sorted(answers, key=lambda answer: answer.correct)[:SHOWN]:  # mistakes first
             _show(answer)
         _call_a_tool(base_url)
         _answer_in_json(base_url)
@@ -76,6 +80,8 @@ def main() -> int:
     accuracy = Accuracy(sum(answer.correct for answer in answers), len(answers))
     console.print(Rule())
     console.print(f"accuracy {accuracy}", highlight=False)
+    again = f"turnout eval demo --num-questions {QUESTIONS} --seed {seed}"
+    console.print(f"the same questions again: {again}", highlight=False, soft_wrap=True)
     console.print(f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s", highlight=False)
     return 0
 
