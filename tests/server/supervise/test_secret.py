@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +12,16 @@ import msgspec
 import pytest
 import zmq
 
-from turnout import __version__
+import turnout
 from turnout.errors import UserError
-from turnout.server.supervise.secret import Channel, Rejected, admit_ranks_only, curve_keys, read_secret
+from turnout.server.supervise.secret import (
+    Channel,
+    Rejected,
+    admit_ranks_only,
+    curve_keys,
+    read_secret,
+    version,
+)
 
 SECRET = b"pears and plums, and a few more plums"
 ANYTHING = msgspec.json.Decoder(object)
@@ -94,7 +102,7 @@ def test_lines_can_be_neither_repeated_nor_changed_nor_sent_back(forge: str):
         (b"GET / HTTP/1.1\r\n", "it does not speak as Turnout does"),
         (b"x" * 100_000 + b"\n", "it does not speak as Turnout does"),
         (b"\n", "it does not speak as Turnout does"),
-        (b"turnout 0.0 abc\n", f"it is version '0.0' of Turnout, and here is {__version__}"),
+        (b"turnout 0.0 abc\n", f"it is version '0.0' of Turnout, and here is {version()!r}"),
     ],
 )
 def test_strangers_and_other_versions(greeting: bytes, why: str):
@@ -104,6 +112,19 @@ def test_strangers_and_other_versions(greeting: bytes, why: str):
             await reader.read()
 
     assert meet(rank) == (None, why)
+
+
+def test_a_changed_copy_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copies = [tmp_path / "same", tmp_path / "other"]
+    for copy in copies:
+        shutil.copytree(Path(turnout.__file__).parent / "parallel", copy)
+    (copies[1] / "health.py").write_text("changed = True\n")
+    found = []
+    for copy in (copies[0], copies[0], copies[1]):
+        monkeypatch.setattr(turnout, "__file__", str(copy / "__init__.py"))
+        found.append(version.__wrapped__())
+    assert found[0] == found[1] != found[2]
+    assert all(one.startswith(f"{turnout.__version__}+") for one in found)
 
 
 def test_what_is_no_secret(tmp_path: Path):

@@ -17,8 +17,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class RankAgent:
 
     async def run(self) -> int:
         """The exit code. Raises UserError."""
+        waiting = ""  # why, as the log last said it
         while True:
             try:
                 code = await self._connect()
@@ -90,6 +91,9 @@ class RankAgent:
                     f"no head at {self._head} within {self._patience:g} s: {why}; start `turnout serve "
                     f"--dist-init-addr {self._head}` there, or correct --head"
                 )
+            if why != waiting:
+                log.info("waiting for a head at %s: %s", self._head, why)
+                waiting = why
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self) -> int | None:
@@ -97,9 +101,10 @@ class RankAgent:
 
         Raises Rejected, UserError, OSError."""
         host, port = self._address
-        reader, writer = await asyncio.open_connection(
-            rank_protocol.resolve(host, port, f"--head {self._head}"), port, limit=LONGEST_LINE
-        )
+        async with _answering():  # else as long as the system tries, minutes
+            reader, writer = await asyncio.open_connection(
+                host, port, family=socket.AF_INET, limit=LONGEST_LINE
+            )
         channel = reporting = None
         try:
             rank_protocol.notice_lost_host(writer)
@@ -121,7 +126,8 @@ class RankAgent:
 
     async def _introduce(self, channel: Channel[rank_protocol.ToRank]) -> None:
         channel.send(self._hello)
-        welcome = await channel.receive()
+        async with _answering():
+            welcome = await channel.receive()
         if isinstance(welcome, rank_protocol.Refused):
             raise Rejected(welcome.reason)
         if isinstance(welcome, rank_protocol.Welcome):
@@ -149,7 +155,6 @@ class RankAgent:
                 channel.send(rank_protocol.Gone(message.number))
             self._contact = time.monotonic()
         self._contact = time.monotonic()
-        log.warning("the head closed the connection; trying again")
         return None
 
     async def _start_process(
@@ -188,6 +193,16 @@ class RankAgent:
             ranks, self._ranks = self._ranks, None
             ranks.kill()
             await ranks.gone()
+
+
+@asynccontextmanager
+async def _answering() -> AsyncIterator[None]:
+    """Raises Rejected if what is inside takes too long."""
+    try:
+        async with asyncio.timeout(rank_protocol.SILENT_SECONDS):
+            yield
+    except TimeoutError:
+        raise Rejected("it does not answer", final=False) from None
 
 
 def hello(index: int = 0, count: int = 1) -> rank_protocol.Hello:

@@ -119,13 +119,8 @@ def head_address(config: ServerConfig) -> tuple[str, int]:
     host, port = parts
     if port > 65536 - PORTS:
         raise UserError(f"{flag}: {PORTS} ports are needed from there on; use one up to {65536 - PORTS}")
-    return resolve(host, port, flag), port
-
-
-def resolve(host: str, port: int, flag: str) -> str:
-    """The IPv4 address of `host`. Raises UserError."""
     try:
         found = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UserError(f"{flag}: {error.strerror}") from None
-    return str(found[0][4][0])
+    return str(found[0][4][0]), port

@@ -10,8 +10,10 @@ sockets of ZeroMQ, are encrypted, too (CURVE), with keys made from the secret.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import secrets
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,7 +21,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from turnout import __version__
+import turnout
 from turnout.errors import UserError
 
 SHORTEST = 16  # bytes of a secret
@@ -37,6 +39,15 @@ class Rejected(Exception):
     def __init__(self, why: str, *, final: bool = True):
         super().__init__(why)
         self.final = final
+
+
+@cache
+def version() -> str:
+    """Of Turnout, with a digest of its source: copies may differ between two versions, too."""
+    package, digest = Path(turnout.__file__).parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return f"{turnout.__version__}+{digest.hexdigest()[:8]}"
 
 
 def read_secret(path: str) -> bytes:
@@ -105,7 +116,7 @@ class Channel(Generic[Message]):
     ) -> Channel[Message]:
         """Exchange numbers with the other side. Raises Rejected, OSError."""
         own = secrets.token_hex(32)
-        writer.write(f"turnout {__version__} {own}\n".encode())
+        writer.write(f"turnout {version()} {own}\n".encode())
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 words = (await reader.readline()).decode("ascii", "replace").split()
@@ -113,8 +124,8 @@ class Channel(Generic[Message]):
             words = []
         if len(words) != 3 or words[0] != "turnout":
             raise Rejected("it does not speak as Turnout does", final=False)
-        if words[1] != __version__:
-            raise Rejected(f"it is version {words[1][:20]!r} of Turnout, and here is {__version__}")
+        if words[1] != version():
+            raise Rejected(f"it is version {words[1][:20]!r} of Turnout, and here is {version()!r}")
         numbers = (own, words[2]) if is_head else (words[2], own)
         return cls(reader, writer, decoder, _derive(secret, f"session {numbers}"), is_head)
 
