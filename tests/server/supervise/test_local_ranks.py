@@ -178,6 +178,7 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
     server, root = ready
     before, old, folder = shared_memory(), ranks_of(server), folder_of(server)
     restarts, prompts = info(root)["restarts"], metric(root, "turnout:resumed_requests_total")
+    replayed = metric(root, "turnout:replayed_tokens_total")[""]
     mapped = weights_mapped(old[0])
     assert mapped > 0
     running = streams(root)
@@ -197,6 +198,8 @@ def test_a_killed_rank_is_replaced_and_no_request_is_lost(ready: Served):
     assert eventually(lambda: shared_memory() <= before)
     assert info(root)["restarts"] == restarts + 1
     assert metric(root, "turnout:resumed_requests_total")[""] == prompts[""] + len(running)
+    delivered = len(running) * 480  # and prompts, of a few tokens; what they got before the kill is unknown
+    assert 0 < metric(root, "turnout:replayed_tokens_total")[""] - replayed < delivered + 2 * 10
 
 
 def test_kills_during_recovery_are_survived(ready: Served):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.processes import Background, eventually, is_ready
+from tests.server.processes import Background, eventually, free_port, is_ready
 from tests.serving import tiny_config
 from turnout.errors import UserError
 from turnout.server.launch import ServerProcess
@@ -43,6 +43,41 @@ def test_with_an_old_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     old.__version__ = "2.9.3"
     monkeypatch.setitem(sys.modules, "ray", old)
     with pytest.raises(UserError, match=r"there is ray 2.9.3; pip install 'turnout\[ray\]' \(ray >= 2.50\)"):
+        RayRanks(tiny_config(tmp_path, **ON_RAY))
+
+
+def ray_of(init: Callable[..., None]) -> types.ModuleType:
+    """What Ray says where there is none to join."""
+    ray = types.ModuleType("ray")
+    ray.__version__, ray.init = "2.50.0", init
+    return ray
+
+
+def test_an_address_where_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ray itself is not asked, which would try for minutes."""
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setitem(sys.modules, "ray", ray_of(lambda **fields: None))
+    with pytest.raises(UserError, match=f"RAY_ADDRESS {address} cannot be joined: .*refused"):
+        RayRanks(tiny_config(tmp_path, **ON_RAY))
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "where"),
+    [
+        ("nonsense", ValueError("Invalid address format: nonsense"), "RAY_ADDRESS nonsense"),
+        ("", RuntimeError("Version mismatch"), "the Ray cluster of this host"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined(
+    address: str, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def init(**fields: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setitem(sys.modules, "ray", ray_of(init))
+    with pytest.raises(UserError, match=f"{where} cannot be joined: {error}"):
         RayRanks(tiny_config(tmp_path, **ON_RAY))
 
 
@@ -177,12 +212,13 @@ def test_a_spare_node_takes_over(nodes: Nodes, served: str):
 
 
 @pytest.mark.more
-def test_too_few_cpus(nodes: Nodes, served: str, tiny_folder: Path):
-    more = ON_RAY | {"tp_size": 8, "dp_size": 8, "ep_size": 8}
+@pytest.mark.parametrize(("device", "kind", "most"), [("auto", "CPU", 1), ("cuda", "GPU", 0)])
+def test_too_few(device: str, kind: str, most: int, nodes: Nodes, served: str, tiny_folder: Path):
+    more = ON_RAY | {"tp_size": 8, "dp_size": 8, "ep_size": 8, "device": device}
     server = ServerProcess(tiny_config(tiny_folder, **more), show=False)
     assert server.process.wait(120) == 2
     server.stop()
     said = server.last_lines()
-    assert "--tp-size 8: Ray's nodes have too few CPUs for as many ranks, evenly over any number" in said
+    assert f"--tp-size 8: Ray's nodes have too few {kind}s for as many ranks, evenly over any number" in said
     assert "0 on" in said
-    assert "1 on" in said
+    assert f"{most} on" in said

@@ -22,10 +22,10 @@ from packaging.version import Version
 
 from turnout.config import ServerConfig
 from turnout.errors import UserError
-from turnout.parallel.topology import divisors
+from turnout.parallel.topology import divisors, split_address
 from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.rank_agent import serve_heads, visible_gpus
-from turnout.server.supervise.rank_protocol import PORTS, Hello
+from turnout.server.supervise.rank_protocol import PORTS, SILENT_SECONDS, Hello
 
 OLDEST = "2.50"
 WAITING_SECONDS = 5.0  # between lines of the log that say so
@@ -46,7 +46,8 @@ class RayRanks:
         self._ray = _import_ray()
         _join_or_start(self._ray, config)
         resources = self._ray.cluster_resources()
-        self._kind = "GPU" if config.device != "cpu" and resources.get("GPU") else "CPU"
+        on_gpus = config.device == "cuda" or (config.device != "cpu" and resources.get("GPU"))
+        self._kind = "GPU" if on_gpus else "CPU"
         nnodes = count_hosts(self._ray, self._kind, config)
         address = f"{self._ray.util.get_node_ip_address()}:{_free_port()}"
         self.config = replace(config, nnodes=nnodes, dist_init_addr=address)
@@ -140,12 +141,16 @@ def _import_ray() -> Any:
 
 
 def _join_or_start(ray: Any, config: ServerConfig) -> None:
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
+        if parts := split_address(address):
+            socket.create_connection(parts, SILENT_SECONDS).close()  # Ray itself would try for minutes
         ray.init(address="auto", logging_level="warning")
         return
-    except ConnectionError as error:
-        if os.environ.get("RAY_ADDRESS"):
-            raise UserError(f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # also a cluster of another version
+        if address or not isinstance(error, ConnectionError):
+            where = f"RAY_ADDRESS {address}" if address else "the Ray cluster of this host"
+            raise UserError(f"{where} cannot be joined: {error}") from None
     log.info("no Ray cluster is running here: starting one of this host")
     cpus = os.cpu_count() or 1
     if config.device == "cpu" or not visible_gpus():  # ranks may share cores, as they do without Ray
