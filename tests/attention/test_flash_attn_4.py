@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
-from turnout.attention.backends.triton.latent import TritonLatent, prompts
+from turnout.attention.backends.triton.latent import TritonLatent
 from turnout.attention.backends.triton.paged import TritonAttention
 from turnout.attention.capability import Chosen
 from turnout.attention.kinds import AttentionSpec, cache_groups
@@ -204,22 +204,6 @@ def test_keys_and_values_that_latent_attention_makes(case, monkeypatch: pytest.M
     assert latent_error("cpu", torch.float32, **case) < 1e-4
     assert {(1024, 1024), (476, 1024), (476, 476)} <= set(calls)  # spans of the chunk's own tokens
     assert (1500, min(1024, case["prefix"])) in calls or not case["prefix"]
-
-
-@pytest.mark.parametrize(("asked", "taken"), [("triton", 2), ("flash-attn-4", 1)])
-def test_our_kernel_leaves_prompts_to_the_library_that_was_chosen(asked: str, taken: int) -> None:
-    """A prompt of 500 tokens and one of 50, shorter than those that the library was chosen for."""
-    spec = AttentionSpec.latent(num_heads=4, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512)
-    paged = TritonLatent(
-        *cache_groups([spec]), num_pages=64, page_size=16, max_running=2, max_context=512,
-        dtype=torch.bfloat16, device=torch.device("cpu"),
-        chosen=Chosen(backend="triton", prompts=asked, prompt_tokens=100),
-    )  # fmt: skip
-    spans = [Span(Sequence(i, [GroupPages(pages=[], freed=0)]), 0, end) for i, end in enumerate((500, 50))]
-    ours, others = prompts(paged, spans, 0)
-    assert ours is not None
-    assert int(ours.tiles_TF[:, 1].sum()) == (550 if taken == 2 else 50)
-    assert [at for at, _ in others] == ([] if taken == 2 else [0])
 
 
 @pytest.mark.gpu

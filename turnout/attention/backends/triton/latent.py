@@ -175,7 +175,10 @@ def prompts(
     backend was chosen for."""
     from turnout.kernels.attention import latent_prefill
 
-    spec, left = paged.spec, LATENT_CONTEXTS * sum(chunk.length for chunk in chunks)
+    spec, tokens = paged.spec, sum(chunk.length for chunk in chunks)
+    made = spec.num_heads * (spec.head_dim - spec.rope_dim + spec.value_dim)
+    most, rows_of_step = latent_prefill.MOST_VALUES // made, at + tokens
+    left = min(LATENT_CONTEXTS * tokens, most)
     taken: list[tuple[int, Chunk]] = []
     others: list[tuple[int, Chunk]] = []
     known = latent_prefill.key_parts(spec.head_dim - spec.rope_dim, spec.rope_dim, spec.value_dim)
@@ -187,7 +190,7 @@ def prompts(
         at += chunk.length
     if not taken:
         return None, others
-    whole = all(chunk.start == 0 for _, chunk in taken)
+    whole = all(chunk.start == 0 for _, chunk in taken) and rows_of_step <= most
     begins = [at for at, _ in taken]
     if not whole:
         begins = [sum(chunk.end for _, chunk in taken[:i]) for i in range(len(taken))]
