@@ -299,6 +299,17 @@ def test_a_current_folder_that_was_removed(tmp_path: Path):
     assert done.stderr == "error: the current folder was removed; change to one that exists\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not count what is mapped")
+@pytest.mark.parametrize("command", ["generate demo Tom", "serve demo --port 0"])
+def test_too_few_addresses_for_libraries(command):
+    limited = f"ulimit -v 500000; exec {shlex.quote(sys.executable)} -m turnout {command}"
+    done = subprocess.run(limited, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: this process may map 0.5 GB of memory")
+    assert "`ulimit -v unlimited`" in line
+
+
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, monkeypatch):
     """By one that goes on without what it cannot import, which loses a KeyboardInterrupt."""
     (tmp_path / "typer.py").write_text(

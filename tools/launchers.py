@@ -24,9 +24,12 @@ from tools.ranks import MODES, finish, ranks_parser
 from turnout.bench.results import check_output
 from turnout.bench.serve import ServeBench, measure
 from turnout.config import ServerConfig, load
+from turnout.packages import Package
 from turnout.server.launch import ServerProcess
+from turnout.server.supervise.ray_ranks import OLDEST
 
 LAUNCHERS = ("mp", "ray")
+RAY = Package(module="ray", distribution="ray", minimum=OLDEST, install="pip install 'turnout[ray]'")
 LEAST = 0.98
 
 
@@ -121,6 +124,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100, help="of each answer; each client gets two")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if lacking := RAY.lacking():
+        parser.error(f"{lacking}; {RAY.install}")
     check_output(options.output)
     flags = {"model": options.model, "port": 0, "disable_prefix_cache": True}
     config = load(ServerConfig, flags | MODES[options.mode])

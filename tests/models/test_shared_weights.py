@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +112,24 @@ def test_processes_that_prepare_at_once_map_the_same_memory(memory: int):
         process.join(60)
         assert process.exitcode == 0
     assert os.fstat(memory).st_size == (1 + 100 * 5 + 4 * 100) * mmap.PAGESIZE
+
+
+FULL = """
+import os, resource, sys, torch
+from turnout.models.shared_weights import SharedWeights
+from turnout.parallel.groups import SINGLE_RANK
+
+view = SharedWeights(os.memfd_create("test"), "a", SINGLE_RANK)
+first = view.keep("x", lambda: torch.arange(5.0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+for key in ("y", "z"):
+    assert torch.equal(view.keep(key, lambda: torch.ones(1 << 16)), torch.ones(1 << 16))
+assert torch.equal(view.keep("x", lambda: first + 1), torch.arange(5.0)), "what was shared still is"
+"""
+
+
+def test_weights_that_are_larger_than_files_may_be():
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = done.stderr.splitlines()
+    assert "`ulimit -f`" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import resource
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,7 +14,10 @@ from typer.core import TyperCommand
 
 from turnout.commands.other_engines import refuse
 from turnout.config import PANELS, Config, load
+from turnout.errors import UserError
 from turnout.flags import field_type, flag_name
+
+LEAST_ADDRESSES = 1 << 30  # bytes: torch and numba map nearly as many before there is a model
 
 
 class InPanels(TyperCommand):
@@ -60,6 +64,7 @@ def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
             file = given.pop("config_file")
             if kept.get("model") is not None:
                 given["model"] = kept["model"]
+                _require_address_space()
             return command(config=load(cls, given, config_file=file), **kept)
 
         keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
@@ -68,6 +73,19 @@ def with_config(cls: type[Config]) -> Callable[[Callable], Callable]:
         return wrapper
 
     return decorate
+
+
+def _require_address_space() -> None:
+    """Raises UserError if this process may not map what libraries take by themselves.
+
+    Where they fail, they say that they are not installed well.
+    """
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY and allowed < LEAST_ADDRESSES:
+        raise UserError(
+            f"this process may map {allowed / 1e9:.1f} GB of memory, and libraries alone take "
+            f"{LEAST_ADDRESSES / 1e9:.1f} GB; raise the limit (`ulimit -v unlimited`)"
+        )
 
 
 def _option(f: dataclasses.Field) -> inspect.Parameter:

@@ -8,6 +8,7 @@ checkpoint, so that other weights are other records. For CPUs only.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -30,6 +31,11 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 WORD = struct.Struct("<Q")
 HEADER = struct.Struct("<QQQ")  # bytes of a record, of its key, and of its pickled object
 
+TOO_LARGE = (
+    "files may not be as large as the weights (`ulimit -f`): ranks do not share them, and read them again "
+    "when they restart"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -46,15 +52,19 @@ class SharedWeights:
         self._records: dict[str, int] = {}
         self._read_to = PAGE  # the first page tells where the records end
         self.found = self.made = 0
+        self._full = False  # the limit of a file's size is reached
 
     def keep(self, key: str, make: Callable[[], T]) -> T:
         """What an earlier call, perhaps of another process, made under this key; or what `make` gives, from
-        then on in the shared memory. What cannot be pickled stays where it is."""
+        then on in the shared memory. What cannot be pickled stays where it is, and so does everything once a
+        limit leaves the memory too small."""
         key = f"{self._stamp} {key}"
         at = self._find(key)
         if at is None:
             made = make()
             self.made += 1
+            if self._full:
+                return made
             try:
                 data, storages = pickled(made, self._groups)
             except UNPICKLED as error:
@@ -62,8 +72,14 @@ class SharedWeights:
                 return made
             with self._locked():
                 at = self._find(key)
-                if at is None:
-                    at = self._append(key, data, storages)
+                try:
+                    at = self._append(key, data, storages) if at is None else at
+                except OSError as error:
+                    if error.errno != errno.EFBIG:
+                        raise
+                    self._full = True
+                    log.warning(TOO_LARGE)
+                    return made
         else:
             self.found += 1
         return self._map(at)
