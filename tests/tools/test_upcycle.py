@@ -109,7 +109,7 @@ def message(question: str) -> Any:
     return [{"role": "user", "content": question}]
 
 
-@pytest.mark.more
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}],
