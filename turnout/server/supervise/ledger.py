@@ -5,14 +5,17 @@ it takes to go on with it on other ranks as if nothing had happened.
 
 A request that kills ranks must not do so for ever. Each of those that were being computed when ranks died
 gets a strike; for one that had got on since it was submitted it is the first one. Those that reach the limit
-are suspects: the next ranks get each of them when all that they have already got on, and nothing more until
-it got on too. If the ranks die then, it goes first in the next life; if they die once more, it is to blame,
-and nothing else is lost: once might have another reason. One of 64 requests that always kills costs four
-restarts in that way; halving the suspects from death to death would cost about six.
+are suspects, and tried by halves: the next ranks get the older half when all that they have already got on,
+and nothing more until the half got on too. If the ranks die meanwhile, that half is halved, and nothing
+counts against the other requests. If it got on, the ranks have died over the other half, which is then halved
+without a further death. One that they die over by itself goes first in the next life; if they die once more,
+it is to blame, and nothing else is lost: once might have another reason. One of n suspects that always kills
+costs log2(n) + 1 further restarts at most, of 64 between four and five on average. To try them one after the
+other would cost two, but as many trials as suspects, for which younger requests wait.
 
 Ranks also die for reasons that no request has, and who sent a SIGKILL cannot be known. Suspects are therefore
-not preferred: requests are submitted by age, so that a younger one delays an older one by no more than that
-one first trial. The oldest is computed from the start of every life, and no request waits for ever while
+not preferred: requests are submitted by age, so that a younger one delays an older one by no more than one
+trial. The oldest is computed from the start of every life, and no request waits for ever while
 lives suffice to get on. And whenever one gets on over which the ranks had died in its trial, it is certain
 that they die by chance, too: from then on it takes one more death to blame one, up to `MAX_DOUBT` more.
 
@@ -21,7 +24,7 @@ Pure: no clock, no sockets. One caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -30,7 +33,8 @@ import msgspec
 from turnout.engine.messages import AddRequest, RequestOutput
 
 GOT_ON = 2  # outputs: the step that computes the known tokens, and one that decodes
-MAX_DOUBT = 2  # deaths
+BLAMED = 2  # deaths of ranks in trials of one request by itself
+MAX_DOUBT = 2  # more of them
 
 
 class EngineFailed(Exception):
@@ -50,7 +54,10 @@ Sink = Callable[[RequestOutput | EngineFailed], None]
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One request. lives: of the group, in which it was submitted. outputs: that the present ranks sent."""
+    """One request. lives: of the group, in which it was submitted. outputs: that the present ranks sent.
+
+    strikes: deaths of ranks without getting on in between. alone: of these, in trials of it by itself.
+    """
 
     request: AddRequest
     sink: Sink
@@ -58,6 +65,8 @@ class Entry:
     outputs: int = 0
     lives: int = 0
     strikes: int = 0
+    alone: int = 0
+    part: Part | None = None  # of the suspects, that it is tried with
 
     @property
     def got_on(self) -> bool:
@@ -68,6 +77,14 @@ class Entry:
         if not self.output_ids:
             return self.request
         return msgspec.structs.replace(self.request, output_ids=self.output_ids)
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Suspects that are tried together. other: the half that must hold the reason if this one gets on."""
+
+    entries: list[Entry]
+    other: Part | None = None
 
 
 class Ledger:
@@ -85,7 +102,7 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._parked: dict[str, Entry] = {}  # those of them that are not submitted
         self._unproven: dict[str, Entry] = {}  # those that are, and have not got on
-        self._on_trial: Entry | None = None  # the only one of these
+        self._on_trial: Part | None = None  # all of these, while there are any
         self._doubt = 0  # deaths over one request that had another reason, as far as they count
 
     @property
@@ -107,16 +124,16 @@ class Ledger:
     def due(self) -> list[Entry]:
         """What to submit now to ranks that serve, which afterwards counts as submitted.
 
-        Everything, oldest first, up to the first suspect; this one by itself once all others have got on.
+        Everything, oldest first, up to the first suspect; its part by itself once all others have got on.
         """
         if self._on_trial:
             return []
         # One whose trial the ranks did not survive goes first: it is unlikely that they die again by chance.
-        waiting = sorted(self._parked.values(), key=lambda entry: not self._failed_trial(entry))
-        due = list(takewhile(lambda entry: not self._is_suspect(entry), waiting))
+        waiting = sorted(self._parked.values(), key=lambda entry: not entry.alone)
+        due = list(takewhile(lambda entry: entry.part is None, waiting))
         if waiting and not due and not self._unproven:
-            due = waiting[:1]
-            self._on_trial = due[0]
+            self._on_trial = waiting[0].part
+            due = [entry for entry in waiting if entry.part is self._on_trial]
         for entry in due:
             del self._parked[entry.request.id]
             self._unproven[entry.request.id] = entry
@@ -132,16 +149,16 @@ class Ledger:
         entry.output_ids += output.token_ids
         entry.outputs += 1
         if entry.got_on:  # also if ranks die in a later step that is not its own
-            if self._failed_trial(entry):
+            if entry.alone:
                 self._doubt = min(self._doubt + 1, MAX_DOUBT)
-            entry.strikes = 0
+            entry.strikes = entry.alone = 0
+            entry.part = None
         if output.finish_reason is not None:
             self._forget(entry)
             return bool(self._parked)
         if not entry.got_on or entry.request.id not in self._unproven:
             return False
-        del self._unproven[entry.request.id]
-        self._end_trial(entry)
+        self._proven(entry)
         return bool(self._parked)
 
     def abort(self, ids: Iterable[str]) -> bool:
@@ -163,7 +180,8 @@ class Ledger:
         """
         blamed = [entry for id, entry in self._entries.items() if id not in self._parked]
         if self._max_strikes:
-            blamed = self._strike([self._entries[id] for id in computed if id in self._entries])
+            together = set(computed)
+            blamed = self._strike([entry for id, entry in self._entries.items() if id in together])
         for entry in blamed:
             self._forget(entry)
         self.park()
@@ -176,30 +194,36 @@ class Ledger:
         for entry in entries.values():
             entry.sink(failure)
 
-    def _strike(self, computed: Iterable[Entry]) -> list[Entry]:
+    def _strike(self, computed: Sequence[Entry]) -> list[Entry]:
         """Count strikes; the one request that is to blame, if it is certain."""
-        stuck = []
-        for entry in computed:
-            if entry.got_on:
-                entry.strikes = 1
-            else:
-                entry.strikes += 1
-                stuck.append(entry)
-        enough = self._max_strikes + 2 + self._doubt
-        return stuck if len(stuck) == 1 and stuck[0].strikes >= enough else []
+        stuck = [entry for entry in computed if not entry.got_on]
+        over = stuck if self._on_trial and stuck else computed
+        for entry in over:
+            entry.strikes = 1 if entry.got_on else entry.strikes + 1
+        self._halve([entry for entry in over if entry.strikes >= self._max_strikes])
+        if not self._on_trial or len(stuck) != 1:
+            return []
+        stuck[0].alone += 1
+        return stuck if stuck[0].alone >= BLAMED + self._doubt else []
 
-    def _is_suspect(self, entry: Entry) -> bool:
-        return 0 < self._max_strikes <= entry.strikes
-
-    def _failed_trial(self, entry: Entry) -> bool:
-        return 0 < self._max_strikes < entry.strikes
+    def _halve(self, suspects: Sequence[Entry]) -> None:
+        """Let each half of those, of which one is likely to be the reason of a death, be tried by itself."""
+        middle = (len(suspects) + 1) // 2
+        younger = Part(list(suspects[middle:]))
+        older = Part(list(suspects[:middle]), younger if younger.entries else None)
+        for part in (older, younger):
+            for entry in part.entries:
+                entry.part = part
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.request.id]
         self._parked.pop(entry.request.id, None)
-        self._unproven.pop(entry.request.id, None)
-        self._end_trial(entry)
+        self._proven(entry)
 
-    def _end_trial(self, entry: Entry) -> None:
-        if entry is self._on_trial:
-            self._on_trial = None
+    def _proven(self, entry: Entry) -> None:
+        """It got on, or is no more. The last one ends a trial, after which it is the other half's turn."""
+        self._unproven.pop(entry.request.id, None)
+        if self._on_trial and not self._unproven:
+            other, self._on_trial = self._on_trial.other, None
+            if other:
+                self._halve([one for one in other.entries if one.part is other])
