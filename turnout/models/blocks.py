@@ -26,8 +26,9 @@ from turnout.kernels import cpu
 from turnout.models.dense import Dense, Linear, gated_product, linear, normed_product, product
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
-from turnout.moe.in_flight import Finished
+from turnout.moe.in_flight import Finished, InFlight
 from turnout.parallel.groups import SINGLE_RANK, Group
+from turnout.vocabulary import Phase
 
 # By the name of a rotary embedding: cos and sin of the positions of a step (`RotaryEmbedding`).
 Rotaries = Mapping[str, tuple[Tensor, Tensor]]
@@ -186,7 +187,53 @@ class Mixer(Protocol):
         return total_NH, self(normed_NH, rotaries, attention)
 
 
-class GatedMLP:
+class MLP(Protocol):
+    """What follows attention: an MoE layer, or a dense MLP, which needs only x.
+
+    phase, tokens and real are the step's (`interface.Step`); logits and token_ids as of `MoELayer`.
+    """
+
+    def __call__(
+        self,
+        x_NH: Tensor,
+        phase: Phase,
+        tokens: Sequence[int] | None,
+        real_N: Tensor | None,
+        logits: Tensor | None = None,
+        token_ids_N: Tensor | None = None,
+        /,
+    ) -> Tensor:
+        """[N, H] to [N, H]."""
+        ...
+
+    def begin(
+        self,
+        x_NH: Tensor,
+        phase: Phase,
+        tokens: Sequence[int] | None,
+        real_N: Tensor | None,
+        token_ids_N: Tensor | None = None,
+        /,
+    ) -> InFlight:
+        """A call in stages, which lets those of two micro-batches overlap."""
+        ...
+
+    def of_norm(
+        self,
+        norm: Norm,
+        x_NH: Tensor,
+        delta: Tensor | None,
+        phase: Phase,
+        tokens: Sequence[int] | None,
+        real_N: Tensor | None,
+        /,
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, a call on its norm); delta as of `Norm.of_sum`."""
+        total_NH, normed_NH = norm.of_sum(x_NH, delta)
+        return total_NH, self(normed_NH, phase, tokens, real_N)
+
+
+class GatedMLP(MLP):
     """down(silu(gate(x)) * up(x)). gate_up: [2I, H], gate rows first; down: [H, I].
 
     group: the ranks whose results are summed, each having a share of I. limit: gate is at most this, up is at

@@ -5,7 +5,7 @@
 What is added to x is handed, next to x, to the next norm, which on CUDA adds it too.
 
 An MLP is an MoE layer (with a shared expert where the model has one) or a dense gated MLP; the
-expert computation is the planned `MoELayer`'s.
+expert computation is the planned `MoELayer`'s (models/moe_block.py).
 
 Plain objects rather than `nn.Module`: the weights are frozen, and per-step Python overhead is most of
 the time of a small model on a CPU.
@@ -25,50 +25,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from turnout.models.blocks import Embedding, Head, Mixer, Norm, Rotaries, RotaryEmbedding
-from turnout.models.dense import Linear, linear
+from turnout.models.blocks import MLP, Embedding, Head, Mixer, Norm, Rotaries, RotaryEmbedding
+from turnout.models.dense import Linear
 from turnout.models.interface import ModelShape, Step
 from turnout.moe.in_flight import InFlight
 from turnout.moe.interface import Experts
 from turnout.moe.layer import MoELayer
-from turnout.vocabulary import Phase
 
 # What is to be added to a residual stream, [N, H], or parts of it, or to several (`streams.Added`).
 Delta = Any
 # The residual stream of a micro-batch [N, H], and what gives that which is to be added to it.
 Flow = tuple[Tensor, Callable[[], Delta]]
-
-
-class MLP(Protocol):
-    """What follows attention: an MoE layer, or a dense MLP, which needs only x.
-
-    phase, tokens and real are the step's (`interface.Step`); logits and token_ids as of `MoELayer`.
-    """
-
-    def __call__(
-        self,
-        x_NH: Tensor,
-        phase: Phase,
-        tokens: Sequence[int] | None,
-        real_N: Tensor | None,
-        logits: Tensor | None = None,
-        token_ids_N: Tensor | None = None,
-        /,
-    ) -> Tensor:
-        """[N, H] to [N, H]."""
-        ...
-
-    def begin(
-        self,
-        x_NH: Tensor,
-        phase: Phase,
-        tokens: Sequence[int] | None,
-        real_N: Tensor | None,
-        token_ids_N: Tensor | None = None,
-        /,
-    ) -> InFlight:
-        """A call in stages, which lets those of two micro-batches overlap."""
-        ...
 
 
 class Layer(Protocol):
@@ -98,17 +65,7 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is to be added to it, [N, H] each, to the same after this layer."""
         x_NH, delta_NH = self._attend(x_NH, delta_NH, rotary, step)
-        if isinstance(self.mlp, MoELayer) and self.mlp_norm.on_cpu:
-            done = self.mlp.of_sum(x_NH, delta_NH, self.mlp_norm.weight, self.mlp_norm.eps, step.real)
-            if done is not None:
-                return done
-        elif isinstance(self.mlp, MoELayer) and self.mlp.adds_parts_by is not None:
-            found = self.mlp_norm.product(x_NH, delta_NH, linear, self.mlp.adds_parts_by)
-            if found is not None:
-                x_NH, normed_NH, logits = found
-                return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real, logits)
-        x_NH, normed_NH = self.mlp_norm.of_sum(x_NH, delta_NH)
-        return x_NH, self.mlp(normed_NH, step.phase, step.tokens, step.real)
+        return self.mlp.of_norm(self.mlp_norm, x_NH, delta_NH, step.phase, step.tokens, step.real)
 
     def attend(
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step

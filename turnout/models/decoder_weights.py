@@ -19,24 +19,26 @@ from turnout.formats.experts import ExpertWeights, shard
 from turnout.malloc import release_freed_memory
 from turnout.models.attention import read_attention
 from turnout.models.blocks import (
+    MLP,
     Embedding,
     GatedMLP,
     Head,
+    Mixer,
     Norm,
     RotaryEmbedding,
 )
 from turnout.models.compressed_attention import compressor_tensors, read_compressed_attention
-from turnout.models.decoder import MLP, Decoder, DecoderLayer, DraftLayer, Mixer
+from turnout.models.decoder import Decoder, DecoderLayer, DraftLayer
 from turnout.models.delta_net import read_delta_net
 from turnout.models.interface import ProgressFn
 from turnout.models.latent_attention import read_latent_attention
+from turnout.models.moe_block import MoEBlock
 from turnout.models.rope import NOPE, Rope
 from turnout.models.shares import Heads, split, whole
 from turnout.models.spec import COMPRESSED_ROPE, DecoderSpec, DraftNames, StreamSpec
 from turnout.models.streams import StreamEmbedding, StreamLayer, StreamNorm, StreamWeights
 from turnout.models.weights import Weights
 from turnout.moe.interface import Experts, Keep
-from turnout.moe.layer import MoELayer
 from turnout.moe.plan import MoEPlan
 from turnout.parallel.groups import SINGLE_RANK, Groups, shares
 from turnout.vocabulary import SharedExpert
@@ -63,7 +65,7 @@ class DecoderReader:
         self._shape, self._group, self._make_runner = spec.shape, groups.attention_tp, make_runner
         self._dense_group = self._group if groups.topology.dense_tp > 1 else SINGLE_RANK.world
         self._keep, self._share = keep, f"{self._group.rank} of {self._group.size}"
-        self._moe_layers: list[MoELayer] = []
+        self._moe_layers: list[MoEBlock] = []
 
     def read(self, progress: ProgressFn) -> Decoder:
         """Reads every weight, reporting each layer; raises CheckpointError for one that is wrong."""
@@ -221,7 +223,7 @@ class DecoderReader:
         inner = split(self._spec.dense_intermediate_size, self._dense_group)
         return self._weights.gated_mlp(prefix, self._shape.hidden_size, inner, self._dense_group)
 
-    def _read_moe(self, i: int, prefix: str) -> MoELayer:
+    def _read_moe(self, i: int, prefix: str) -> MoEBlock:
         spec, names, weights = self._spec.moe_of(i), self._spec.names, self._weights
         plan = self._plan.draft if self._spec.is_draft(i) and self._plan.draft else self._plan
         experts, hidden = whole(spec.num_experts), whole(spec.hidden_size)
@@ -234,7 +236,7 @@ class DecoderReader:
             bias_E = weights.checkpoint.tensor(name, (spec.num_experts,), torch.float32).to(weights.device)
         router = f"{prefix}.{names.router}"
         share = f"{self._groups.world.rank} of {plan}"
-        return MoELayer(
+        return MoEBlock(
             spec,
             plan,
             router_weight=weights.linear(router, experts, hidden, dtype=dtype),

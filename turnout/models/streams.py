@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.models.blocks import Embedding, Norm, Rotaries
-from turnout.models.decoder import MLP, Flow, Mixer
+from turnout.models.blocks import MLP, Embedding, Mixer, Norm, Rotaries
+from turnout.models.decoder import Flow
 from turnout.models.interface import Step
 from turnout.models.spec import StreamSpec
 from turnout.moe.in_flight import InFlight
