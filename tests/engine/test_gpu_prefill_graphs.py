@@ -32,9 +32,14 @@ SIZES = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers":
 
 
 def sizes_of(model: str, **sizes: int) -> Mapping[str, Any]:
-    """A model whose layers all have attention, or one whose layers are recurrent but for every fourth."""
+    """A model whose layers all have attention, one whose layers are recurrent but for every fourth, or one of
+    latent attention."""
     if model == "attention":
         return QWEN3_30B | SIZES | sizes
+    if model == "latent":
+        latent = text_config(published("glm-4.7-flash"))
+        found = {name: value for name, value in (SIZES | sizes).items() if name != "num_experts"}
+        return latent | found | {"n_routed_experts": 64, "intermediate_size": 1024, "pad_token_id": None}
     hybrid = text_config(published("qwen3.5-35b-a3b"))
     return hybrid | SIZES | {"shared_expert_intermediate_size": 256, "layer_types": None} | sizes
 
@@ -76,7 +81,7 @@ def test_edges_of_sizes_alone_and_together(folder: Path, flags: dict[str, Any]) 
     close(*found, bound=0.35)
 
 
-@pytest.mark.parametrize("model", ["attention", "hybrid"])
+@pytest.mark.parametrize("model", ["attention", "hybrid", "latent"])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_every_size_computes_what_eager_steps_do(
@@ -107,7 +112,10 @@ def test_every_size_computes_what_eager_steps_do(
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "llama4", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "minimax_m2", "llama4", "glm4_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"],
+)
 def test_windows_sinks_and_norms_of_families(tmp_path: Path, family: str) -> None:
     build(tmp_path, FAMILIES[family])
     scored = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=1)
@@ -129,7 +137,7 @@ def used() -> int:
     return total - free
 
 
-@pytest.mark.parametrize("model", ["attention", "hybrid"])
+@pytest.mark.parametrize("model", ["attention", "hybrid", "latent"])
 def test_graphs_take_the_memory_that_is_planned(tmp_path: Path, model: str) -> None:
     """Counts what the whole GPU has in use: run it without other processes there (no pytest -n)."""
     write(tmp_path / "model", sizes_of(model, hidden_size=2048, num_hidden_layers=12), format="nvfp4")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from turnout.vocabulary import AttentionKind
 
@@ -122,14 +123,17 @@ class AttentionSpec:
         """The first position that a token at `position` sees."""
         return max(0, position - self.window + 1) if self.window else 0
 
-    @property
-    def input_size(self) -> int:
-        """What the layer computes of a token first, next to keys and values."""
-        return self.num_heads * self.head_dim
+    def handed_bytes(self, itemsize: int, *, stored: bool = False) -> tuple[int, ...]:
+        """What the layer hands to attention of a token, of each tensor. stored: but keys and values, which
+        its own kernels have stored."""
+        queries, kv = self.num_heads * self.head_dim * itemsize, self.num_kv_heads * itemsize
+        if self.kind in LATENT_KINDS:
+            return queries, (self.latent_dim + self.rope_dim) * itemsize
+        return (queries,) if stored else (queries, kv * self.head_dim, kv * self.value_dim)
 
     @property
     def output_size(self) -> int:
-        """What the layer projects back at its end."""
+        """What attention returns of a token."""
         return self.num_heads * self.value_dim
 
     def token_bytes(self, itemsize: int) -> int:
@@ -263,9 +267,8 @@ class DeltaNetSpec(AttentionSpec):
         """What the convolution goes over: queries, keys and values of all heads."""
         return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
 
-    @property
-    def input_size(self) -> int:
-        return self.mixed
+    def handed_bytes(self, itemsize: int, *, stored: bool = False) -> tuple[int, ...]:
+        return (self.mixed * itemsize,)
 
     @property
     def mixed(self) -> int:
@@ -349,6 +352,12 @@ def _alike(spec: AttentionSpec) -> AttentionSpec:
 
 def _shares_choice(spec: AttentionSpec) -> bool:
     return isinstance(spec, SparseLatentSpec) and spec.shares_choice
+
+
+def most_handed_bytes(layers: Sequence[AttentionSpec], itemsize: int, *, stored: bool) -> tuple[int, ...]:
+    """The most that some layer hands to attention of a token, of each tensor; see `handed_bytes`."""
+    of_layers = (layer.handed_bytes(itemsize, stored=stored) for layer in set(layers))
+    return tuple(max(sizes) for sizes in zip_longest(*of_layers, fillvalue=0))
 
 
 def keeps_states(layers: Sequence[AttentionSpec]) -> bool:

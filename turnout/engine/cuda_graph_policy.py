@@ -22,6 +22,15 @@ from turnout.parallel.hardware import Hardware
 from turnout.registry import ATTENTION_BACKENDS
 from turnout.vocabulary import AttentionKind
 
+# Kinds of attention at whose calls prefill graphs end and begin.
+CUT = frozenset(
+    {
+        AttentionKind.FULL,
+        AttentionKind.SLIDING_WINDOW,
+        AttentionKind.RECURRENT,
+        AttentionKind.LATENT,
+    }
+)
 PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -71,7 +80,7 @@ def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kind
         return "--deterministic computes each token apart"
     if moe.two_batches:
         return "two micro-batches exchange tokens during attention, where a graph ends"
-    others = sorted(kinds - {AttentionKind.FULL, AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT})
+    others = sorted(kinds - CUT)
     if others:
         return f"graphs cannot end and begin at layers that are {' or '.join(others)}"
     return _what_waits(moe, moe.prefill.dispatcher)

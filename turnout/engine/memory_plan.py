@@ -24,6 +24,7 @@ from turnout.attention.kinds import (
     StateGroup,
     cache_groups,
     keeps_states,
+    most_handed_bytes,
     state_groups,
 )
 from turnout.attention.workspace import workspace_bytes
@@ -211,11 +212,14 @@ class Rank:
         sizes, H = prefill_graph_sizes(budget), self.description.shape.hidden_size
         specs = [group.spec for group in self.cache_groups]
         layers = [*specs, *(group.spec for group in self.state_groups)]
-        first, last = max(spec.input_size for spec in layers), max(spec.output_size for spec in layers)
-        kv = max(spec.num_kv_heads * spec.head_dim for spec in specs)
-        handed = first + last + (0 if self.stores_in_place else 2 * kv) + H
+        itemsize, last = ITEMSIZE[self.compute_dtype], max(spec.output_size for spec in layers)
+        given, handed_over = (
+            sum(most_handed_bytes(layers, itemsize, stored=stored)) // itemsize
+            for stored in (False, self.stores_in_place)
+        )
+        handed = handed_over + last + H
         rotaries = 2 * len({spec.rope for spec in specs}) * max(spec.head_dim for spec in specs)
-        attention = 2 * (first + kv)  # products of a layer, and queries turned
+        attention = 2 * given  # products of a layer, and queries turned
         experts = (
             3 * H + 2 * self.description.moe.num_experts
         )  # routed, combined; logits and what they become
@@ -224,7 +228,7 @@ class Rank:
         )
         integers = 8 * (3 + len(specs)) + 8 * self.description.moe.top_k + 1
         pieces = len(sizes) * (self.description.shape.num_layers + 1)
-        tokens = sizes[-1] * (int(values * ITEMSIZE[self.compute_dtype]) + integers)
+        tokens = sizes[-1] * (int(values * itemsize) + integers)
         return tokens + pieces * PIECE_BYTES
 
     def _widest_mlp(self, moe: MoEPlan) -> int:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from tests.checkpoint.writers import FORMATS, Written, edit_config, load_weights, save
 from tests.checkpoint.writers import load as load_tensors
 from tests.engine.cluster import Cluster
+from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.toy import always_drafting
 from tests.models.families import FAMILIES, Built, build, noise, one_by_one
 from tests.models.running import PlainAttention
@@ -187,11 +188,14 @@ def simulated(glm, prompt: list[int], answer: list[int], num_steps: int) -> tupl
     return drafted, accepted
 
 
-def test_drafts_through_latent_attention_change_no_answer(latent):
+@pytest.mark.parametrize("graphs", [[], [8, 24, 64]], ids=["eager", "prefill graphs"])
+def test_drafts_through_latent_attention_change_no_answer(latent, graphs):
     asked = prompts(4)
     plain = run(core(latent[0].folder), asked)
     engine = core(latent[0].folder, speculative_algorithm="MTP", speculative_num_steps=2)
+    replayed = with_prefill_graphs(engine, graphs) if graphs else None
     assert run(engine, asked) == plain
+    assert replayed is None or replayed.steps
     stats = engine.stats()
     counts = [simulated(latent, prompt, plain[str(i)], 2) for i, prompt in enumerate(asked)]
     assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == tuple(map(sum, zip(*counts, strict=True)))

@@ -16,9 +16,13 @@ from tests.engine.toy import SHAPE, ToyModel, make_core, merge, request
 from tests.models.families import FAMILIES, build
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
+from turnout.attention.caches import AttentionCaches
+from turnout.attention.kinds import CacheGroup
+from turnout.attention.latent import LatentAttention
 from turnout.config import Config
 from turnout.engine.cuda_graph_policy import PREFILL_SIZES, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan, resolve
+from turnout.engine.step.prefill_graphs import Handed
 from turnout.models.interface import ModelShape
 from turnout.parallel.hardware import GB, Hardware
 
@@ -100,7 +104,7 @@ def fields_of(family: str) -> set[str]:
     return set(config.get("text_config", config))
 
 
-OTHER_KINDS = {"kv_lora_rank", "compress_rates"}  # of attention, graphs cannot end at
+OTHER_KINDS = {"index_topk", "compress_rates"}  # of attention, graphs cannot end at
 CAPTURED = [name for name in FAMILIES if not OTHER_KINDS & fields_of(name)]
 
 
@@ -137,7 +141,9 @@ def test_the_cpu_has_none():
     assert "CUDA only" in str(make_core().info()["prefill_graphs"])
 
 
-@pytest.mark.parametrize(("family", "kind"), [("deepseek_v3", "latent"), ("deepseek_v4", "compressed")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("deepseek_v32", "sparse_latent"), ("deepseek_v4", "compressed")]
+)
 def test_some_kinds_of_attention_have_none(family: str, kind: str, tmp_path: Path):
     build(tmp_path, FAMILIES[family])
     hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
@@ -156,6 +162,30 @@ def test_what_pieces_hand_to_states_is_planned(tmp_path: Path):
     handed = 2 * PREFILL_SIZES[-1] * (group.spec.mixed + group.spec.num_heads * group.spec.value_dim)
     without = resolve(Config(model=str(tmp_path), disable_prefill_graph=True), hardware)
     assert plan.memory.prefill_graphs > handed > without.memory.prefill_graphs == 0
+
+
+def test_what_pieces_hand_to_latent_attention_is_planned(tmp_path: Path):
+    """Queries, latent vectors, results, of the largest size: whichever form attention takes, no keys."""
+    build(tmp_path, FAMILIES["glm4_moe_lite"])
+    hardware = Hardware(name="H200", device="cuda", architecture=90, memory_bytes=141 * GB, present=False)
+    plan = resolve(Config(model=str(tmp_path)), hardware)
+    assert not plan.why_no_prefill_graphs
+    (group,) = plan.cache_groups
+    spec, H = group.spec, plan.description.shape.hidden_size
+    caches = AttentionCaches([make_latent(group)])
+    handed = Handed.for_rows(PREFILL_SIZES[-1], [spec], caches, stored=True)
+    sizes = [flat_X.nbytes // PREFILL_SIZES[-1] // 2 for flat_X in (*handed.given_X, handed.out_X)]
+    assert sizes == [
+        spec.num_heads * spec.head_dim,
+        spec.latent_dim + spec.rope_dim,
+        spec.num_heads * spec.value_dim,
+    ]
+    assert plan.memory.prefill_graphs > 2 * PREFILL_SIZES[-1] * (sum(sizes) + H)
+
+
+def make_latent(group: CacheGroup) -> LatentAttention:
+    sizes = {"num_pages": 4, "page_size": 16, "max_running": 1, "max_context": 64}
+    return LatentAttention(group, number=0, device=torch.device("cpu"), dtype=torch.bfloat16, **sizes)
 
 
 def test_they_are_planned_unless_they_are_disabled(tmp_path: Path):

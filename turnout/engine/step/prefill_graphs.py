@@ -1,12 +1,12 @@
 """Steps with prompt tokens as CUDA graphs: all but attention, in pieces that end and begin at its calls.
 
 A step of 2,048 tokens or fewer is some 600 launches, which take the host longer than the GPU computes. What
-attention launches depends on lengths and contexts, and what recurrent layers do with states, on where prompts
-begin and end; everything else depends on the number of tokens alone, so it is captured for a few sizes, and
-steps are padded to the next one. The model is not cut up for that: it calls attention
-(attention/interface.py), and the attention that it is given at capture ends one graph there and begins the
-next. A step then replays piece after piece, and between them attends eagerly to the tokens that are there, or
-takes the states of their requests over them.
+attention launches depends on lengths and contexts, which latent attention also makes keys and values of, and
+what recurrent layers do with states, on where prompts begin and end; everything else depends on the number of
+tokens alone, so it is captured for a few sizes, and steps are padded to the next one. The model is not cut up
+for that: it calls attention (attention/interface.py), and the attention that it is given at capture ends one
+graph there and begins the next. A step then replays piece after piece, and between them attends eagerly to
+the tokens that are there, or takes the states of their requests over them.
 
 Rows beyond a rank's tokens are padding: they write to a page of their own, the MoE layers drop them, and
 attention and states leave what stood there.
@@ -15,8 +15,8 @@ Pieces of all sizes follow one another on one stream and share one memory pool, 
 attention stands in tensors of their own: the next piece may reuse its memory. As decode graphs
 (cuda_graphs.py), these have to be dropped before the ranks part.
 
-Legend: N tokens of a step, B of them and padding, H hidden, Hq/Hkv query/KV heads, D head size, X what a
-recurrent layer computed of a token.
+Legend: N tokens of a step, B of them and padding, H hidden, Hq/Hkv query/KV heads, D head size, C what latent
+attention keeps of a token, X what a recurrent layer computed of a token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
-from turnout.attention.kinds import AttentionSpec
+from turnout.attention.kinds import AttentionSpec, most_handed_bytes
+from turnout.attention.up_projection import UpProjection
 from turnout.engine.step.cuda_graphs import WARM_UPS
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
@@ -72,44 +74,55 @@ class GraphRecorder:
         return graph
 
 
+class Attend(Protocol):
+    """Fills `out` with what attention makes of these tensors in a layer."""
+
+    def __call__(self, attention: Attention, out: Tensor, *given: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Call:
-    """Of attention, by a layer; or of states, by one that has a cell."""
+    """Of attention, or of states. given: what a piece leaves for it; out: where the next piece finds the
+    result."""
 
-    layer: int
-    sinks_H: Tensor | None = None
-    cell: DeltaCell | None = None
+    attend: Attend
+    given: Sequence[Tensor]
+    out: Tensor
+
+    def run(self, attention: Attention, count: int) -> None:
+        """Of the first `count` rows."""
+        self.attend(attention, self.out[:count], *(x[:count] for x in self.given))
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What a piece hands to attention or states, and these to the next piece: flat, for the largest size;
-    each layer takes as much as it has heads. in: queries, or what goes into a state."""
+    """What a piece hands to attention or states, and these to the next piece: bytes, for the largest size;
+    each layer takes as much as it needs (`AttentionSpec.handed_bytes`).
 
-    in_X: Tensor
-    k_X: Tensor
-    v_X: Tensor
+    dtype: of results. stored: whether keys and values are in the cache already, and not here.
+    """
+
+    given_X: Sequence[Tensor]
     out_X: Tensor
-
-    @property
-    def stored(self) -> bool:
-        """Whether keys and values are in the cache already, and not here."""
-        return not len(self.k_X)
+    dtype: torch.dtype
+    stored: bool
 
     @classmethod
     def for_rows(
         cls, rows: int, layers: Sequence[AttentionSpec], attention: AttentionCaches, *, stored: bool
     ) -> Handed:
-        specs, group = [group.spec for group in attention.groups], attention.groups[0]
-        first, last = max(spec.input_size for spec in layers), max(spec.output_size for spec in layers)
-        kv = 0 if stored else max(spec.num_kv_heads * spec.head_dim for spec in specs)
-        widths = first, kv, kv, last
-        return cls(*(torch.zeros(rows * width, dtype=group.dtype, device=group.device) for width in widths))
+        dtype = attention.groups[0].dtype
+        last = max(spec.output_size for spec in layers) * dtype.itemsize
+        *given, out = (
+            torch.zeros(rows * size, dtype=torch.uint8, device=attention.device)
+            for size in (*most_handed_bytes(layers, dtype.itemsize, stored=stored), last)
+        )
+        return cls(given, out, dtype, stored)
 
 
-def rows_of(flat_X: Tensor, rows: int, *sizes: int) -> Tensor:
-    """[rows, *sizes] at the beginning of `flat_X`."""
-    return flat_X[: rows * prod(sizes)].view(rows, *sizes)
+def rows_of(flat_X: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape in the bytes at the beginning of `flat_X`."""
+    return flat_X[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 class Cut(Attention):
@@ -137,26 +150,49 @@ class Cut(Attention):
             paged.layer_cache(layer).index_copy_(
                 1, self._slots_GB[paged.number], stacked_NH2D.transpose(0, 1)
             )
-        else:
-            rows_of(self._handed.k_X, *k_NHD.shape).copy_(k_NHD)
-            rows_of(self._handed.v_X, *v_NHD.shape).copy_(v_NHD)
-        return self._cut(Call(layer, sinks_H), q_NHD, q_NHD.shape)
+            return self.attend(layer, q_NHD, sinks_H)
+
+        def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
+            q, k, v = given
+            out.copy_(attention(layer, q, k, v, sinks_H))
+
+        return self._cut(attend, (q_NHD, k_NHD, v_NHD), q_NHD.shape)
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
-        return self._cut(Call(layer, sinks_H), q_NHD, q_NHD.shape)
+        def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
+            attention.attend(layer, given[0], sinks_H, out)
+
+        return self._cut(attend, (q_NHD,), q_NHD.shape)
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
-        return self._cut(Call(layer, cell=cell), mixed_NX, (len(mixed_NX), cell.spec.output_size))
+        def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
+            out.copy_(attention.recur(layer, given[0], cell))
 
-    def _cut(self, call: Call, given: Tensor, result: Sequence[int]) -> Tensor:
-        """What comes of `given`, of this shape."""
-        rows_of(self._handed.in_X, *given.shape).copy_(given)
+        return self._cut(attend, (mixed_NX,), (len(mixed_NX), cell.spec.output_size))
+
+    def latent(
+        self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
+    ) -> Tensor:
+        def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
+            q, latent = given
+            out.copy_(attention.latent(layer, q, latent, up))
+
+        return self._cut(attend, (q_NHD, latent_NC), (len(q_NHD), *up.values_size))
+
+    def _cut(self, attend: Attend, given: Sequence[Tensor], result: Sequence[int]) -> Tensor:
+        """What `attend` makes of `given`, of this shape."""
+        handed = self._handed
+        kept = [
+            rows_of(flat_X, handed.dtype, x.shape).copy_(x)
+            for flat_X, x in zip(handed.given_X, given, strict=False)
+        ]
+        out = rows_of(handed.out_X, handed.dtype, result)
         if self._recorder is not None:
-            self.pieces.append((self._recorder.end(), call))
+            self.pieces.append((self._recorder.end(), Call(attend, kept, out)))
             self._recorder.begin()
-        return rows_of(self._handed.out_X, *result)
+        return out
 
 
 @dataclass(frozen=True)
@@ -218,26 +254,9 @@ class PrefillGraphs:
         captured = self._captured[size]
         for piece, call in captured.pieces:
             piece.replay()
-            self._call(attention, call, count)
+            call.run(attention, count)
         captured.last.replay()
         return self._hidden_BH[:count]
-
-    def _call(self, attention: Attention, call: Call, count: int) -> None:
-        """Fill the first `count` rows of what the next piece reads."""
-        spec, handed = self._model.shape.attention[call.layer], self._handed
-        if call.cell is not None:
-            mixed_NX = rows_of(handed.in_X, count, spec.input_size)
-            out_NY = rows_of(handed.out_X, count, spec.output_size)
-            out_NY.copy_(attention.recur(call.layer, mixed_NX, call.cell))
-            return
-        q_NHD = rows_of(handed.in_X, count, spec.num_heads, spec.head_dim)
-        out_NHD = rows_of(handed.out_X, count, spec.num_heads, spec.head_dim)
-        if handed.stored:
-            attention.attend(call.layer, q_NHD, call.sinks_H, out_NHD)
-        else:
-            k_NHD = rows_of(handed.k_X, count, spec.num_kv_heads, spec.head_dim)
-            v_NHD = rows_of(handed.v_X, count, spec.num_kv_heads, spec.head_dim)
-            out_NHD.copy_(attention(call.layer, q_NHD, k_NHD, v_NHD, call.sinks_H))
 
     def _capture(self, size: int) -> Captured:
         for _ in range(WARM_UPS):  # compiles kernels, allocates their workspaces, connects ranks
