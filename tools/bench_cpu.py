@@ -5,6 +5,9 @@ Serving: the demo model, 128 requests of 64 tokens in and 64 out, at concurrency
 at batch 1 and 32, and of those prompts. Layer: `bench moe`. Everything is saved under benchmarks/results/,
 with the processor, its flags and the bfloat16 units in use. It takes nine minutes on two cores.
 
+`--model FOLDER` serves another NVFP4 checkpoint than the demo, beside transformers' `generate` of its weights
+in bf16, without the long prompts and the layer; in four minutes.
+
 `--cpu-bf16-units` confines both sides to slower units than the processor has: what a machine without them
 does, as far as this one can tell.
 """
@@ -59,25 +62,28 @@ def server_memory(base_url: str) -> dict[str, float]:
     }
 
 
-def serving(units: str) -> dict:
+def serving(model: str, units: str) -> dict:
     """Throughput of the server at several loads, and of transformers."""
-    rows = []
-    with launch(ServerConfig(model="demo", port=0, cpu_bf16_units=units)) as base_url:
+    rows, demo = [], model == "demo"
+    with launch(ServerConfig(model=model, port=0, cpu_bf16_units=units)) as base_url:
         measure(ServeBench(num_prompts=8), base_url)
         benches = [ServeBench(max_concurrency=clients, num_prompts=REQUESTS) for clients in CLIENTS]
-        benches.append(ServeBench(max_concurrency=1, num_prompts=LONG_PROMPTS, **LONG))
+        if demo:
+            benches.append(ServeBench(max_concurrency=1, num_prompts=LONG_PROMPTS, **LONG))
         for bench in benches:
             row = {"system": "turnout", "concurrency": bench.max_concurrency} | measure(bench, base_url)
             rows.append(row | server_memory(base_url))
     with tempfile.TemporaryDirectory() as folder:
-        peer = Path(folder) / "demo-bf16"
-        decoded(locate("demo"), peer)
+        peer = Path(folder) / "bf16"
+        decoded(locate(model), peer)
         for dtype in ("float32", "bfloat16"):
             console.print(
                 f"transformers' generate in {dtype}, by each of its implementations: about two minutes"
             )
-            rows += transformers_rows(str(peer), PEER_LOADS, dtype=dtype)
-    return result("serve", rows, device=cpu_name(), command="make bench")
+            rows += transformers_rows(str(peer), PEER_LOADS if demo else PEER_LOADS[:2], dtype=dtype)
+    name = "serve" if demo else f"serve-{Path(model).name}"
+    command = "make bench" if demo else f"python -m tools.bench_cpu --model {Path(model).name}"
+    return result(name, rows, device=cpu_name(), command=command)
 
 
 def show_serving(content: dict) -> None:
@@ -124,7 +130,8 @@ def keep(content: dict, machine: Hardware, asked: str) -> Path:
     """Save a result with the units that were in use; the file's name says so where some were refused."""
     content["bf16_units"] = str(machine.bf16_units)
     if asked != "auto":
-        content["command"] += f" ARGS='--cpu-bf16-units {asked}'"
+        flags = f"--cpu-bf16-units {asked}"
+        content["command"] += f" ARGS='{flags}'" if content["command"] == "make bench" else f" {flags}"
     path = default_path(content)
     if machine != detect("cpu"):
         path = path.with_stem(f"{path.stem}-units-{machine.bf16_units}")
@@ -135,15 +142,20 @@ def keep(content: dict, machine: Hardware, asked: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu-bf16-units", default="auto", choices=["auto", *Bf16Units])
-    asked = parser.parse_args().cpu_bf16_units
+    parser.add_argument("--model", default="demo", help="a folder with an NVFP4 checkpoint")
+    args = parser.parse_args()
+    asked = args.cpu_bf16_units
     machine = confined(asked)
     console.print(
         f"{machine.processor} ({', '.join(machine.vector_flags)}): bfloat16 is multiplied by units: "
         f"{machine.bf16_units}; the server computes in float32, the layer in both"
     )
-    content = serving(asked)
+    content = serving(args.model, asked)
     show_serving(content)
     saved = keep(content, machine, asked)
+    if args.model != "demo":
+        console.print(f"saved {saved}; bfloat16 units: {machine.bf16_units}")
+        return
     layer = moe.run(
         formats=("bf16", "nvfp4", "mxfp4", "fp8"),
         tokens=(1, 16, 64, 256, 1024),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ from tools.demo.export import (
 )
 from tools.demo.model import DemoModel, Output, Quantization, attention_within
 from tools.demo.optimizer import make_optimizers
-from tools.demo.released_v4 import StreamModel
+from tools.demo.released_v4 import StreamModel, StreamShape
 from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
 from turnout import LLM, SamplingParams
 from turnout.checkpoint.locate import ASSETS, locate
@@ -67,6 +68,7 @@ class Trainer:
     """One run: model, optimisers and the clock. A schedule may be spread over several runs (`--to`)."""
 
     def __init__(self, args: argparse.Namespace):
+        check(args)
         self.args = args
         self.device = torch.device(args.device)
         cuda = self.device.type == "cuda"
@@ -199,6 +201,8 @@ class Trainer:
                 group["lr"] = rate
 
     def _record(self, quantized: bool, loss: Tensor, drafted: Tensor, balance: Tensor, norm: Tensor) -> None:
+        if not math.isfinite(loss.item() + drafted.item()):
+            raise SystemExit(f"step {self.steps}: the loss is {loss.item()}, of drafts {drafted.item()}")
         row = {
             "step": self.steps,
             "seconds": round(self.seconds, 1),
@@ -213,6 +217,17 @@ class Trainer:
         print(json.dumps(row), flush=True)
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise SystemExit for sizes that would be cut to others, or that an architecture does not have."""
+    if args.architecture != "qwen3_moe" and args.tokens % LONGEST:
+        raise SystemExit(f"--tokens {args.tokens}: {args.architecture} learns in rows of {LONGEST} tokens")
+    kinds = len(StreamShape.rates)
+    if args.architecture == "deepseek_v4" and (args.layers or kinds) > kinds:
+        raise SystemExit(f"--layers {args.layers}: deepseek_v4 has kinds of attention for {kinds}")
+    if args.quantized_share and args.to < 1 and args.to <= 1 - args.quantized_share:
+        print(f"until {args.to:.0%} of the schedule nothing is quantised: --resume goes on", flush=True)
+
+
 def train(args: argparse.Namespace) -> None:
     trainer = Trainer(args)
     trainer.run()
@@ -222,7 +237,10 @@ def train(args: argparse.Namespace) -> None:
         for p in model.parameters():
             p.copy_(p.bfloat16())  # as it will be shipped
     if not isinstance(model, DemoModel):
-        return  # its answers are measured by `turnout eval` of the exported checkpoint
+        print(
+            f"{trainer.steps} steps; `turnout eval` of what `export` writes measures its answers", flush=True
+        )
+        return
     items = heldout(args.eval_questions, args.eval_seed)
     for name in measure.FORMATS if trainer.progress >= 1 else ("bf16",):
         groups = measure.accuracy(model, args.tokenizer, trainer.amax, name, items)

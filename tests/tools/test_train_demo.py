@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,14 @@ from transformers.modeling_layers import MtpModel
 from tests.models.running import PlainAttention, load
 from tools.demo import fakequant
 from tools.demo.data import IGNORE, Batch, lay_out
-from tools.demo.export import load_parameters, make_model, save_parameters, write_folder
+from tools.demo.export import decoded, load_parameters, make_model, save_parameters, write_folder
 from tools.demo.measure import KVCache
 from tools.demo.model import DemoModel, Quantization, Shape, causal_attention
 from tools.demo.optimizer import make_optimizers, orthogonalize
 from tools.demo.released import HybridShape, LatentShape
 from tools.demo.released_v4 import StreamShape
+from tools.train_demo import check
+from turnout.checkpoint.quantize import InputAmax, quantize
 from turnout.formats import mxfp4, nvfp4
 
 SHAPE = Shape(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, expert_width=32)
@@ -162,6 +167,38 @@ def test_released_checkpoints_are_what_was_trained_here_and_in_transformers(rele
     torch.testing.assert_close(mine, theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
     (served,) = PlainAttention(load(folder)).logits(("a", ids.tolist()))
     torch.testing.assert_close(mine, served, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"architecture": "qwen3_next", "tokens": 1500}, "rows of 1024 tokens"),
+        ({"architecture": "deepseek_v4", "layers": 7}, "kinds of attention for 6"),
+    ],
+)
+def test_sizes_that_would_be_cut_are_refused(flags: dict[str, Any], told: str) -> None:
+    usual = {"architecture": "qwen3_moe", "tokens": 1024, "layers": None, "quantized_share": 0.4, "to": 1.0}
+    with pytest.raises(SystemExit, match=told):
+        check(Namespace(**usual | flags))
+    check(Namespace(**usual | {"tokens": 1500}))
+
+
+def test_weights_are_decoded_and_nothing_is_left_out(released, tmp_path: Path) -> None:
+    """Of every architecture, whatever its other tensors are called: scales of streams, for one."""
+    model, folder = released
+    largest = InputAmax(1.0, 1.0)
+    moe = "layers" if "layers.0.ffn.gate.weight" in model.state_dict() else "model.layers"
+    part = "ffn" if moe == "layers" else "mlp"
+    seen = {f"{moe}.{i}.{part}.experts.{e}": largest for i in model.shape.moe_layers for e in range(8)}
+    quantize(folder, tmp_path / "nvfp4", "nvfp4", calibration=seen)
+    decoded(tmp_path / "nvfp4", tmp_path / "bf16")
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "bf16"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if ".experts." in name:
+            assert (after[name].float() - tensor.float()).norm() < 0.15 * tensor.float().norm(), name
+        else:
+            assert torch.equal(after[name], tensor), name
 
 
 @torch.inference_mode()

@@ -95,7 +95,7 @@ def decoded(nvfp4_folder: Path, out: Path) -> None:
         if f"{name}_scale" in stored:
             scale, total = stored[f"{name}_scale"], stored[f"{name}_scale_2"]
             tensors[name] = nvfp4.decode(value, scale, total).to(torch.bfloat16)
-        elif not name.endswith(("_scale", "_scale_2")):
+        elif not name.endswith((".weight_scale", ".weight_scale_2", ".input_scale")):
             tensors[name] = value
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
