@@ -464,19 +464,23 @@ def test_contexts_of_llama_4_end_with_the_attention_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "ranks", "megabytes"),
+    ("name", "hardware", "ranks", "megabytes", "token"),
     [
-        ("qwen3.5-35b-a3b", "h200", 1, 64.4),
-        ("qwen3.5-397b-a17b-nvfp4", "b200", 4, 48.0),
-        ("qwen3.5-397b-a17b-nvfp4", "h200", 8, 24.0),
+        # Keys and values of 2 heads of 256, in every fourth layer; one head where ranks share them.
+        ("qwen3.5-35b-a3b", "h200", 1, 64.4, 10 * 2 * 2 * 256 * 2),
+        ("qwen3.5-397b-a17b-nvfp4", "b200", 4, 48.0, 15 * 2 * 1 * 256 * 2),
+        ("qwen3.5-397b-a17b-nvfp4", "h200", 8, 24.0, 15 * 2 * 1 * 256 * 2),
     ],
 )
-def test_plans_say_what_states_take(name: str, hardware: str, ranks: int, megabytes: float) -> None:
+def test_plans_say_what_states_and_tokens_take(
+    name: str, hardware: str, ranks: int, megabytes: float, token: int
+) -> None:
     code, text = plan(name, hardware, tp_size=ranks, ep_size=ranks)
     assert code == 0, text
     rows = dict(re.findall(r"[│|] ([^│]+?) +│ +([\d,]+) │", text))
     each = int(rows["states per request"].replace(",", ""))
     assert each / 1e6 == pytest.approx(megabytes, rel=0.01)
+    assert int(rows["KV per token of context"].replace(",", "")) == token
     (running,) = {int(found) for found in re.findall(r"states \((\d+) running requests and 1 spare\)", text)}
     held = rows[f"states ({running} running requests and 1 spare)"]
     assert int(held.replace(",", "")) == (running + 1) * each

@@ -63,8 +63,7 @@ def _kv_rows(engine_plan: EnginePlan) -> dict[str, int]:
             window = f", {len(group.layers)} layers with entries of {group.spec.rate} tokens"
         rows[f"KV cache ({count} pages of {size} tokens{window})"] = held
     kinds = {group.spec.kind for group in groups}
-    if kinds != {AttentionKind.FULL}:
-        whole = [group for group in groups if not group.spec.window]
+    if whole := [group for group in groups if not group.spec.window]:
         rows["KV per token of context"] = sum(g.page_bytes(size, itemsize) for g in whole) // size
     if AttentionKind.SLIDING_WINDOW in kinds:
         rows["KV per request, of windows"] = sum(
