@@ -5,8 +5,8 @@
 Requests ask for every sampling field, grammars, stop strings and several answers; their prompts begin alike,
 some hold a token that makes NaN. They come at random over few pages, so that some are preempted; some are
 aborted before a token of theirs is known. Models keep whole contexts, windows with sinks, and states of
-recurrent layers. One rank is also compared with drafts, which steps wait for; four ranks share requests by
-pairs.
+recurrent layers. One rank is also compared with drafts, which rest and come back at random; four ranks share
+requests by pairs, or, with such drafts too, all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
 
 from tests.engine.cluster import SMALL
-from tests.engine.toy import SHAPE, ToyModel, always_drafting, engine_plan, merge, request
+from tests.engine.toy import SHAPE, ToyModel, engine_plan, merge, request
 from tests.models.families import FAMILIES, build
 from tests.ranks import Rank, RankPool
 from tests.tiny import write_model, write_tokenizer
@@ -47,6 +48,7 @@ from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.ranks.step_sync import StepSync
 from turnout.engine.sampling import near_ties
 from turnout.engine.sampling.detokenizer import TextStream
+from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.tokenizer import Tokenizer
 from turnout.parallel.exchange import SharedExchange
 from turnout.parallel.hardware import cpu_name
@@ -61,7 +63,6 @@ TOYS = {
 }
 TINY = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32}
 RANK_FAMILIES = ("qwen3_moe", "gpt_oss")
-CLOSE = near_ties.CLOSE
 VOCABULARY, END, POISON = 258, 257, 256  # of tests/tiny.py's tokenizer
 CONTEXT = 60
 DRAFTS = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
@@ -179,6 +180,7 @@ class Answers:
         self.seen["preemptions"] = stats.preemptions
         self.seen["prompt tokens from the prefix cache"] = stats.cached_prompt_tokens
         self.seen["drafts that held"] = stats.spec_accepted_tokens
+        self.seen["overlapped steps"] = stats.overlapped_steps
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,24 @@ class LateNearTies(EnginePlan):
         return self.config.max_running_requests if self.config.state_snapshot_interval else 0
 
 
-def toy_core(name: str, folder: Path, **flags: Any) -> EngineCore:
-    """folder: of the tokenizer."""
+class Restless(DraftSwitch):
+    """Lets drafts rest at random, and not by the clock: steps that overlap come between others."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._draw = random.Random(seed)
+        self._rests = 0
+
+    def drafts(self, decoding: int) -> bool:
+        return decoding % 3 != self._rests and self._rests < 3
+
+    def ran(self, decoding: int, way: bool, tokens: int, seconds: float) -> None:
+        if self._draw.random() < 0.2:
+            self._rests = self._draw.randrange(5)
+
+
+def toy_core(name: str, folder: Path, seed: int, **flags: Any) -> EngineCore:
+    """folder: of the tokenizer. seed: of when drafts rest, if there are any."""
     shape = replace(SHAPE, attention=TOYS[name], vocab_size=VOCABULARY, eos_token_ids=(END,))
     model = ToyModel(seed=1, shape=shape)
     model.poison = POISON
@@ -222,16 +240,24 @@ def toy_core(name: str, folder: Path, **flags: Any) -> EngineCore:
     if name == "recurrent":
         values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
         plan = LateNearTies(**values)
-    return always_drafting(build_engine(plan, model=model))
+    core = build_engine(plan, model=model)
+    if core._scheduler.switch is not None:
+        core._scheduler.switch = Restless(seed)
+    return core
 
 
 def answers(name: str, folder: Path, seed: int, count: int, **flags: Any) -> Answers:
     """Of one rank. What comes when, and what is aborted, depends on `seed` alone."""
-    near_ties.CLOSE = 0.0 if name == "recurrent" else CLOSE
+    with patch.object(near_ties, "CLOSE", 0.0 if name == "recurrent" else near_ties.CLOSE):
+        return _answers(name, folder, seed, count, **flags)
+
+
+def _answers(name: str, folder: Path, seed: int, count: int, **flags: Any) -> Answers:
     draw = random.Random(seed)
     core = toy_core(
         name,
         folder,
+        seed,
         num_pages=draw.choice([16, 24, 64]),
         chunked_prefill_size=draw.choice([2, 5, 16]),
         max_prefill_tokens=draw.choice([8, 40]),
@@ -255,7 +281,6 @@ def answers(name: str, folder: Path, seed: int, count: int, **flags: Any) -> Ans
             found.take(core, output)
     assert core.stats().pages_used == 0
     found.note(core.stats())
-    found.seen["steps that overlap"] = core.info()["overlap_schedule"] == "on"
     return found.without(doomed)
 
 
@@ -302,35 +327,43 @@ def compare(name: str, folder: Path, seed: int, count: int) -> Compared:
     """About `count` requests to a toy, twice over, and for every other seed with drafts too."""
     apart = answers(name, folder, seed, count, overlap_schedule="off")
     overlapped = answers(name, folder, seed, count, overlap_schedule="on")
-    assert overlapped.seen["steps that overlap"]
+    assert overlapped.seen["overlapped steps"] > 0 == apart.seen["overlapped steps"]
     differing, seen = differences(apart, overlapped), overlapped.seen
     if seed % 2 == 0:
         drafted = answers(name, folder, seed, count, overlap_schedule="on", **DRAFTS)
         differing = sorted({*differing, *differences(apart, drafted)})
         seen += Counter({"drafts that held": drafted.seen["drafts that held"]})
+        seen += Counter({"overlapped steps beside drafts": drafted.seen["overlapped steps"]})
     return Compared(len(apart.outputs), differing, seen)
 
 
-def serve_rank(rank: Rank, model: Path, seed: int, count: int, switch: str) -> tuple[Answers, EngineStats]:
-    """Answers of one of four ranks, two of which share requests. What comes and goes depends on the number of
-    the step. switch: of overlap and of --prefill-delayer."""
+def serve_rank(
+    rank: Rank, model: Path, seed: int, count: int, switch: str, dp_size: int
+) -> tuple[Answers, EngineStats]:
+    """Answers of one of several ranks, in `dp_size` groups that share requests. What comes and goes depends
+    on the number of the step. switch: of overlap, and of --prefill-delayer or, in a single group, drafts."""
+    flags: dict[str, Any] = SMALL | {"max_total_tokens": 96, "context_length": CONTEXT}
+    if dp_size > 1:
+        flags |= {"prefill_delayer": switch, "prefill_delayer_max_delay_ms": 1e6}
+    elif switch == "on":
+        flags |= DRAFTS
     config = Config(
         model=str(model),
         tp_size=rank.size,
-        dp_size=2,
+        dp_size=dp_size,
         ep_size=rank.size,
-        enable_dp_attention=True,
+        enable_dp_attention=dp_size > 1,
         overlap_schedule=switch,
-        prefill_delayer=switch,
-        prefill_delayer_max_delay_ms=1e6,
         scheduling_policy="priority",
-        **(SMALL | {"max_total_tokens": 96, "context_length": CONTEXT}),  # type: ignore[arg-type]
+        **flags,
     )
-    groups = rank.groups(dp_size=2, ep_size=rank.size)
+    groups = rank.groups(dp_size=dp_size, ep_size=rank.size)
     exchange = SharedExchange(rank.folder / "steps", rank.number, rank.size)
     core = build_engine(
         resolve(config, rank=rank.number), groups=groups, step_sync=StepSync(groups.topology, exchange)
     )
+    if core._scheduler.switch is not None:
+        core._scheduler.switch = Restless(seed)
     draw = random.Random(2 * seed + groups.topology.dp_rank)
     waiting = groups_of_requests(draw, count)[::-1]
     found = Answers(Tokenizer.load(model))
@@ -353,11 +386,12 @@ def serve_rank(rank: Rank, model: Path, seed: int, count: int, switch: str) -> t
     return found.without(doomed), stats
 
 
-def compare_ranks(pool: RankPool, model: Path, seed: int, count: int) -> ComparedRanks:
-    """As `compare`, for up to `count` requests of each of two pairs of ranks, without drafts; prompts are
-    delayed where steps overlap."""
+def compare_ranks(pool: RankPool, model: Path, seed: int, count: int, dp_size: int = 2) -> ComparedRanks:
+    """As `compare`, for up to `count` requests of each group of ranks. Where steps overlap prompts are also
+    delayed, if there are several groups, and otherwise drafted for."""
     apart, overlapped = (
-        pool.run(serve_rank, model, seed, count, switch, timeout=600)[::2] for switch in ("off", "on")
+        pool.run(serve_rank, model, seed, count, switch, dp_size, timeout=600)[:: pool.size // dp_size]
+        for switch in ("off", "on")
     )
     pairs = zip(apart, overlapped, strict=True)
     differing = [
@@ -403,7 +437,10 @@ def soak_ranks(name: str, requests: int) -> dict[str, Any]:
     pool = RankPool(4)
     with tempfile.TemporaryDirectory() as folder:
         write_family(name, Path(folder))
-        four = partial(compare_ranks, pool, Path(folder), count=100)
+
+        def four(seed: int) -> Compared:
+            return compare_ranks(pool, Path(folder), seed, 100, dp_size=1 + seed % 2)
+
         found = row({"model": name, "ranks": 4}, requests, four)
     pool.close()
     return found

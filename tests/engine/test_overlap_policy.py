@@ -19,6 +19,7 @@ from tests.ranks import Pools
 from tests.tiny import write_tokenizer
 from turnout.config import Config
 from turnout.engine.overlap_policy import why_no_overlap
+from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.transfers import HostCopy
 
 MANY_REQUESTS = int(os.environ.get("OVERLAP_REQUESTS", 600))
@@ -52,6 +53,16 @@ def test_many_more_random_requests_get_the_same_answers(name: str, folder: Path)
 
 
 @pytest.mark.more
+def test_ranks_that_share_requests_give_the_same_answers_with_drafts(ranks: Pools, tmp_path: Path) -> None:
+    write_family("qwen3_moe", tmp_path)
+    compared = compare_ranks(ranks(4), tmp_path, seed=1, count=60, dp_size=1)
+    assert compared.differing == []
+    assert compared.seen["preemptions"] > 0 < compared.seen["drafts that held"]
+    assert 0 < compared.overlapped[0].overlapped_steps < compared.overlapped[0].steps
+    assert compared.apart[0].overlapped_steps == 0
+
+
+@pytest.mark.more
 def test_ranks_give_the_same_answers(ranks: Pools, tmp_path: Path) -> None:
     write_family("qwen3_moe", tmp_path)
     compared = compare_ranks(ranks(4), tmp_path, seed=1, count=60)
@@ -78,6 +89,60 @@ def test_tokens_are_read_while_the_next_forward_runs(monkeypatch: pytest.MonkeyP
     events.clear()
     run(make_core(Watched(), overlap_schedule="off"), asked)
     assert events == ["forward", "read"] * 6
+
+
+class Resting(DraftSwitch):
+    """Drafts rest in steps that decode as many requests."""
+
+    def __init__(self, rests: int) -> None:
+        super().__init__()
+        self._rests = rests
+
+    def drafts(self, decoding: int) -> bool:
+        return decoding != self._rests
+
+
+def test_steps_overlap_while_drafts_rest_and_where_none_are_possible() -> None:
+    """The first request ends first. Prompts repeat, so that there are drafts whenever they do not rest."""
+    asked = [request(str(i), [5, 6] * 4, max_tokens=m, ignore_eos=True) for i, m in enumerate((12, 24))]
+    penalised = [request("p", [5, 6] * 4, max_tokens=12, ignore_eos=True, frequency_penalty=0.1)]
+    answers, stats = {}, {}
+    for rests in (0, 1, 2):
+        core = make_core(drafts_rest=True, overlap_schedule="on", speculative_algorithm="ngram")
+        core._scheduler.switch = Resting(rests)
+        found = run(core, asked)
+        answers[rests], stats[rests] = [found[id].token_ids for id in "01"], core.stats()
+        before = core.stats()
+        run(core, penalised)
+        after = core.stats()
+        assert after.overlapped_steps - before.overlapped_steps == 12 - 1
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == [ToyModel().greedy([5, 6] * 4, count, eos=False) for count in (12, 24)]
+    assert stats[0].overlapped_steps == 0
+    assert stats[0].spec_draft_tokens > stats[1].spec_draft_tokens > 0 < stats[2].spec_draft_tokens
+    assert stats[2].overlapped_steps == 12 - 1  # the prompts' and those that decode both, but the last
+    assert 0 < stats[1].overlapped_steps <= 12
+
+
+def test_a_request_left_alone_by_an_abort_has_drafts_of_all_its_tokens() -> None:
+    """What was launched while drafts rested is read before the next step is scheduled."""
+    model = ToyModel()
+    model.head[3:-1] = 0  # a small vocabulary is repeated soon
+    core = make_core(model, drafts_rest=True, overlap_schedule="on", speculative_algorithm="ngram")
+    core._scheduler.switch = Resting(2)
+    for id in "ab":
+        core.add(request(id, [5, 6] * 4, max_tokens=24, ignore_eos=True))
+    outputs = [output for _ in range(8) for output in core.step()]
+    assert core.stats().overlapped_steps == 7
+    core.abort(["b"])
+    outputs += core.step()
+    assert core.stats().overlapped_steps == 7
+    assert core.stats().spec_draft_tokens > 0
+    while core.has_work():
+        outputs += core.step()
+    told = [token for output in outputs if output.id == "a" for token in output.token_ids]
+    assert told == model.greedy([5, 6] * 4, 24, eos=False)
+    assert core.stats().pages_used == 0
 
 
 def test_a_request_that_ends_wastes_one_row_at_most_and_none_at_its_maximum() -> None:
@@ -117,7 +182,8 @@ def test_an_abort_frees_pages_at_once_and_its_token_is_never_told() -> None:
         ({"disable_overlap_schedule": True}, "--disable-overlap-schedule"),
         ({}, "auto: on a CPU"),
         ({"overlap_schedule": "on", "deterministic": True}, "--deterministic"),
-        ({"overlap_schedule": "on", "speculative_algorithm": "ngram"}, "drafts"),
+        ({"overlap_schedule": "on", "speculative_algorithm": "ngram"}, ""),
+        ({"overlap_schedule": "on", "speculative_algorithm": "MTP"}, "draft layer"),
     ],
 )
 def test_the_reason_is_told(flags: dict[str, object], reason: str) -> None:

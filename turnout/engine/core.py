@@ -4,6 +4,9 @@
 
 Where steps overlap (overlap_policy.py), a step is finished after the next one's forward was launched: the
 host schedules and draws while the device computes, and drawn tokens reach the next forward on the device.
+Drafts follow from tokens that the host knows, and how many of them hold is known only with the tokens. So a
+step with drafts is finished before the next one is scheduled, and so is one before a step that may have some;
+steps overlap where drafts rest and where no request may have any.
 
 Every rank of a model steps together (ranks/step_sync.py): one without work takes part with no tokens. A
 single rank without work does nothing. builder.py makes an engine.
@@ -74,7 +77,8 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
-        self._steps = self._idle_steps = self._uneven_steps = self._computed_tokens = 0
+        self._steps = self._idle_steps = self._uneven_steps = self._overlapped_steps = 0
+        self._computed_tokens = 0
         self._step_sizes = [0] * (scheduler.step_tokens.bit_length() + 2)
         self._sync_seconds = 0.0
         self._compiled_at_rest = 0
@@ -135,6 +139,9 @@ class EngineCore:
         outputs, self._aborted = self._aborted, []
         if self._drafter:
             self._drafter.read()
+        # What runs ahead is read first where an abort since then lets the others draft.
+        early = self._finish()[0] if self._overlap and self._scheduler.may_draft() else []
+        outputs += early
         chunks = self._scheduler.schedule()
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         tokens = sum(chunk.length for chunk in chunks)
@@ -152,13 +159,14 @@ class EngineCore:
             return outputs
         self._watch.note(self._steps, synced.phase)
         agreed = time.perf_counter()
-        if not self._overlap:
+        if known := self._launched is None:
             self._commit.begin(chunks)
         if self._scheduler.kv.snapshots is not None:
             self._attention.copy_states(self._scheduler.kv.snapshots.take_copies())
         computed = self._forward(chunks, synced)
         self._steps += 1
         self._idle_steps += not chunks
+        self._overlapped_steps += not known
         advanced, open_ties = self._finish()
         # A chunk that was launched on a token that ended its request, or that changed, counts for nothing.
         rows = [
@@ -166,20 +174,18 @@ class EngineCore:
             for chunk, row in with_rows(chunks)
             if not (chunk.request.ended or chunk.request.id in open_ties)
         ]
-        if self._overlap:
+        if not known:
             self._commit.begin(chunk for chunk, _ in rows)
         self._scheduler.computed(chunk for chunk, _ in rows)
         score_prompts(chunks, computed.hidden_NH, self._model.logits)
         decoding = sum(chunk.decodes for chunk in chunks)
         work = decoding, sum(chunk.length for chunk in chunks if not chunk.decodes)
         self._launched = self._commit.launch(rows, computed, work)
-        if self._overlap:
-            self._forward.keep(self._launched.leave_pending())
-        else:
+        if not self._runs_ahead(self._launched):
             advanced += self._finish()[0]
         switch, alone = self._scheduler.switch, synced.phase == Phase.DECODE
         if switch and alone and self._scheduler.only_decoding and self._requests:
-            given = sum(len(output.token_ids) for output in advanced)
+            given = sum(len(output.token_ids) for output in early + advanced)
             self._decoded = self._scheduler.only_decoding, self._scheduler.drafting, given
             self._decoded_from = agreed
         if self._drafter:
@@ -190,6 +196,17 @@ class EngineCore:
         self._seconds[synced.phase] += time.perf_counter() - agreed
         symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
         return outputs + advanced
+
+    def _runs_ahead(self, launched: Launched) -> bool:
+        """Whether the next step may be scheduled before the tokens of this one are known. If so, it takes
+        those that it needs from the device."""
+        if not self._overlap or any(chunk.drafts for chunk in launched.drawing):
+            return False
+        drawn_S = launched.leave_pending()
+        if self._scheduler.may_draft():
+            return False
+        self._forward.keep(drawn_S)
+        return True
 
     def _finish(self) -> tuple[list[RequestOutput], set[str]]:
         """Outputs of the step that was launched last, if it is not finished yet, and the ids of requests
@@ -230,6 +247,7 @@ class EngineCore:
             step_sizes=self._step_sizes,
             computed_tokens=self._computed_tokens,
             graph_steps=self._forward.graph_steps,
+            overlapped_steps=self._overlapped_steps,
             sync_seconds=self._sync_seconds,
             prefill_seconds=self._seconds[Phase.PREFILL],
             decode_seconds=self._seconds[Phase.DECODE],

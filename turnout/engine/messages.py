@@ -114,6 +114,7 @@ class EngineStats(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
     step_sizes: list[int] = []
     computed_tokens: int = 0  # by forwards, padding and rejected drafts included
     graph_steps: int = 0  # that a CUDA graph computed
+    overlapped_steps: int = 0  # launched before the tokens of the one before were read
     sync_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -1,4 +1,7 @@
-"""Whether a step is launched before the tokens of the one before it are read. All ranks decide alike."""
+"""Whether a step is launched before the tokens of the one before it are read. All ranks decide alike.
+
+Where it may, a step that brings drafts, or comes after one that did, still waits (core.py).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from turnout.engine.engine_plan import EnginePlan
 def why_no_overlap(engine_plan: EnginePlan) -> str:
     """Why steps wait for the tokens of the one before, or "" if they do not."""
     config = engine_plan.config
-    if config.speculative_algorithm != "none":
-        return "drafts follow from tokens that the host has to know first"
+    if config.drafts_by_layer:
+        return "a draft layer goes over tokens that the host has to know first"
+    settles = engine_plan.compute_dtype == "float32"
+    if config.speculative_algorithm != "none" and settles and engine_plan.topology.dp_size > 1:
+        return "ranks settle near-ties together after each step, and each has drafts of its own"
     if config.deterministic:
         return "--deterministic computes each token apart, from what the host knows"
-    if engine_plan.keeps_states and engine_plan.compute_dtype == "float32":
+    if engine_plan.keeps_states and settles:
         return "a near-tie decided late would have taken the states of requests over a wrong token"
     if config.disable_overlap_schedule:
         return "asked for with --disable-overlap-schedule"

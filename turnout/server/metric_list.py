@@ -252,6 +252,12 @@ METRICS = (
         "Forward passes as CUDA graphs; the others ran eagerly.",
         "graph_steps",
     ),
+    _per_rank(
+        "overlapped_steps_total",
+        Group.STEPS,
+        "Forward passes launched before the tokens of the ones before were read.",
+        "overlapped_steps",
+    ),
     _labelled(
         "step_seconds_total",
         Group.STEPS,

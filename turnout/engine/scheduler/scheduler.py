@@ -192,6 +192,7 @@ class Scheduler:
         """The chunks of the next step, at most one per request; [] if there is nothing to do."""
         lacked_pages, self._lacks_pages = self._lacks_pages, False
         decoding = sum(request.remaining == 1 for request in self.running)
+        self.drafting = self._wants_drafts(decoding)
         budget = min(self.prefill_tokens, self.step_tokens - decoding)
         if self.times is not None:
             budget = self.times.prompt_tokens(decoding, budget)
@@ -201,8 +202,14 @@ class Scheduler:
         if not (preempted or self._holds_prompts):
             chunks += self._admit(budget)
         self.only_decoding = decoding if decoding == len(chunks) else 0
-        self.drafting = self.tokens_per_request > 1 and not (self.switch and not self.switch.drafts(decoding))
         return self._with_drafts(chunks) if self.drafting else chunks
+
+    def may_draft(self) -> bool:
+        """Whether the next step may bring drafts, for which all tokens so far have to be known."""
+        if self.tokens_per_request == 1:
+            return False
+        decoding = [request for request in self.running if request.remaining == 1]
+        return self._wants_drafts(len(decoding)) and any(request.most_drafts > 0 for request in decoding)
 
     def next_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
         """What other ranks should know of the step after the one of `chunks`, which was just scheduled."""
@@ -237,6 +244,9 @@ class Scheduler:
             slots[0], slots[accepted] = slots[accepted], slots[0]
         self.kv.computed(request, len(request.tokens) - 1)
         self.kv.trim(request)
+
+    def _wants_drafts(self, decoding: int) -> bool:
+        return self.tokens_per_request > 1 and (self.switch is None or self.switch.drafts(decoding))
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         """`chunks`, those of decoding requests extended by drafts as long as there is room."""
