@@ -165,3 +165,24 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch):
         core.engine_plan, core._forward, machine, core._scheduler, StepSync(exchange=exchange)
     )
     assert plan.lowered_sizes == {"max_prefill_tokens": 32}
+
+
+@pytest.mark.parametrize("algorithm", ["none", "MTP"])
+def test_a_draft_layer_computes_first_prompts_too(algorithm: str):
+    """Steps of the same sizes, which take every kernel of it; answers are the same afterwards."""
+    model, drafted = ToyModel(drafts=True), []
+    draft = model.draft
+
+    def noted(step: Step, hidden_NH: torch.Tensor) -> torch.Tensor:
+        drafted.append(len(hidden_NH))
+        return draft(step, hidden_NH)
+
+    model.draft = noted
+    core = make_core(model, max_prefill_tokens=40, speculative_algorithm=algorithm)
+    free, computed = core._scheduler.kv.pools[0].num_available, []
+    model.reset_counts = lambda: computed.extend(model.steps)
+    warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
+    assert drafted == (computed if algorithm == "MTP" else [])
+    assert core._scheduler.kv.pools[0].num_available == free
+    found = run(core, [request("a", [3, 1, 4, 1, 5], max_tokens=6, ignore_eos=True)])
+    assert found["a"].token_ids == model.greedy([3, 1, 4, 1, 5], 6, eos=False)

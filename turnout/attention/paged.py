@@ -208,9 +208,26 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Host int64 tensors on `device`, in one transfer rather than one each."""
     if device.type == "cpu":
         return list(tensors)
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).pin_memory()
-    parts = packed.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return unpacked(pack_together(tensors).pin_memory().to(device, non_blocking=True), tensors)
+
+
+def pack_together(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 tensors one behind the other, each from a multiple of 16 bytes on: Triton compiles a kernel anew
+    for a pointer that is none."""
+    parts = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat([each for part in parts for each in (part, _GAP[: part.numel() % 2])])
+
+
+def unpacked(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of what `pack_together` made of tensors with these shapes."""
+    views, at = [], 0
+    for tensor in tensors:
+        views.append(packed[at : at + tensor.numel()].view(tensor.shape))
+        at += tensor.numel() + tensor.numel() % 2
+    return views
+
+
+_GAP = torch.zeros(1, dtype=torch.int64)
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

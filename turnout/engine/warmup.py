@@ -28,7 +28,7 @@ from turnout.engine.scheduler.scheduler import Chunk, Scheduler
 from turnout.engine.scheduler.step_times import LEAST_TOKENS, StepTimes
 from turnout.engine.step.forward import Forward
 from turnout.flags import flag_name
-from turnout.models.interface import Model, ProgressFn
+from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import Experts, Runner
@@ -148,7 +148,8 @@ def first_prompts(
     engine_plan: EnginePlan, forward: Forward, model: Model, kv: KVCache, progress: ProgressFn | None
 ) -> None:
     """Compute made-up prompts of all sizes, so that no request waits for a compiler: each kernel takes it a
-    second. Collective; before any request. Leaves no trace but in memory that is free."""
+    second; a draft layer computes them too. Collective; before any request. Leaves no trace but in memory
+    that is free."""
     config = engine_plan.config
     rows, room = _room(engine_plan, kv)
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
@@ -163,6 +164,9 @@ def first_prompts(
             kv.admit(chunk.request, chunk.length, spare=0)
         synced = _alike(engine_plan, Phase.PREFILL, size)
         computed = forward.eagerly(chunks, synced)
+        if config.drafts_by_layer:
+            assert computed.step is not None, "a draft layer goes over the tokens of every step"
+            cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
         # As many requests may end their prompts in one step: products of a head differ by rows too.
         logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
         if not done:

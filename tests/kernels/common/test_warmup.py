@@ -6,17 +6,36 @@ Tensors lie where a step's do: what is sent to the device in one transfer begins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from tests.kernels.bound import bound
+from turnout import kernels
+from turnout.attention.paged import pack_together, unpacked
 from turnout.engine.warmup import prompt_sizes
-from turnout.kernels.attention import decode, delta_rule, index, latent, prefill
+from turnout.kernels.attention import (
+    compressed,
+    decode,
+    delta_prompt,
+    delta_rule,
+    index,
+    latent,
+    latent_prefill,
+    prefill,
+)
 from turnout.kernels.common import (
+    fp8_weights,
+    gated_row,
     latent_rows,
     normed_row,
     pack,
@@ -35,6 +54,8 @@ BF16, HQ, HKV, D, PAGE, H, E = torch.bfloat16, 32, 4, 128, 16, 2048, 128
 CACHE = torch.empty(HKV, 64 * PAGE, 2, D, dtype=BF16)
 LATENTS = torch.empty(64 * PAGE, 576, dtype=BF16)
 GLOBAL = torch.ones(())
+KEY_HEADS, STATE_HEADS = 16, 32  # of recurrent layers
+CHANNELS = (2 * KEY_HEADS + STATE_HEADS) * D
 GAIN, COUNTS = torch.empty(H, dtype=BF16), torch.empty(E, dtype=torch.int64)
 
 
@@ -42,14 +63,21 @@ def b16(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=BF16)
 
 
+CELL = b16(4, CHANNELS), torch.empty(STATE_HEADS), torch.empty(STATE_HEADS), b16(D)
+
+
+def to_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Where these lie on the device, as `attention.paged.to_device` sends them."""
+    packed = pack_together(tensors)
+    return unpacked(packed, tensors)
+
+
 def sent(size: int) -> list[Tensor]:
     """Positions, slots, pages, owners and tiles of a prompt of so many tokens, one behind the other as
     `attention.paged.to_device` sends them."""
     places, pages = torch.arange(size), torch.zeros(1, -(-size // PAGE), dtype=torch.int64)
     parts = [places, places, pages, places, prefill.tiles([(0, 0, size, 0)], HQ // HKV)]
-    packed = torch.cat([part.reshape(-1) for part in parts])
-    views = packed.split([part.numel() for part in parts])
-    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+    return to_parts(parts)
 
 
 def norm(size: int) -> None:
@@ -70,6 +98,8 @@ def sums(size: int) -> None:
     for bias in (GAIN, b16(size, H)):
         rows.add(torch.empty(4, size, H), bias, BF16)
     rows.gate(b16(size, 2 * H), BF16)
+    for gate in (b16(size, H), torch.empty(4, size, H)):
+        rows.gated(b16(size, H), gate)
 
 
 def routing(size: int) -> None:
@@ -122,6 +152,7 @@ def fp8_products(size: int) -> None:
     row_gemm.linear(b16(size, H), weight, None, scale_GM=scales, group=group)
     row_gemm.parts(b16(size, H), weight, scales, group)
     split_gemm.parts(b16(size, H), weight, scale_GM=scales, group=group)
+    fp8_weights.decode(weight, scales, group, BF16)
 
 
 def wire(size: int) -> None:
@@ -141,22 +172,92 @@ def wire(size: int) -> None:
 
 def states(size: int) -> None:
     """Of a step in which so many requests of a recurrent model decode, as `attention.states` sends them."""
-    size, heads, key_heads, dim = min(size, RUNNING), 32, 16, 128
+    size = min(size, RUNNING)
     _, _, slots, starts = torch.zeros(4, size, dtype=torch.int64)
-    channels = (2 * key_heads + heads) * dim
-    delta_rule.step(
-        b16(size, channels + heads * dim + 2 * heads), slots, starts + 0, b16(4, 3, channels),
-        torch.empty(4, heads, dim, dim), b16(4, channels), torch.empty(heads), torch.empty(heads), b16(dim),
-        1e-6,
-    )  # fmt: skip
+    done = torch.zeros(delta_rule.FEW * KEY_HEADS, dtype=torch.int32)
+    mixed = b16(size, CHANNELS + STATE_HEADS * D + 2 * STATE_HEADS)
+    parts = [torch.empty(4, *mixed.shape)] if size <= delta_rule.FEW else []
+    for x in (mixed, *parts):
+        held = b16(4, 3, CHANNELS), torch.empty(4, STATE_HEADS, D, D), *CELL, 1e-6
+        delta_rule.step(x, slots, starts + 0, *held, done)
+
+
+def state_prompts(size: int) -> None:
+    """Of a prompt of so many tokens of a recurrent model."""
+    mixed = b16(size, CHANNELS + STATE_HEADS * D + 2 * STATE_HEADS)
+    delta_prompt.advance(mixed, b16(3, CHANNELS), torch.empty(STATE_HEADS, D, D), *CELL, 1e-6)
 
 
 def index_scores(size: int) -> None:
-    """Of a step in which so many tokens choose what they attend to."""
-    size = min(size, RUNNING)
-    table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    """Of a step in which so many tokens choose what they attend to, by pages of up to so many tokens, and of
+    a chunk whose tokens do, by the slots of a context."""
     keys = b16(64 * PAGE, 128)
-    index.scores(b16(size, 64, 128), torch.empty(size, 64), keys, table, ends, page_size=PAGE)
+
+    def choose(count: int, table: Tensor, page: int) -> None:
+        ends = torch.zeros(count, dtype=torch.int64)
+        scores = index.scores(b16(count, 64, 128), torch.empty(count, 64), keys, table, ends, page_size=page)
+        index.chosen(scores, table, ends, 2048, page_size=page)
+
+    count, pages = min(size, RUNNING), -(-size // PAGE)
+    choose(count, torch.zeros(count, pages, dtype=torch.int64), PAGE)
+    slots = to_parts([torch.zeros(size, dtype=torch.int64)] * 2)[1]
+    for count in {min(size, 512), (size - 1) % 512 + 1}:
+        choose(count, slots.expand(count, size), 1)
+
+
+def compressed_attention(size: int) -> None:
+    """Of DeepSeek-V4: of a step in which so many tokens decode, and of a prompt of as many."""
+    compressed_rows(min(size, RUNNING))
+    compressed_prompt(size)
+
+
+def compressed_rows(size: int) -> None:
+    kv, raw, turns = b16(size, 512), b16(size, 2560), b16(size, 64)
+    recent, open, cache = b16(RUNNING, 128, 512), b16(RUNNING, 8, 2560), b16(4096, 640)
+    ends, states, counts = torch.zeros(3, size, dtype=torch.int64)
+    ends, states, counts = ends + 0, states + 0, counts + 0
+    table = torch.zeros(size, 48, dtype=torch.int64)
+    compressed.keep(kv, raw, ends, states, recent, open)
+    compressed.keep(kv, None, ends, states, recent, b16(RUNNING, 0, 0))
+    compressed.make_entries(
+        open, ends, states, table, cache, b16(4, 1024), b16(512), turns, turns,
+        series=2, page=4, at=0, to=0, eps=1e-6,
+    )  # fmt: skip
+    chosen = torch.zeros(size, 512, dtype=torch.int32)
+    for of, page, longest in ((table, 4, 192), (chosen, 1, 512)):
+        compressed.attend(
+            b16(size, 64, 512), recent, ends, states, cache, of, counts, torch.empty(64),
+            seen=128, page=page, longest=longest, scale=0.1, processors=132,
+        )  # fmt: skip
+
+
+def compressed_prompt(size: int) -> None:
+    """Of the first and the last 512 or fewer of so many tokens, which choose 512 of more entries."""
+    cache = b16(4096, 640)
+    for rate in (4, 128):
+        entries = size // rate
+        slots = to_parts([torch.zeros(entries, dtype=torch.int64)] * 2)[1]
+        for count in {min(size, 512), (size - 1) % 512 + 1}:
+            ends, table = torch.zeros(count, dtype=torch.int64), slots.expand(count, entries)
+            if rate == 4 and entries > 512:
+                table = torch.zeros(count, 512, dtype=torch.int32)
+            compressed.attend(
+                b16(count, 64, 512), b16(128 + size, 512), ends, None, cache, table, ends, torch.empty(64),
+                seen=128, page=1, longest=table.shape[1], scale=0.1, processors=132, first=size - 128,
+            )  # fmt: skip
+
+
+def latent_prompts(size: int) -> None:
+    """Of DeepSeek-V3's sizes, and of GLM-4.7-Flash's."""
+    for nope, rope, values, heads in ((128, 64, 128, 128), (192, 64, 256, 20)):
+        sizes = latent_prefill.tiles_for(values, 2)
+        parts = latent_prefill.key_parts(nope, rope, values)
+        assert parts is not None
+        latent_prefill.attend(
+            b16(size, heads, nope + rope), b16(size, heads, nope + values), b16(size, 512 + rope),
+            latent_prefill.tiles([(0, 0, size, 0)], sizes.rows), b16(size, heads, values),
+            scale=0.1, parts=parts, sizes=sizes,
+        )  # fmt: skip
 
 
 def prompt_attention(size: int) -> None:
@@ -174,6 +275,10 @@ def row_attention(size: int) -> None:
         decode.attend(b16(size, HQ, D), CACHE, table, ends, page_size=PAGE, splits=splits, scale=0.1)
         sizes = {"latent_dim": 512, "page_size": PAGE, "splits": splits, "scale": 0.1}
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)
+    with patch.object(latent, "can_specialise", lambda *_: True):
+        for heads in (20, 128):
+            sizes["splits"] = latent.spans(size, heads, 4096, 132)
+            latent.attend(b16(size, heads, 576), LATENTS, table, ends, **sizes)
 
 
 def windowed_attention(size: int) -> None:
@@ -213,12 +318,14 @@ def normed_products(size: int) -> None:
     """Of a step of one token."""
     for delta in (None, b16(size, H), b16(4, size, H)):
         normed_row.normed_parts(b16(size, H), delta, GAIN, 1e-6, b16(2 * H, H))
+    for x, token in ((b16(size, 1024), b16(size, 1)), (torch.empty(4, size, 1024), torch.empty(4, size, 1))):
+        gated_row.gated_parts(x[..., :1, :], token[..., :1, :], b16(H, 512), b16(1, H))
 
 
 PARTS = (
     norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, wire, states,
-    index_scores, prompt_attention, row_attention, windowed_attention, chosen_attention, grammar_masks,
-    draws_by_top_p, normed_products,
+    state_prompts, index_scores, compressed_attention, latent_prompts, prompt_attention, row_attention,
+    windowed_attention, chosen_attention, grammar_masks, draws_by_top_p, normed_products,
 )  # fmt: skip
 
 
@@ -231,6 +338,26 @@ def test_no_step_needs_what_first_prompts_did_not(part: Callable[[int], None]):
 
     warmed = set().union(*map(keys, prompt_sizes(MOST)))
     assert warmed
-    for size in (*range(1, 300), *range(300, MOST, 97), MOST):
+    for size in (*range(1, 300), *range(300, MOST, 97), 513, 1537, 3089, MOST):
         missing = keys(size) - warmed
         assert not missing, f"{size} tokens need {[name for name, _ in missing]}"
+
+
+def test_every_kernel_that_is_launched_is_among_these():
+    """But those of experts (tests/moe/backends/hopper/test_warmup.py) and of exchanges between GPUs, which
+    compile theirs themselves (turnout/moe/backends/nvlink/warmup.py)."""
+    text = "\n".join(path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py"))
+    launched = set(re.findall(r"^ +(\w+)\[.*\]\(", text, re.MULTILINE))
+    found = set()
+    for folder in ("attention", "common"):
+        package = import_module(f"turnout.kernels.{folder}")
+        for module in iter_modules(package.__path__):
+            for name, value in vars(import_module(f"{package.__name__}.{module.name}")).items():
+                if isinstance(value, JITFunction) and name in launched:
+                    found.add(value.fn.__name__)
+    with bound() as called:
+        for part in PARTS:
+            for size in (1, 2, 64, MOST):
+                part(size)
+    assert len(found) > 30
+    assert {name for name, _ in called} == found

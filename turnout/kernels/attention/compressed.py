@@ -269,9 +269,10 @@ def attend(
     kept_as = q_NHD.dtype if tiles.narrow else torch.float32
     partial = torch.empty(N, H, splits, D, dtype=kept_as, device=q_NHD.device)
     lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
+    table_stride = table_NP.stride(0) if N > 1 else 0  # of one row it would be any number to compile for
     attend_compressed_span[(N, -(-H // tiles.heads), splits)](
         q_NHD, recent, ends_N, ends_N if states_N is None else states_N, cache_EY, table_NP, counts_N,
-        partial, lse, scale * math.log2(math.e), table_NP.stride(0), H, splits, cache_EY.shape[1], seen, D,
+        partial, lse, scale * math.log2(math.e), table_stride, H, splits, cache_EY.shape[1], seen, D,
         first, states_N is not None, places, tiles.heads, DP, page, tiles.tokens, early,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
     )  # fmt: skip

@@ -24,7 +24,7 @@ TOKENS = 64  # of a context at a time
 RANKED = 2048  # scores of a context at a time
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["table_stride", "L"])
 def score_tile(
     q_ptr, weights_ptr, keys_ptr, table_ptr, ends_ptr, out_ptr, table_stride, L, stride,
     H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
@@ -107,7 +107,7 @@ def _least_of_largest(scores_ptr, end, K, BLOCK: tl.constexpr):
     return least, room
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["table_stride", "L"])
 def choose_places(
     scores_ptr, table_ptr, ends_ptr, out_ptr, counts_ptr, table_stride, L, K,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

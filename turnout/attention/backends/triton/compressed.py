@@ -42,7 +42,7 @@ class TritonCompressed(CompressedAttention):
         spec, E, parts = self.spec, len(part.slots_E), []
         recent_LD, cache = self.keep_part(part, layer, kv_TD, rest), self.layer_cache(layer)
         ends_T = torch.arange(part.start + 1, part.end + 1, device=self.device)
-        most = max(1, min(ROWS, SCORES // max(1, E)))
+        most = max(1, min(ROWS, SCORES // max(1, E)) & -2)  # even, so that parts begin at 16 bytes
         for at in range(0, len(q_THD), most):
             rows = slice(at, min(at + most, len(q_THD)))
             ends_N, step = ends_T[rows], slice(part.rows.start + at, part.rows.start + rows.stop)
