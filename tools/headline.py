@@ -20,12 +20,20 @@ def newest(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
-    """The newest result of each kind of processor that it ran on."""
-    found = {}
+    """The newest result of each kind of processor that it ran on.
+
+    One that does not say what bfloat16 units it used, as before there were any, gives way to a newer one of
+    the same device that does.
+    """
+    found: dict[str, tuple[str, bool, Path]] = {}
     for maker in ("amd", "intel"):
         for file in sorted(folder.glob(f"{benchmark}-{maker}-*.json")):
-            found[machine_of(json.loads(file.read_text()))] = file
-    return list(found.values())
+            content = json.loads(file.read_text())
+            device, says = str(content["device"]), "bf16_units" in content
+            if says:
+                found = {of: kept for of, kept in found.items() if kept[1] or kept[0] != device}
+            found[machine_of(content)] = device, says, file
+    return [file for _, _, file in found.values()]
 
 
 def machine_of(content: dict[str, Any]) -> str:
