@@ -40,10 +40,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from tools.released_tensors import RELEASED, linear
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Mxfp4, Nvfp4
 from turnout.checkpoint.experts import ExpertShape
 from turnout.checkpoint.writer import Entry, ShardWriter, new_folder, write_json
-from turnout.formats import fp8, mxfp4, nvfp4
+from turnout.formats import fp8, nvfp4
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B: config.json
 QWEN3_30B: Mapping[str, Any] = {
@@ -91,10 +92,9 @@ FP8_STD = 64.0  # of e4m3 values, whose largest is 448
 E8M0 = 127 + round(math.log2(SPREAD / CODE_RMS))  # of the blocks of MXFP4
 FP8_E8M0 = 127 + round(math.log2(SPREAD / FP8_STD))
 INPUT_AMAX = 8.0
-GPT_OSS, DEEPSEEK_V4 = "GptOssForCausalLM", "DeepseekV4ForCausalLM"
 
 
-class Nvfp4BesideFp8(Nvfp4):
+class Nvfp4WithFp8(Nvfp4):
     """Experts in NVFP4, other linear layers in FP8 blocks: ModelOpt's MIXED_PRECISION."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Nvfp4BesideFp8(Nvfp4):
 
 ENCODERS: Mapping[str, Callable[[], Encoder]] = {
     "nvfp4": lambda: Nvfp4({}),
-    "nvfp4-fp8": Nvfp4BesideFp8,
+    "nvfp4-fp8": Nvfp4WithFp8,
     "fp8": Fp8,
     "mxfp4": Mxfp4,
 }
@@ -226,14 +226,14 @@ def entries(
                 rows, columns = entry.shape
                 if isinstance(encoder, Fp8):
                     groups[-1] = encoder.entries(prefix, (rows, columns))
-                elif isinstance(encoder, Nvfp4BesideFp8):
+                elif isinstance(encoder, Nvfp4WithFp8):
                     groups[-1] = encoder.dense(prefix, (rows, columns))
     return groups, layers
 
 
 def _plain(layer: ExpertLayer) -> list[list[Entry]]:
     return [
-        [_entry(layer.module(e, p), *layer.shape(p)) for p in PROJECTIONS]
+        [linear(layer.module(e, p), *layer.shape(p)) for p in PROJECTIONS]
         for e in range(layer.experts.num_experts)
     ]
 
@@ -241,123 +241,6 @@ def _plain(layer: ExpertLayer) -> list[list[Entry]]:
 def _is_linear(name: str) -> bool:
     """Whether releases in FP8 blocks have this matrix so: neither embeddings nor what routes and gates."""
     return not re.search(r"embed_tokens|lm_head|\.gate\.|_gate\.|in_proj_[ab]\.", name)
-
-
-def gpt_oss_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
-    """All tensors of a GPT-OSS model with experts in MXFP4, in groups that belong into one file."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    experts, inner = config["num_local_experts"], config["intermediate_size"]
-    heads, queries = config["num_attention_heads"], config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    yield [_entry("model.embed_tokens", vocab, hidden)]
-    for i in range(config["num_hidden_layers"]):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        yield [
-            _entry(f"model.layers.{i}.input_layernorm", hidden),
-            *_biased(f"{attention}.q_proj", queries, hidden),
-            *_biased(f"{attention}.k_proj", keys, hidden),
-            *_biased(f"{attention}.v_proj", keys, hidden),
-            *_biased(f"{attention}.o_proj", hidden, queries),
-            Entry(f"{attention}.sinks", torch.bfloat16, (heads,)),
-            _entry(f"model.layers.{i}.post_attention_layernorm", hidden),
-            *_biased(f"{mlp}.router", experts, hidden),
-        ]
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            blocks = (experts, rows, columns // mxfp4.GROUP)
-            yield [
-                Entry(f"{mlp}.experts.{name}_blocks", torch.uint8, (*blocks, mxfp4.GROUP // 2)),
-                Entry(f"{mlp}.experts.{name}_scales", torch.uint8, blocks),
-                Entry(f"{mlp}.experts.{name}_bias", torch.bfloat16, (experts, rows)),
-            ]
-    yield [_entry("model.norm", hidden)]
-    yield [_entry("lm_head", vocab, hidden)]
-
-
-def deepseek_v4_entries(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
-    """All tensors of a DeepSeek-V4 model as released, but for draft stages: experts in MXFP4, other linear
-    layers in FP8."""
-    hidden, vocab, count = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
-    experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
-    streams = config["hc_mult"]
-    yield [_entry("embed", vocab, hidden)]
-    for i, rate in enumerate(config["compress_ratios"][:count]):
-        layer, ffn = f"layers.{i}", f"layers.{i}.ffn"
-        yield [
-            *(_entry(f"{layer}.{name}", hidden) for name in ("attn_norm", "ffn_norm")),
-            *_streams(f"{layer}.hc_attn", streams * (streams + 2), 3, config),
-            *_streams(f"{layer}.hc_ffn", streams * (streams + 2), 3, config),
-            *_compressed_attention(f"{layer}.attn", rate, config),
-            _entry(f"{ffn}.gate", experts, hidden),
-            Entry(f"{ffn}.gate.tid2eid", torch.int64, (vocab, chosen))
-            if i < config["num_hash_layers"]
-            else Entry(f"{ffn}.gate.bias", torch.float32, (experts,)),
-            *_mlp(f"{ffn}.shared_experts", config, _fp8),
-        ]
-        yield from (_mlp(f"{ffn}.experts.{e}", config, _mxfp4) for e in range(experts))
-    yield [_entry("norm", hidden), *_streams("hc_head", streams, 1, config)]
-    yield [_entry("head", vocab, hidden)]
-
-
-def _compressed_attention(prefix: str, rate: int, config: Mapping[str, Any]) -> Iterator[Entry]:
-    hidden, rank, size = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
-    heads, groups = config["num_attention_heads"], config["o_groups"]
-    outputs = groups * config["o_lora_rank"]
-    yield from _fp8(f"{prefix}.wq_a", rank, hidden)
-    yield _entry(f"{prefix}.q_norm", rank)
-    yield from _fp8(f"{prefix}.wq_b", heads * size, rank)
-    yield from _fp8(f"{prefix}.wkv", size, hidden)
-    yield _entry(f"{prefix}.kv_norm", size)
-    yield from _fp8(f"{prefix}.wo_a", outputs, heads * size // groups)
-    yield from _fp8(f"{prefix}.wo_b", hidden, outputs)
-    yield Entry(f"{prefix}.attn_sink", torch.float32, (heads,))
-    made = {f"{prefix}.compressor": size} if rate else {}
-    if rate == 4:
-        index_size = config["index_head_dim"]
-        made[f"{prefix}.indexer.compressor"] = index_size
-        yield from _fp8(f"{prefix}.indexer.wq_b", config["index_n_heads"] * index_size, rank)
-        yield _entry(f"{prefix}.indexer.weights_proj", config["index_n_heads"], hidden)
-    for name, dim in made.items():
-        rows = dim * (2 if rate == 4 else 1)
-        yield _entry(f"{name}.wkv", rows, hidden)
-        yield _entry(f"{name}.wgate", rows, hidden)
-        yield Entry(f"{name}.ape", torch.float32, (rate, rows))
-        yield _entry(f"{name}.norm", dim)
-
-
-def _streams(name: str, rows: int, scales: int, config: Mapping[str, Any]) -> list[Entry]:
-    shapes = {"fn": (rows, config["hc_mult"] * config["hidden_size"]), "base": (rows,), "scale": (scales,)}
-    return [Entry(f"{name}_{part}", torch.float32, shape) for part, shape in shapes.items()]
-
-
-def _mlp(prefix: str, config: Mapping[str, Any], of: Callable[[str, int, int], list[Entry]]) -> list[Entry]:
-    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
-    return [entry for name, shape in shapes.items() for entry in of(f"{prefix}.{name}", *shape)]
-
-
-def _fp8(module: str, rows: int, columns: int) -> list[Entry]:
-    blocks = -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK)
-    return [
-        Entry(f"{module}.weight", fp8.DTYPE, (rows, columns)),
-        Entry(f"{module}.scale", torch.float8_e8m0fnu, blocks),
-    ]
-
-
-def _mxfp4(module: str, rows: int, columns: int) -> list[Entry]:
-    return [
-        Entry(f"{module}.weight", torch.int8, (rows, columns // 2)),
-        Entry(f"{module}.scale", torch.float8_e8m0fnu, (rows, columns // mxfp4.GROUP)),
-    ]
-
-
-# Models that are written as they are released, in the formats of that: their tensors, and what says so.
-RELEASED: Mapping[str, tuple[Callable[[Mapping[str, Any]], Iterator[list[Entry]]], dict[str, Any]]] = {
-    GPT_OSS: (gpt_oss_entries, {"quant_method": "mxfp4"}),
-    DEEPSEEK_V4: (
-        deepseek_v4_entries,
-        {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [fp8.BLOCK] * 2},
-    ),
-}
 
 
 def write(out: Path, config: Mapping[str, Any], *, format: str = "nvfp4", seed: int = 0) -> int:
@@ -418,14 +301,6 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end|>"}))
-
-
-def _entry(module: str, *shape: int) -> Entry:
-    return Entry(f"{module}.weight", torch.bfloat16, shape)
-
-
-def _biased(module: str, rows: int, columns: int) -> list[Entry]:
-    return [_entry(module, rows, columns), Entry(f"{module}.bias", torch.bfloat16, (rows,))]
 
 
 def _stays(entry: Entry) -> bool:
