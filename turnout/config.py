@@ -230,6 +230,11 @@ class Config:
     page_size: int = memory_flag(16, "tokens per KV page", "--block-size", minimum=1, maximum=1024)
 
     @property
+    def speculative(self) -> bool:
+        """Whether steps verify draft tokens, of either algorithm."""
+        return self.speculative_algorithm != "none"
+
+    @property
     def drafts_by_layer(self) -> bool:
         """Whether draft tokens come from the checkpoint's draft layer."""
         return self.speculative_algorithm in DRAFT_LAYER
@@ -237,7 +242,7 @@ class Config:
     @property
     def verified_tokens(self) -> int:
         """Per request and step, the newest one and its drafts; 0 without speculative decoding."""
-        if self.speculative_algorithm == "none":
+        if not self.speculative:
             return 0
         return 1 + self.speculative_num_steps if self.drafts_by_layer else self.speculative_num_draft_tokens
 

@@ -49,9 +49,9 @@ def why_no_decode_graphs(
         return "there are graphs on CUDA only"
     if config.disable_cuda_graph:
         return "asked for with --disable-cuda-graph"
-    if config.speculative_algorithm != "none" and config.deterministic:
+    if config.speculative and config.deterministic:
         return "--deterministic verifies drafts one after the other"
-    if config.speculative_algorithm != "none" and keeps_states:
+    if config.speculative and keeps_states:
         return "drafts take the states of their requests one after the other"
     if hardware.present and find_spec("triton") is None:
         return "attention in a graph needs triton: pip install 'triton>=3.6'"

@@ -14,7 +14,7 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
     if config.drafts_by_layer:
         return "a draft layer goes over tokens that the host has to know first"
     settles = engine_plan.compute_dtype == "float32"
-    if config.speculative_algorithm != "none" and settles and engine_plan.topology.dp_size > 1:
+    if config.speculative and settles and engine_plan.topology.dp_size > 1:
         return "ranks settle near-ties together after each step, and each has drafts of its own"
     if config.deterministic:
         return "--deterministic computes each token apart, from what the host knows"

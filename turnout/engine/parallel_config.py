@@ -155,7 +155,7 @@ def two_batch_refusals(config: Config, topology: Topology) -> list[Refusal]:
             f"use --enable-dp-attention --dp-size {topology.tp_size} with several ranks, or {without}",
         ),
         (
-            config.speculative_algorithm != "none",
+            config.speculative,
             f"{flag} with --speculative-algorithm {config.speculative_algorithm}",
             "a request's drafts cannot be split",
             f"{without}, or use --speculative-algorithm none",

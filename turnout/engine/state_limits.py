@@ -53,7 +53,7 @@ def _of_recurrence(config: Config, hardware: Hardware) -> tuple[Obstacle, ...]:
     algorithm = config.speculative_algorithm
     return (
         (
-            algorithm != "none" and config.deterministic,
+            config.speculative and config.deterministic,
             f"--speculative-algorithm {algorithm} with --deterministic",
             "a token at a time has one state, and a rejected draft cannot be taken out of it",
             "leave --deterministic out, or use --speculative-algorithm none",

@@ -52,7 +52,7 @@ def run(options: EvalOptions, *, config: Config | None, base_url: str = "", api_
     server: AbstractContextManager[str] = launch(config) if config else nullcontext(base_url)
     with server as url:
         accuracies = [_round(questions, i, options, url, api_key) for i, questions in enumerate(rounds)]
-        if config and config.speculative_algorithm != "none":
+        if config and config.speculative:
             drafted, accepted = (
                 counter(url, f"spec_{kind}_tokens_total") or 0 for kind in ("draft", "accepted")
             )

@@ -38,7 +38,7 @@ from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import multiprocessors
-from turnout.vocabulary import Layout
+from turnout.vocabulary import Format, Layout
 
 
 def workspaces(
@@ -81,7 +81,7 @@ class HopperRunner:
         self._dtype: torch.dtype = getattr(torch, plan.compute_dtype)
         self._device = device
         self._deterministic = plan.deterministic
-        self._w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
+        self._w4a8 = (spec.format, plan.activation_format) == (Format.MXFP4, Format.FP8)
         self._plan, self._table = plan, plan.tiles
         self._max_tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
         self._processors = multiprocessors(device)

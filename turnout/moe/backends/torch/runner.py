@@ -99,7 +99,7 @@ class TorchRunner:
         self._activation = spec.activation
         self._first, self._count, self._top_k = plan.first_expert, plan.num_local_experts, spec.top_k
         self._quantize = plan.activation_format == Format.NVFP4
-        w4a8 = (spec.format, plan.activation_format) == ("mxfp4", "fp8")
+        w4a8 = (spec.format, plan.activation_format) == (Format.MXFP4, Format.FP8)
         self._round = ROUNDINGS["w4a8" if w4a8 else plan.activation_format]
         self._decoded = plan.weight_storage == WeightStorage.DECODED
         self._batch_invariant = plan.deterministic
