@@ -18,7 +18,7 @@ from turnout.packages import Package
 from turnout.vocabulary import AttentionKind, ComputeDtype, Device
 
 AUTO = "auto"
-HALVES = frozenset({"bfloat16", "float16"})
+HALF_PRECISION = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class StateKernels:
     """
 
     implementation: str
-    dtypes: frozenset[str] = HALVES | {"float32"}
+    dtypes: frozenset[str] = HALF_PRECISION | {"float32"}
     most_head_dim: int | None = None
     head_multiple: int = 1
     takes_chunks: bool = False
@@ -120,12 +120,17 @@ class AttentionBackend:
 
     def obstacles(self, spec: AttentionSpec, place: Place) -> list[Obstacle]:
         """All that stands in the way of this layer; [] if nothing does."""
-        most, D, package = self.most_head_dim, spec.head_dim, self.package
-        latent, on_gpu = spec.kind in LATENT_KINDS, place.device == "cuda"
-        generations = " and ".join(f"{major}.x" for major in sorted(self.architectures))
+        package = self.package
         lacking = package.lacking() if package and place.present else ""
-        pages, other_model = self.page_multiple, "use another model"
-        found = (
+        absent = (bool(lacking), lacking, package.install if package else "")
+        found = (*self._of_place(place), *self._of_layer(spec, place), absent)
+        return [Obstacle(limit, remedy) for stands, limit, remedy in found if stands]
+
+    def _of_place(self, place: Place) -> tuple[tuple[bool, str, str], ...]:
+        """Device and type: whether each stands in the way, the limit, and the remedy."""
+        on_gpu = place.device == "cuda"
+        generations = " and ".join(f"{major}.x" for major in sorted(self.architectures))
+        return (
             (
                 place.device not in self.devices,
                 f"runs on {' and '.join(sorted(self.devices))}",
@@ -141,6 +146,13 @@ class AttentionBackend:
                 f"computes in {', '.join(sorted(self.dtypes))}, not {place.dtype}",
                 f"use --dtype {' or '.join(sorted(self.dtypes))}",
             ),
+        )
+
+    def _of_layer(self, spec: AttentionSpec, place: Place) -> tuple[tuple[bool, str, str], ...]:
+        """The same of the layer: kind, sizes, sinks and pages."""
+        most, D, pages = self.most_head_dim, spec.head_dim, self.page_multiple
+        latent, other_model = spec.kind in LATENT_KINDS, "use another model"
+        return (
             (spec.kind not in self.implementations, f"has no {spec.kind} attention", other_model),
             (
                 spec.kind in self.on_request and place.asked != self.name,
@@ -178,9 +190,7 @@ class AttentionBackend:
                 f"takes pages of multiples of {pages} tokens",
                 f"use --page-size {pages}",
             ),
-            (bool(lacking), lacking, package.install if package else ""),
         )
-        return [Obstacle(limit, remedy) for stands, limit, remedy in found if stands]
 
     def limits(self, spec: AttentionSpec, place: Place) -> list[str]:
         """The obstacles in words."""

@@ -101,29 +101,18 @@ def build_engine(
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
     if model is None:
-        shared = None
-        if verify == "off":  # what is checked has to be read
-            shared = _prepared(engine_plan, groups, device, weights_memory, keeper)
-        model, loaded["verify"] = _load(engine_plan, groups, device, verify, progress, startup, shared)
-        if shared is not None:
-            shared.close()
-            loaded["prepared_weights"] = {"found": shared.found, "made": shared.made}
+        # What is checked has to be read.
+        reuse = verify == "off"
+        shared = _prepared(engine_plan, groups, device, weights_memory, keeper) if reuse else None
+        model, found = _load(engine_plan, groups, device, verify, progress, startup, shared)
+        loaded |= found
     startup.begin("kv_cache")
     scheduler = _make_scheduler(engine_plan)
     attention = _make_attention(engine_plan, device)
     if not (engine_plan.why_no_decode_graphs and engine_plan.why_no_prefill_graphs):
         startup.begin("cuda_graphs")
     forward = Forward(engine_plan, model, attention, progress, waiting)
-    startup.begin("warm_up")
-    if device.type == "cuda":
-        with torch.inference_mode():
-            first_prompts(engine_plan, forward, model, scheduler.kv, progress)
-    with torch.inference_mode():
-        engine_plan, step_ms = lower_sizes(engine_plan, forward, model, scheduler, step_sync)
-        if scheduler.times is not None:
-            step_ms = step_ms | measure_steps(
-                engine_plan, forward, model, scheduler.kv, scheduler.times, step_sync
-            )
+    engine_plan, step_ms = _warm_up(engine_plan, forward, model, scheduler, step_sync, progress, startup)
     if step_ms:
         loaded["measured_step_ms"] = step_ms
     return EngineCore(
@@ -142,6 +131,28 @@ def build_engine(
     )
 
 
+def _warm_up(
+    engine_plan: EnginePlan,
+    forward: Forward,
+    model: Model,
+    scheduler: Scheduler,
+    step_sync: StepSync,
+    progress: ProgressFn | None,
+    startup: StartupTimes,
+) -> tuple[EnginePlan, dict[str, Any]]:
+    """The plan, with lower sizes where steps took too long, and what was measured, in milliseconds."""
+    startup.begin("warm_up")
+    with torch.inference_mode():
+        if engine_plan.hardware.device == "cuda":
+            first_prompts(engine_plan, forward, model, scheduler.kv, progress)
+        engine_plan, step_ms = lower_sizes(engine_plan, forward, model, scheduler, step_sync)
+        if scheduler.times is not None:
+            step_ms = step_ms | measure_steps(
+                engine_plan, forward, model, scheduler.kv, scheduler.times, step_sync
+            )
+    return engine_plan, step_ms
+
+
 def _load(
     engine_plan: EnginePlan,
     groups: Groups,
@@ -151,7 +162,8 @@ def _load(
     startup: StartupTimes,
     shared: Prepared | None,
 ) -> tuple[Model, dict[str, Any]]:
-    """The model with its weights, and what checking them showed."""
+    """The model with its weights, and for `EngineCore.loaded` what checking them showed and how many were
+    prepared already."""
     startup.begin("weights")
     check = None if verify == "off" else SelfCheck(engine_plan, verify, device)
     tuner = Tuner(engine_plan, device, check.make_runner if check else None)
@@ -171,7 +183,11 @@ def _load(
     tuner.tune(model.experts, groups, progress)
     if check:
         startup.begin("check")
-    return model, check.run(model) if check else {"extent": "off"}
+    loaded: dict[str, Any] = {"verify": check.run(model) if check else {"extent": "off"}}
+    if shared is not None:
+        shared.close()
+        loaded["prepared_weights"] = {"found": shared.found, "made": shared.made}
+    return model, loaded
 
 
 def _prepared(

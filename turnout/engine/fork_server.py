@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import psutil
@@ -169,42 +168,11 @@ def main(commands: socket.socket) -> NoReturn:
     resume_when_parent_ends()
     leave_signals_to_launcher()
     place_temporary_files()
-    can_fork = sys.platform == "linux"  # elsewhere system libraries do not survive it
-    if can_fork:
-        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-        for module in IMPORTED if has_gpu else IMPORTED + IMPORTED_ON_CPU:
-            importlib.import_module(module)
-        declared.RUNNERS.values(), declared.DISPATCHERS.values()  # imports the declarations
-        for architecture in ARCHITECTURES:
-            ARCHITECTURES.get(architecture)
-        can_fork = not _driver_is_open()
-        gc.collect()
-        gc.freeze()  # a collection in a copy would write to the memory that all share
+    can_fork = _import_all()
     weights = -1
     running: dict[int, int] = {}  # process id: its status pipe
     doors: dict[int, Connection] = {}  # of keepers, by number
     keepers: dict[int, int] = {}  # process id: number
-
-    def reap(number: int, frame: FrameType | None) -> None:
-        while running or keepers:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:  # the call that this one interrupts has found it, and tells
-                return
-            if pid == 0:
-                return
-            how = os.waitstatus_to_exitcode(status)
-            if pid in keepers:
-                number = keepers.pop(pid)
-                doors.pop(number).close()
-                os.write(
-                    2,
-                    f"the keeper of the weights on GPU {number} {describe_exit(how)}; ranks go on, and "
-                    "those that start next read them again\n".encode(),
-                )
-                continue
-            _tell(running[pid], how)
-            os.close(running.pop(pid))
 
     def forked(blocked: Iterable[signal.Signals | int], *also: int) -> None:
         """In a copy: leave what is not its own. also: descriptors."""
@@ -213,7 +181,7 @@ def main(commands: socket.socket) -> NoReturn:
         for descriptor in (commands.detach(), status, *running.values(), *also):
             os.close(descriptor)
 
-    signal.signal(signal.SIGCHLD, reap)
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap(running, keepers, doors))
     while True:
         message, (*descriptors,), _, _ = socket.recv_fds(commands, MESSAGE.size, 2)
         if not message:
@@ -242,6 +210,45 @@ def main(commands: socket.socket) -> NoReturn:
         os.close(stdin)
         _tell(status, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _import_all() -> bool:
+    """Import what ranks need. Whether copies of this process can be ranks."""
+    if sys.platform != "linux":  # elsewhere system libraries do not survive being copied
+        return False
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    for module in IMPORTED if has_gpu else IMPORTED + IMPORTED_ON_CPU:
+        importlib.import_module(module)
+    declared.RUNNERS.values(), declared.DISPATCHERS.values()  # imports the declarations
+    for architecture in ARCHITECTURES:
+        ARCHITECTURES.get(architecture)
+    can_fork = not _driver_is_open()
+    gc.collect()
+    gc.freeze()  # a collection in a copy would write to the memory that all share
+    return can_fork
+
+
+def _reap(running: dict[int, int], keepers: dict[int, int], doors: dict[int, Connection]) -> None:
+    """Forget what has ended, and tell of ranks. Arguments: those of `main`, by process id or number."""
+    while running or keepers:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:  # the call that this one interrupts has found it, and tells
+            return
+        if pid == 0:
+            return
+        how = os.waitstatus_to_exitcode(status)
+        if pid in keepers:
+            number = keepers.pop(pid)
+            doors.pop(number).close()
+            os.write(
+                2,
+                f"the keeper of the weights on GPU {number} {describe_exit(how)}; ranks go on, and "
+                "those that start next read them again\n".encode(),
+            )
+            continue
+        _tell(running[pid], how)
+        os.close(running.pop(pid))
 
 
 def _become_keeper(door: Connection) -> NoReturn:

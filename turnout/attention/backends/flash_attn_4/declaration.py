@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALVES, AttentionBackend, Place
+from turnout.attention.capability import HALF_PRECISION, AttentionBackend, Place
 from turnout.attention.kinds import AttentionSpec
 from turnout.packages import Package
 from turnout.vocabulary import AttentionKind
@@ -32,7 +32,7 @@ def pays_from(spec: AttentionSpec, place: Place) -> int | None:
 BACKEND = AttentionBackend(
     name="flash-attn-4",
     devices=frozenset({"cuda"}),
-    dtypes=HALVES,
+    dtypes=HALF_PRECISION,
     implementations={
         AttentionKind.FULL: "turnout.attention.backends.flash_attn_4.prompts:FlashAttn4Prompts",
         AttentionKind.SLIDING_WINDOW: "turnout.attention.backends.flash_attn_4.prompts:FlashAttn4Prompts",

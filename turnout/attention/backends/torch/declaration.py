@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALVES, AttentionBackend, StateKernels
+from turnout.attention.capability import HALF_PRECISION, AttentionBackend, StateKernels
 from turnout.vocabulary import AttentionKind
 
 BACKEND = AttentionBackend(
     name="torch",
     devices=frozenset({"cpu", "cuda"}),
-    dtypes=HALVES | {"float32"},
+    dtypes=HALF_PRECISION | {"float32"},
     index_fp8=True,
     states=StateKernels(implementation="turnout.attention.states:RequestStates"),
     implementations={

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALVES, AttentionBackend, StateKernels
+from turnout.attention.capability import HALF_PRECISION, AttentionBackend, StateKernels
 from turnout.packages import TRITON
 from turnout.vocabulary import AttentionKind
 
 BACKEND = AttentionBackend(
     name="triton",
     devices=frozenset({"cuda"}),
-    dtypes=HALVES,
+    dtypes=HALF_PRECISION,
     implementations={
         AttentionKind.FULL: "turnout.attention.backends.triton.paged:TritonAttention",
         AttentionKind.SLIDING_WINDOW: "turnout.attention.backends.triton.paged:TritonAttention",
