@@ -120,6 +120,15 @@ def _home() -> Path | None:
         return None
 
 
+def require_current_folder() -> None:
+    """Raises UserError where the current folder is gone: torch's libraries cannot be loaded then, and say
+    something else."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was removed; change to one that exists") from None
+
+
 def _make(folder: Path) -> bool:
     """Whether files can be added to `folder`, which is made if need be."""
     try:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from turnout import __version__
-from turnout.cache import place_temporary_files
+from turnout.cache import place_temporary_files, require_current_folder
 from turnout.commands.options import InPanels, with_config
 from turnout.config import Config, ServerConfig
 from turnout.errors import UserError
@@ -386,19 +386,11 @@ def main() -> None:
     """Entry point: user errors are one clear message and exit code 2."""
     place_temporary_files()
     try:
-        _require_current_folder()
+        require_current_folder()
         app(standalone_mode=True)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-
-
-def _require_current_folder() -> None:
-    """torch's libraries cannot be loaded without one, and say something else."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise UserError("the current folder was removed; change to one that exists") from None
 
 
 if __name__ == "__main__":

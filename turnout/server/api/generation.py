@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling_params import SamplingParams
@@ -269,3 +271,11 @@ def _parts(choice: Choice, piece: TextDelta) -> list[Part]:
     if choice.has_calls and piece.finish_reason == "stop":
         piece.finish_reason = "tool_calls"
     return parts
+
+
+def for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The choices of one prompt differ: each takes the next seed, and after the last 64-bit one the first."""
+    if choice == 0 or sampling.seed is None:
+        return sampling
+    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, seed=seed)

@@ -11,18 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from turnout import __version__
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
-from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.answer_parsing import Parsing
 from turnout.server.api.errors import ApiError, invalid, unavailable
-from turnout.server.api.generation import Choice, Generation
+from turnout.server.api.generation import Choice, Generation, for_choice
 from turnout.server.api.intake import Intake
 from turnout.server.api.parsing.registry import Parsers
 from turnout.server.api.profiling import ProfileBody, merged
@@ -333,7 +330,7 @@ class Service:
             prompt_ids = self._truncate(whole_ids, body, default_tokens)
             sampling = sampling_of(self._token_limit(len(prompt_ids), body.max_tokens, default_tokens))
             for choice in range(body.n or 1):
-                own = _for_choice(sampling, choice)
+                own = for_choice(sampling, choice)
                 text = TextStream(tokenizer, own, keep=parsing.kept)
                 parser = parsing.parser(tokenizer, prompt_ids)
                 choices.append(Choice(len(choices), prompt_ids, own, text, parser, one_call=parsing.one_call))
@@ -391,11 +388,3 @@ def model_name(model: str) -> str:
     """What clients call a model: a hub id as it is, a folder by its own name."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
-
-
-def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The choices of one prompt differ: each takes the next seed, and after the last 64-bit one the first."""
-    if choice == 0 or sampling.seed is None:
-        return sampling
-    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
-    return msgspec.structs.replace(sampling, seed=seed)

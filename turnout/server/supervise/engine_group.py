@@ -45,7 +45,7 @@ from turnout.server.supervise.dp_router import KNOWN_PAGES, Router
 from turnout.server.supervise.ledger import EngineFailed
 from turnout.server.supervise.local_ranks import Host, Rendezvous
 from turnout.server.supervise.secret import admit_ranks_only, curve_keys
-from turnout.server.supervise.watchdog import Stall, Watchdog
+from turnout.server.supervise.watchdog import Stall, Watchdog, circumstances
 
 LAST_WORDS_SECONDS = 0.5  # how long an ended process's messages may still be on their way
 ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
@@ -291,14 +291,7 @@ class EngineGroup:
     def _circumstances(self, rank: int) -> str:
         """Where `rank` is and what it was doing, and which rank waited for it."""
         readings = {other: self.reading(other) for other in self._host_of}
-        place = f"; on host {self._host_of[rank].where}, in phase {readings[rank].phase}"
-        if self.ready is not None:
-            place += f" of step {readings[rank].step}"
-        others = [other for other in readings if other != rank]
-        if not others:
-            return place
-        peer = max(others, key=lambda other: readings[other].progress)
-        return f"{place}, while rank {peer} was in phase {readings[peer].phase} of step {readings[peer].step}"
+        return circumstances(rank, readings, self._host_of[rank].where, steps=self.ready is not None)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}" if self.topology.tp_size > 1 else "the engine process"

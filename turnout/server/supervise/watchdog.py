@@ -102,3 +102,18 @@ class Watchdog:
         if self._readings[rank].phase in STARTING:
             return max(self._timeout, STARTING_SECONDS)
         return self._timeout or SILENT_SECONDS
+
+
+def circumstances(rank: int, readings: Mapping[int, Reading], host: str, *, steps: bool) -> str:
+    """Where `rank` is and what it was doing, and which rank waited for it, to follow what happened to it.
+
+    readings: of all ranks. steps: whether they have got as far as to make any.
+    """
+    place = f"; on host {host}, in phase {readings[rank].phase}"
+    if steps:
+        place += f" of step {readings[rank].step}"
+    others = [other for other in readings if other != rank]
+    if not others:
+        return place
+    peer = max(others, key=lambda other: readings[other].progress)
+    return f"{place}, while rank {peer} was in phase {readings[peer].phase} of step {readings[peer].step}"
