@@ -1,5 +1,5 @@
 """The planner over the backends of this version, for GPUs that need not be here: which combinations run, and
-everything that stands against the others. Backends that exist only in tests are in test_plan*.py."""
+everything that stands against the others. Those with backends that exist only in tests are next to it."""
 
 from __future__ import annotations
 
