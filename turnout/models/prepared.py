@@ -1,6 +1,6 @@
 """Prepared weights as bytes: how ranks take over from each other what one of them has read and laid out.
 
-An object is pickled, but for its tensors, whose memory is one block beside it, and for what a rank has
+An object is pickled, but for its tensors, whose memory is one block next to it, and for what a rank has
 anyway: groups of ranks, modules, scratch memory.
 """
 

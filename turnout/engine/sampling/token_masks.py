@@ -18,7 +18,7 @@ from turnout.engine.scheduler.request import Request
 from turnout.engine.transfers import send
 
 Row = tuple[Request, Sequence[int]]  # a request, and the drafts that follow its tokens: as many rows and one
-THREADS_BESIDE_GPU = 4  # of the forward on a CPU, they would take its cores
+THREADS_WITH_GPU = 4  # of the forward on a CPU, they would take its cores
 
 
 class TokenMaskFiller:
@@ -29,7 +29,7 @@ class TokenMaskFiller:
         self._device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token-masks")
         self._filling: Future[NDArray[np.int32]] | None = None
-        self._executor = LLExecutor(num_threads=1 if device.type == "cpu" else THREADS_BESIDE_GPU)
+        self._executor = LLExecutor(num_threads=1 if device.type == "cpu" else THREADS_WITH_GPU)
 
     def begin(self, rows: Sequence[Row]) -> None:
         """For these rows of a step, in their order. Their requests must not change before `finish`."""
