@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
 }
 LENGTHS = (1, 6, 127, 128, 129, 300, 700)  # around windows of 4 and 128, and more than an index chooses
 ANSWER = 40
+EAGER = {"disable_prefill_graph": True}
 CHUNKS = {"chunked_prefill_size": 200}
 MORE = 4 / 3  # of torch's error
 # Three times what a CPU in bfloat16 came to, of log-probabilities that vary by more than 1. An index chooses
@@ -138,7 +139,9 @@ def errors(model: PreTrainedModel, folder: Path, device: str, **flags: Any) -> E
     scored = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(str(folder), device=device, **(SETTINGS | flags)) as llm:
         backend = flags["attention_backend"]
-        assert isinstance(llm.info()["decode_graphs"], list) is (backend == "triton")
+        by_kernels, whole = backend == "triton", not flags.get("disable_prefill_graph")
+        assert isinstance(llm.info()["decode_graphs"], list) is by_kernels
+        assert isinstance(llm.info()["prefill_graphs"], list) is (by_kernels and whole)
         answers = [*llm.generate(asked, scored), *llm.generate(asked[-2:-1], scored)]
         print(f"{flags}: {llm.stats().kernels_compiled} kernels compiled while serving")
     found = Errors(torch.empty(0), torch.empty(0))
@@ -155,12 +158,17 @@ def errors(model: PreTrainedModel, folder: Path, device: str, **flags: Any) -> E
 
 
 def compare(folder: Path, name: str, device: str, kernels: str) -> None:
-    """Prompts whole and in chunks by the kernels; whole by torch."""
+    """Prompts by torch, by the kernels, by these between prefill graphs, and in chunks."""
     model, found = made_up(folder, name), {}
     model.set_experts_implementation("eager")
     on_cpu = scores(model, ids := prompt(100))
     assert error(scores(model.to(device), ids), on_cpu) <= BOUND
-    runs: dict[str, dict[str, Any]] = {"torch": {}, kernels: {}, f"{kernels}, chunks": CHUNKS}
+    runs: dict[str, dict[str, Any]] = {
+        "torch": EAGER,
+        kernels: EAGER,
+        f"{kernels}, graphs": {},
+        f"{kernels}, graphs and chunks": CHUNKS,
+    }
     for run, flags in runs.items():
         backend = {"attention_backend": run.partition(",")[0].strip()}
         found[run] = errors(model, folder, device, **backend, **flags).root_mean_squares()

@@ -31,15 +31,19 @@ SETTINGS: dict[str, Any] = {
 SIZES = {"hidden_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 64}
 
 
+PUBLISHED = {"latent": "glm-4.7-flash", "compressed": "deepseek-v4-flash"}
+
+
 def sizes_of(model: str, **sizes: int) -> Mapping[str, Any]:
     """A model whose layers all have attention, one whose layers are recurrent but for every fourth, or one of
-    latent attention."""
+    latent or compressed attention."""
     if model == "attention":
         return QWEN3_30B | SIZES | sizes
-    if model == "latent":
-        latent = text_config(published("glm-4.7-flash"))
+    if model in PUBLISHED:
         found = {name: value for name, value in (SIZES | sizes).items() if name != "num_experts"}
-        return latent | found | {"n_routed_experts": 64, "intermediate_size": 1024, "pad_token_id": None}
+        inner = {"intermediate_size": 1024} if model == "latent" else {}
+        more = {"n_routed_experts": 64, "pad_token_id": None} | inner
+        return text_config(published(PUBLISHED[model])) | found | more
     hybrid = text_config(published("qwen3.5-35b-a3b"))
     return hybrid | SIZES | {"shared_expert_intermediate_size": 256, "layer_types": None} | sizes
 
@@ -137,7 +141,7 @@ def used() -> int:
     return total - free
 
 
-@pytest.mark.parametrize("model", ["attention", "hybrid", "latent"])
+@pytest.mark.parametrize("model", ["attention", "hybrid", "latent", "compressed"])
 def test_graphs_take_the_memory_that_is_planned(tmp_path: Path, model: str) -> None:
     """Counts what the whole GPU has in use: run it without other processes there (no pytest -n)."""
     write(tmp_path / "model", sizes_of(model, hidden_size=2048, num_hidden_layers=12), format="nvfp4")

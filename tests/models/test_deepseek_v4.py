@@ -322,7 +322,6 @@ def test_fields_of_draft_stages_change_nothing(built: Built) -> None:
         ({"state_snapshot_interval": 120}, "use a multiple of 16"),
         ({"page_size": 48}, "pages of 128 tokens, a multiple or a part"),
         ({"context_length": 600}, "positions beyond 512.*use --context-length 512 or less"),
-        ({"disable_prefill_graph": False}, "leave --no-disable-prefill-graph out"),
     ],
     ids=str,
 )

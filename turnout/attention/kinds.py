@@ -159,6 +159,12 @@ class SparseLatentSpec(AttentionSpec):
     shares_choice: bool = False
     index_fp8: bool = False
 
+    def handed_bytes(self, itemsize: int, *, stored: bool = False) -> tuple[int, ...]:
+        found, heads = super().handed_bytes(itemsize, stored=stored), self.index_heads
+        if self.shares_choice:
+            return found
+        return *found, heads * self.index_dim * itemsize, self.index_dim * itemsize, heads * 4
+
     def token_bytes(self, itemsize: int) -> int:
         return super().token_bytes(itemsize) + (0 if self.shares_choice else self.index_bytes(itemsize))
 
@@ -199,6 +205,11 @@ class CompressedSpec(AttentionSpec):
 
     def heads(self) -> str:
         return f"{self.num_heads} heads in {self.output_groups} groups of outputs"
+
+    def handed_bytes(self, itemsize: int, *, stored: bool = False) -> tuple[int, ...]:
+        queries, heads = self.num_heads * self.head_dim * itemsize, self.index_heads
+        found = queries, self.head_dim * itemsize, self.open_dim * itemsize
+        return (*found, heads * self.index_dim * itemsize, heads * 4)
 
     @property
     def series(self) -> int:

@@ -8,7 +8,7 @@ rank has no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from turnout.attention.capability import AUTO, Place
@@ -22,15 +22,6 @@ from turnout.parallel.hardware import Hardware
 from turnout.registry import ATTENTION_BACKENDS
 from turnout.vocabulary import AttentionKind
 
-# Kinds of attention at whose calls prefill graphs end and begin.
-CUT = frozenset(
-    {
-        AttentionKind.FULL,
-        AttentionKind.SLIDING_WINDOW,
-        AttentionKind.RECURRENT,
-        AttentionKind.LATENT,
-    }
-)
 PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -66,12 +57,9 @@ def why_no_decode_graphs(
     return _what_waits(moe, moe.decode.dispatcher)
 
 
-def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kinds: Set[AttentionKind]) -> str:
+def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan) -> str:
     """Why steps with prompt tokens run eagerly, or "" if they replay graphs between calls of attention and
-    of recurrent states.
-
-    kinds: of the model's layers.
-    """
+    of recurrent states."""
     if hardware.device != "cuda":
         return "there are graphs on CUDA only"
     if config.disable_prefill_graph:
@@ -80,9 +68,6 @@ def why_no_prefill_graphs(config: Config, hardware: Hardware, moe: MoEPlan, kind
         return "--deterministic computes each token apart"
     if moe.two_batches:
         return "two micro-batches exchange tokens during attention, where a graph ends"
-    others = sorted(kinds - CUT)
-    if others:
-        return f"graphs cannot end and begin at layers that are {' or '.join(others)}"
     return _what_waits(moe, moe.prefill.dispatcher)
 
 

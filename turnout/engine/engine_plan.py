@@ -93,9 +93,7 @@ class EnginePlan(Rank):
     @property
     def why_no_prefill_graphs(self) -> str:
         """Why steps with prompt tokens run eagerly, or "" if they replay graphs."""
-        return cuda_graph_policy.why_no_prefill_graphs(
-            self.config, self.hardware, self.plan, self.attention_kinds
-        )
+        return cuda_graph_policy.why_no_prefill_graphs(self.config, self.hardware, self.plan)
 
     @property
     def why_no_prefill_delayer(self) -> str:

@@ -37,7 +37,7 @@ from turnout.moe.plan import MoEPlan
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
 from turnout.registry import ATTENTION_BACKENDS
-from turnout.vocabulary import AttentionKind, ComputeDtype, Format, SharedExpert
+from turnout.vocabulary import ComputeDtype, Format, SharedExpert
 
 PIECE_BYTES = 256 * 2**10  # of a piece of a prefill graph, as the driver keeps it; measured on an H200
 POOL_MARGIN = 1.25  # sizes share a pool, whose blocks fit the largest
@@ -129,11 +129,6 @@ class Rank:
         return keeps_states(self.description.shape.attention)
 
     @property
-    def attention_kinds(self) -> frozenset[AttentionKind]:
-        """Of all layers."""
-        return frozenset(layer.kind for layer in self.description.shape.attention)
-
-    @property
     def attention_place(self) -> Place:
         """What attention is to run on."""
         return Place(
@@ -207,7 +202,7 @@ class Rank:
     def _prefill_graph_bytes(self, budget: Budget, moe: MoEPlan) -> int:
         """Of the tensors of fixed addresses, of the pool, which has what a layer of the largest size holds at
         a time, and of the graphs themselves."""
-        if why_no_prefill_graphs(self.config, self.hardware, moe, self.attention_kinds):
+        if why_no_prefill_graphs(self.config, self.hardware, moe):
             return 0
         sizes, H = prefill_graph_sizes(budget), self.description.shape.hidden_size
         specs = [group.spec for group in self.cache_groups]
@@ -223,8 +218,9 @@ class Rank:
         experts = (
             3 * H + 2 * self.description.moe.num_experts
         )  # routed, combined; logits and what they become
+        streams = 4 * H * self.description.shape.residual_streams
         values = (
-            handed + rotaries + POOL_MARGIN * (4 * H + max(attention, experts, 4 * self._widest_mlp(moe)))
+            handed + rotaries + POOL_MARGIN * (streams + max(attention, experts, 4 * self._widest_mlp(moe)))
         )
         integers = 8 * (3 + len(specs)) + 8 * self.description.moe.top_k + 1
         pieces = len(sizes) * (self.description.shape.num_layers + 1)

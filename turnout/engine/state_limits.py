@@ -75,12 +75,6 @@ def _of_compression(config: Config, hardware: Hardware) -> tuple[Obstacle, ...]:
             "entries are made of whole windows, in products that depend on how a prompt is cut",
             "leave --deterministic out, or use --device cpu",
         ),
-        (
-            config.disable_prefill_graph is False,
-            "--no-disable-prefill-graph",
-            "where windows end depends on where prompts begin and end",
-            "leave --no-disable-prefill-graph out",
-        ),
     )
 
 

@@ -80,9 +80,12 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         "expert_dtype",
         "n_mtp_layers",
     )
+    streams = fields.choice("hc_mult", (4,), default=4)
     return DecoderSpec(
         shape=replace(
-            shape, attention=tuple(_with_entries(fields, shape.attention[0], rate) for rate in rates)
+            shape,
+            attention=tuple(_with_entries(fields, shape.attention[0], rate) for rate in rates),
+            residual_streams=streams,
         ),
         moe=replace(moe, activation=Activation(kind=ActivationKind.SWIGLU, limit=limit)),
         moe_layers=tuple(range(count)),
@@ -94,7 +97,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         ),
         compressed_rope=long,
         streams=StreamSpec(
-            count=fields.choice("hc_mult", (4,), default=4),
+            count=streams,
             iterations=fields.integer("hc_sinkhorn_iters", 20),
             eps=fields.number("hc_eps", 1e-6),
         ),

@@ -48,6 +48,7 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    residual_streams: int = 1  # hidden states of a token between layers
 
     @property
     def num_layers(self) -> int:

@@ -1,12 +1,13 @@
 """Steps with prompt tokens as CUDA graphs: all but attention, in pieces that end and begin at its calls.
 
 A step of 2,048 tokens or fewer is some 600 launches, which take the host longer than the GPU computes. What
-attention launches depends on lengths and contexts, which latent attention also makes keys and values of, and
-what recurrent layers do with states, on where prompts begin and end; everything else depends on the number of
-tokens alone, so it is captured for a few sizes, and steps are padded to the next one. The model is not cut up
-for that: it calls attention (attention/interface.py), and the attention that it is given at capture ends one
-graph there and begins the next. A step then replays piece after piece, and between them attends eagerly to
-the tokens that are there, or takes the states of their requests over them.
+attention launches depends on lengths and contexts, which latent attention also makes keys and values of and
+compressed attention entries, and what recurrent layers do with states, on where prompts begin and end;
+everything else depends on the number of tokens alone, so it is captured for a few sizes, and steps are padded
+to the next one. The model is not cut up for that: it calls attention (attention/interface.py), and the
+attention that it is given at capture ends one graph there and begins the next. A step then replays piece
+after piece, and between them attends eagerly to the tokens that are there, or takes the states of their
+requests over them.
 
 Rows beyond a rank's tokens are padding: they write to a page of their own, the MoE layers drop them, and
 attention and states leave what stood there.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.delta_rule import DeltaCell
+from turnout.attention.entries import Compressible
 from turnout.attention.indexing import Index
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec, most_handed_bytes
@@ -176,23 +178,55 @@ class Cut(Attention):
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
         def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
-            q, latent = given
-            out.copy_(attention.latent(layer, q, latent, up))
+            q, latent, *of_index = given
+            out.copy_(attention.latent(layer, q, latent, up, Index(*of_index) if of_index else None))
 
-        return self._cut(attend, (q_NHD, latent_NC), (len(q_NHD), *up.values_size))
+        chosen = () if index is None else (index.q_NHD, index.key_ND)
+        weights = None if index is None else index.weights_NH
+        return self._cut(attend, (q_NHD, latent_NC, *chosen), (len(q_NHD), *up.values_size), weights)
 
-    def _cut(self, attend: Attend, given: Sequence[Tensor], result: Sequence[int]) -> Tensor:
-        """What `attend` makes of `given`, of this shape."""
-        handed = self._handed
-        kept = [
-            rows_of(flat_X, handed.dtype, x.shape).copy_(x)
-            for flat_X, x in zip(handed.given_X, given, strict=False)
-        ]
+    def compressed(
+        self, layer: int, q_NHD: Tensor, kv_ND: Tensor, sinks_H: Tensor, rest: Compressible | None
+    ) -> Tensor:
+        def attend(attention: Attention, out: Tensor, *given: Tensor) -> None:
+            q, kv, *made_of = given
+            out.copy_(attention.compressed(layer, q, kv, sinks_H, _of_rows(rest, *made_of)))
+
+        given, weights = [q_NHD, kv_ND], None
+        if rest is not None:
+            given.append(rest.raw_NX)
+            if rest.index_queries is not None:
+                given.append(rest.index_queries)
+                weights = rest.index_weights
+        return self._cut(attend, given, q_NHD.shape, weights)
+
+    def _cut(
+        self,
+        attend: Attend,
+        given: Sequence[Tensor],
+        result: Sequence[int],
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """What `attend` makes of `given`, and of an index's float32 weights behind them, of this shape."""
+        handed, last = self._handed, len(given)
+        kept = [rows_of(handed.given_X[i], handed.dtype, x.shape).copy_(x) for i, x in enumerate(given)]
+        if weights is not None:
+            kept.append(rows_of(handed.given_X[last], torch.float32, weights.shape).copy_(weights))
         out = rows_of(handed.out_X, handed.dtype, result)
         if self._recorder is not None:
             self.pieces.append((self._recorder.end(), Call(attend, kept, out)))
             self._recorder.begin()
         return out
+
+
+def _of_rows(rest: Compressible | None, *given: Tensor) -> Compressible | None:
+    """The same of other tokens: what entries are made of, and where there is an index its queries and
+    weights."""
+    if rest is None:
+        return None
+    raw, queries, weights = (*given, None, None)[:3]
+    assert raw is not None
+    return replace(rest, raw_NX=raw, index_queries=queries, index_weights=weights)
 
 
 @dataclass(frozen=True)
