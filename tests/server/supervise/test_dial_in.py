@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.server.processes import Background, eventually, free_port, has_ended, is_ready
 from tests.serving import tiny_config
 from turnout.server.launch import ServerProcess
-from turnout.server.supervise.rank_protocol import PORTS
+from turnout.server.supervise.rank_protocol import HEAD_SILENT_SECONDS, PORTS
 
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 PROMPTS = ["pears", "plums and pears", "12 apples", "one apple less"]
@@ -175,6 +176,36 @@ def test_told_to_stop_the_head_sends_all_home(dialled: Dialled, served: str):
     assert dialled.head.stop() == 0
     assert [rank.wait(60) for rank in serving] == [0] * len(serving)
     assert eventually(lambda: all(has_ended(worker) for worker in workers))
+
+
+@pytest.mark.more
+def test_a_stopped_head_is_given_up_and_served_again_when_it_runs(tiny_folder: Path, tmp_path: Path):
+    """By SIGSTOP, which keeps its connections open. A rank that has waited long enough says why and ends."""
+    secret = tmp_path / "secret"
+    secret.write_text("pears and plums, and then some plums\n")
+    dialled = Dialled(tiny_folder, secret)
+    try:
+        dialled.rank()
+        dialled.rank()
+        served = dialled.head.wait_ready().removesuffix("/v1")
+        spare = dialled.rank("--startup-timeout", "5")
+        assert eventually(lambda: dialled.head.last_lines().count("a rank has come from") == 3)
+        workers = [process_of(served, rank) for rank in (0, 1)]
+        running = Background(served, tokens=TOKENS)
+        head = psutil.Process(dialled.head.process.pid)
+        stopped = time.monotonic()
+        head.suspend()
+        assert eventually(lambda: all(has_ended(worker) for worker in workers))
+        assert HEAD_SILENT_SECONDS - 2 < time.monotonic() - stopped < HEAD_SILENT_SECONDS + 5
+        _, said = spare.communicate(timeout=60)
+        assert spare.returncode == 2
+        assert f"it has not been heard for {HEAD_SILENT_SECONDS:g} s, as if it were stopped" in said
+        assert "Traceback" not in said
+        head.resume()
+        assert running.result()[-1] == "[DONE]"
+        assert len(running.lines) == TOKENS + 1
+    finally:
+        dialled.close()
 
 
 @pytest.mark.more

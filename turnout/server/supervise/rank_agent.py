@@ -140,7 +140,7 @@ class RankAgent:
             channel.send(rank_protocol.Weights(await asyncio.to_thread(fingerprint, folder)))
 
     async def _serve(self, channel: Channel[rank_protocol.ToRank]) -> int | None:
-        while (message := await channel.receive()) is not None:
+        while (message := await _heard(channel)) is not None:
             if isinstance(message, rank_protocol.Refused):
                 raise Rejected(message.reason)
             if isinstance(message, rank_protocol.Leave):
@@ -203,6 +203,19 @@ async def _answering() -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise Rejected("it does not answer", final=False) from None
+
+
+async def _heard(channel: Channel[rank_protocol.ToRank]) -> rank_protocol.ToRank | None:
+    """The next message; None at the end. Raises Rejected, also for a head that is silent, and OSError.
+
+    A process that is stopped keeps its connections: its system goes on taking what is sent there."""
+    seconds = rank_protocol.HEAD_SILENT_SECONDS
+    try:
+        async with asyncio.timeout(seconds):
+            return await channel.receive()
+    except TimeoutError:
+        why = f"it has not been heard for {seconds:g} s, as if it were stopped"
+        raise Rejected(why, final=False) from None
 
 
 def hello(index: int = 0, count: int = 1) -> rank_protocol.Hello:

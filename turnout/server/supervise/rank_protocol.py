@@ -17,6 +17,8 @@ from turnout.server.supervise.local_ranks import Rendezvous
 PORTS = 4  # from --dist-init-addr on: ranks that dial in, torch's rendezvous, commands, events
 REPORT_SECONDS = 0.25  # between a rank's reports
 SILENT_SECONDS = 4.0  # without a report, or without an acknowledgement of one, until the other side is lost
+ALIVE_SECONDS = 1.0  # between a head's signs of life
+HEAD_SILENT_SECONDS = 15.0  # without one, until a rank that has joined gives its head up
 SERVER_FIELDS = ("verify", "enable_weight_keeper")  # what a rank needs of ServerConfig, beyond Config
 
 
@@ -75,6 +77,10 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The head's process runs, though it may have nothing else to say."""
+
+
 class Start(msgspec.Struct, tag=True, frozen=True):
     """Run `rank` with these fields of ServerConfig. gpus: for CUDA_VISIBLE_DEVICES, empty to leave that."""
 
@@ -97,7 +103,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
 
 ToHead = Hello | Weights | Report | Exited | Gone | Leaving
-ToRank = Welcome | Refused | Start | Stop | Leave
+ToRank = Welcome | Refused | Alive | Start | Stop | Leave
 
 to_head: msgspec.json.Decoder[ToHead] = msgspec.json.Decoder(ToHead)
 to_rank: msgspec.json.Decoder[ToRank] = msgspec.json.Decoder(ToRank)

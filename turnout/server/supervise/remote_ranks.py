@@ -197,6 +197,16 @@ class RemoteRanks:
         if not isinstance(hello, rank_protocol.Hello):
             return
         channel.send(rank_protocol.Welcome(self._config.model))
+        alive = asyncio.create_task(_keep_in_touch(channel))
+        try:
+            await self._serve_welcome(channel, hello, address)
+        finally:
+            alive.cancel()
+
+    async def _serve_welcome(
+        self, channel: Channel[rank_protocol.ToHead], hello: rank_protocol.Hello, address: str
+    ) -> None:
+        """A connection from its Welcome on. Raises Rejected, OSError."""
         ours = asyncio.create_task(asyncio.to_thread(fingerprint, locate(self._config.model)))
         async with asyncio.timeout(self._config.startup_timeout):
             theirs = await channel.receive()
@@ -225,6 +235,13 @@ class RemoteRanks:
             del self._channels[connection]
             self._here.remove(rank)
             rank.lose(why)
+
+
+async def _keep_in_touch(channel: Channel[rank_protocol.ToHead]) -> None:
+    """Let the other side know that this process runs."""
+    while True:
+        channel.send(rank_protocol.Alive())
+        await asyncio.sleep(rank_protocol.ALIVE_SECONDS)
 
 
 def on_hosts(

@@ -120,7 +120,9 @@ class Channel(Generic[Message]):
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 words = (await reader.readline()).decode("ascii", "replace").split()
-        except (TimeoutError, ValueError):
+        except TimeoutError:
+            raise Rejected("it does not speak as Turnout does: it says nothing", final=False) from None
+        except ValueError:
             words = []
         if len(words) != 3 or words[0] != "turnout":
             raise Rejected("it does not speak as Turnout does", final=False)
