@@ -30,7 +30,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tools.faults.sitecustomize import SIGNALS
-from tools.ranks import MODES, finish, ranks_parser
+from tools.ranks import MODES, chaos_options, finish, ranks_parser
 from turnout.bench.events import post
 from turnout.bench.results import check_output
 from turnout.config import ServerConfig, load
@@ -355,6 +355,7 @@ class Chaos:
             **{
                 name: _spread([failure[name] for failure in of_kind])
                 for name in ("noticed_s", "noticed_less_cpu_waits_s", "ready_s")
+                if any(name in failure for failure in of_kind)
             },
             "said": of_kind[-1]["said"] if of_kind else "",
         }
@@ -384,11 +385,7 @@ def run(
 def main() -> None:
     parser = ranks_parser(__doc__, mode="dp2")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--failures", type=int, default=12)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds of service between two failures")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=150, help="that each request asks for")
-    parser.add_argument("--output", type=Path)
+    chaos_options(parser, clients=64)
     options = parser.parse_args()
     check_output(options.output)
     flags = {"model": options.model, "port": 0} | FLAGS | MODES[options.mode]

@@ -30,6 +30,15 @@ def ranks_parser(description: str | None, *, mode: str) -> argparse.ArgumentPars
     return parser
 
 
+def chaos_options(parser: argparse.ArgumentParser, *, clients: int) -> None:
+    """How many failures, how often, and under which load; and where the result goes."""
+    parser.add_argument("--failures", type=int, default=12)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds of service between two failures")
+    parser.add_argument("--clients", type=int, default=clients)
+    parser.add_argument("--tokens", type=int, default=150, help="that each request asks for")
+    parser.add_argument("--output", type=Path)
+
+
 def finish(benchmark: str, rows: list[dict[str, Any]], output: Path | None, *, failed: bool) -> NoReturn:
     """Print the rows, save them where an `output` is given, and exit with 1 if `failed`."""
     print(msgspec.json.format(msgspec.json.encode(rows)).decode())

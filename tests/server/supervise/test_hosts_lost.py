@@ -1,0 +1,56 @@
+"""Hosts that are lost under load: no answer changes, and all go on within 10 s.
+
+What tools.chaos_hosts does, on the tiny model: all answers are compared with those of this server before.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import tiny_config
+from tools import chaos, chaos_hosts
+
+CLIENTS = 8  # with further ones come tools, which the tiny model's chat template does not show
+
+
+def assert_nothing_lost(row: dict[str, Any]) -> None:
+    for kind, summary in row["kinds"].items():
+        print(
+            f"{kind}: noticed after {summary['noticed_s']['most']} s, back after {summary['ready_s']['most']}"
+        )
+    print(f"{row['answers']} answers, the longest pause of a stream {row['longest_pause_s']['most']} s")
+    assert row["wrong"] == []
+    assert row["left_behind"] == {}
+    assert row["exit_code"] == 0
+    assert row["restarts"] == row["failures"] == len(row["kinds"])
+    assert row["resumed_requests"] >= row["failures"]
+    assert row["answers"] >= row["clients"]
+    assert chaos_hosts.late(row) == []
+
+
+@pytest.mark.more
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_a_rank_an_agent_the_cable_and_a_whole_host(tiny_folder: Path):
+    config = tiny_config(tiny_folder, **(chaos.FLAGS | chaos.MODES["dp2"]))
+    row = chaos_hosts.run_on_hosts(config, clients=CLIENTS, tokens=60, failures=4, every=4.0)
+    assert_nothing_lost(row)
+    kinds = row["kinds"]
+    assert "rank 1 was killed by SIGKILL" in kinds["rank"]["said"]
+    assert "rank 1 is lost: on " in kinds["agent"]["said"]
+    for kind in ("cable", "host"):
+        assert "rank 1 does not run: no heartbeat" in kinds[kind]["said"]
+        assert kinds[kind]["noticed_s"]["most"] < 5
+
+
+@pytest.mark.more
+def test_a_node_of_ray(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RAY_ADDRESS", *chaos_hosts.RAY):
+        monkeypatch.setenv(name, "0")  # to be set back
+        monkeypatch.delenv(name)
+    config = tiny_config(tiny_folder, **(chaos.FLAGS | chaos.MODES["dp2"] | {"startup_timeout": 120}))
+    row = chaos_hosts.run_on_ray(config, clients=CLIENTS, tokens=60, failures=1, every=4.0)
+    assert_nothing_lost(row)
