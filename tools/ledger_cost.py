@@ -1,26 +1,37 @@
-"""What it costs to keep requests, so that they survive ranks: the ledger's share of all CPU time under load.
+"""What it costs to keep requests, so that they survive ranks, while nothing fails.
 
-    python -m tools.ledger_cost demo --mode dp2 --clients 64
+    python -m tools.ledger_cost demo --mode dp2 --pairs 30 --output benchmarks/results/ledger-cost-DEVICE.json
 
-Times what the server does for that, for each request and each output, by itself; then serves and counts the
-CPU time of all processes for each of the same. Exits with 1 if the share is 0.5 % or more.
+Gives the same load in turns to a server as it is and to one that keeps nothing of requests, and compares each
+pair of runs: tokens per second, CPU time of all processes, and CPU time of the server process, where all the
+difference is made and which ranks do not blur. Next to that, what the server does to keep requests is timed
+by itself. Exits with 1 if keeping them costs 0.5 % of all CPU time or more (median of the pairs).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
+import psutil
+
+from tools.chaos import FAULTS
 from tools.launchers import cpu_seconds, started
-from tools.ranks import MODES, ranks_parser
+from tools.ranks import MODES, finish, ranks_parser
+from turnout.bench.results import check_output
 from turnout.bench.serve import ServeBench, measure
 from turnout.config import ServerConfig, load
 from turnout.engine.messages import AddRequest, RequestOutput
 from turnout.engine.sampling_params import SamplingParams
+from turnout.server.launch import ServerProcess
 from turnout.server.supervise.admission import Admission
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.ledger import EngineFailed, Entry
@@ -88,34 +99,98 @@ def kept(clients: int, prompt: int, tokens: int) -> tuple[float, float]:
     return short / clients - 2 * per_output, per_output
 
 
-def used(config: ServerConfig, bench: ServeBench) -> float:
-    """CPU seconds of all processes of a server for each token that it gives."""
+def used(server: ServerProcess) -> tuple[float, float]:
+    """CPU seconds so far of the server process, and of all that it started as well."""
+    times = psutil.Process(server.process.pid).cpu_times()
+    return times.user + times.system, cpu_seconds(server)
+
+
+def with_faults() -> str:
+    return os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
+
+
+def started_with(config: ServerConfig, stack: ExitStack, **variables: str) -> ServerProcess:
+    """With those in its environment."""
+    with patch.dict(os.environ, variables):
+        return started(config, stack)[0]
+
+
+def run(config: ServerConfig, bench: ServeBench, pairs: int) -> dict[str, list[dict[str, float]]]:
+    """By kind of server, a row for each pair. The first pair warms up and does not count."""
     with ExitStack() as stack:
-        server, _ = started(config, stack)
-        assert server.base_url is not None
-        measure(bench, server.base_url)
-        before = cpu_seconds(server)
-        row = measure(bench, server.base_url)
-        return (cpu_seconds(server) - before) / row["output_tokens"]
+        servers = {
+            "kept": started_with(config, stack, PYTHONPATH=with_faults()),
+            "none": started_with(config, stack, PYTHONPATH=with_faults(), TURNOUT_KEEP_NOTHING="1"),
+        }
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in servers}
+        for pair in range(pairs + 1):
+            for kind in servers if pair % 2 else reversed(servers):
+                server = servers[kind]
+                assert server.base_url is not None
+                before = used(server)
+                measured = measure(replace(bench, seed=2 * pair), server.base_url)
+                own, all_of_them = (after - first for after, first in zip(used(server), before, strict=True))
+                if pair:
+                    tokens = measured["output_tokens"]
+                    rows[kind].append(
+                        {
+                            "tokens_per_s": measured["output_throughput"],
+                            "server_us_per_token": 1e6 * own / tokens,
+                            "us_per_token": 1e6 * all_of_them / tokens,
+                        }
+                    )
+        return rows
+
+
+def middle(values: Iterable[float]) -> dict[str, float]:
+    """The median, and between what it lies with a confidence of 95 %, whatever the distribution."""
+    ordered = sorted(values)
+    away = 0.98 * math.sqrt(len(ordered))  # a binomial's 1.96 standard deviations
+    low = max(math.floor(len(ordered) / 2 - away), 0)
+    high = len(ordered) - 1 - low
+    return {"median": statistics.median(ordered), "low": ordered[low], "high": ordered[high]}
+
+
+def compared(rows: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """What keeping requests changes, over the pairs."""
+    pairs = list(zip(rows["kept"], rows["none"], strict=True))
+    return {
+        "throughput_ratio": middle(kept["tokens_per_s"] / none["tokens_per_s"] for kept, none in pairs),
+        "cpu_ratio": middle(kept["us_per_token"] / none["us_per_token"] for kept, none in pairs),
+        "overhead": middle(
+            (kept["server_us_per_token"] - none["server_us_per_token"]) / none["us_per_token"]
+            for kept, none in pairs
+        ),
+    }
 
 
 def main() -> None:
     parser = ranks_parser(__doc__, mode="dp2")
+    parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=100, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=50, help="of each answer; each client gets one")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    bench = ServeBench(
-        output_len=options.tokens, num_prompts=2 * options.clients, max_concurrency=options.clients
-    )
+    check_output(options.output)
+    clients = options.clients
+    bench = ServeBench(output_len=options.tokens, num_prompts=clients, max_concurrency=clients)
     config = load(ServerConfig, {"model": options.model, "port": 0} | MODES[options.mode])
-    per_request, per_output = kept(options.clients, bench.input_len, options.tokens)
-    per_token = used(config, bench)
-    share = (per_output + per_request / options.tokens) / per_token
-    print(
-        f"{1e6 * per_request:.1f} us of CPU for a request and {1e6 * per_output:.2f} us for an output, of "
-        f"{1e6 * per_token:.0f} us that all processes use for a token: {share:.3%}"
-    )
-    sys.exit(int(share >= MOST))
+    per_request, per_output = kept(clients, bench.input_len, options.tokens)
+    rows = run(config, bench, options.pairs)
+    per_token = statistics.median(row["us_per_token"] for row in rows["kept"])
+    row = {
+        "mode": options.mode,
+        "pairs": options.pairs,
+        "clients": clients,
+        **compared(rows),
+        "timed": {
+            "us_per_request": 1e6 * per_request,
+            "us_per_output": 1e6 * per_output,
+            "share": 1e6 * (per_output + per_request / options.tokens) / per_token,
+        },
+        "runs": rows,
+    }
+    finish("ledger-cost", [row], options.output, failed=row["overhead"]["median"] >= MOST)
 
 
 if __name__ == "__main__":

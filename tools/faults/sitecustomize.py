@@ -2,8 +2,9 @@
 
 A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward; "lose" loses its
 next message to the server. A request whose prompt begins with the token ids in TURNOUT_POISON kills every
-rank that computes it. With TURNOUT_CLOCK_JUMPS the clock of all processes, as time.time() tells it, jumps
-by so many seconds back and forth twice a second.
+rank that computes it. With TURNOUT_KEEP_NOTHING the server holds nothing of requests that would let them
+survive ranks, for tools.ledger_cost. With TURNOUT_CLOCK_JUMPS the clock of all processes, as time.time()
+tells it, jumps by so many seconds back and forth twice a second.
 """
 
 import json
@@ -64,6 +65,20 @@ def install() -> None:
         signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
 
 
+def keep_nothing():
+    from turnout.server.supervise.admission import Admission
+    from turnout.server.supervise.engine import EngineSupervisor
+
+    def submit(self, request, sink):
+        self._group.submit(request, sink)
+
+    def abort(self, ids):
+        self._group.abort(ids)
+
+    EngineSupervisor.submit, EngineSupervisor.abort = submit, abort
+    Admission.add = Admission.remove = lambda *rest: None
+
+
 def let_the_clock_jump(seconds: float) -> None:
     true_time = time.time
     time.time = lambda: true_time() + seconds * (int(time.monotonic() * 2) % 3 - 1)
@@ -71,5 +86,7 @@ def let_the_clock_jump(seconds: float) -> None:
 
 if "turnout.engine.fork_server" in sys.orig_argv:
     install()
+if "serve" in sys.orig_argv and os.environ.get("TURNOUT_KEEP_NOTHING"):
+    keep_nothing()
 if jumps := os.environ.get("TURNOUT_CLOCK_JUMPS"):
     let_the_clock_jump(float(jumps))
