@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import gpu_tests, interface
+from tools import gpu_tests, interface, launchers
 from tools.architectures import architectures
 from tools.backend_tables import backends, dispatchers, runners
 from tools.fitting import fitting
@@ -76,7 +76,10 @@ def wanted(root: Path) -> dict[Path, str]:
             "fitting": fitting(ROOT / "tests" / "models" / "published"),
             "headline": headline(root / "benchmarks" / "results"),
         },
-        root / "docs" / "operations.md": {"bounds": bounds()},
+        root / "docs" / "operations.md": {
+            "bounds": bounds(),
+            "launchers": launchers.in_words(ROOT / "benchmarks" / "results"),
+        },
         **dict.fromkeys((root / "docs" / "performance.md", *notes), results),
     }
     for page, bodies in blocks.items():

@@ -10,6 +10,7 @@ else the machine does meets both alike. Exits with 1 if Ray's give less than 0.9
 from __future__ import annotations
 
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 
 from tools.ranks import MODES, finish, ranks_parser
@@ -115,6 +117,24 @@ def _described(server: ServerProcess) -> dict[str, Any]:
         "startup_seconds": info["engine"]["startup_seconds"],
         "ranks_mb": memory([rank["pid"] for rank in info["ranks"]]),
     }
+
+
+def in_words(results: Path) -> str:
+    """For docs/operations.md: what the newest result says of four ranks of the demo on a CPU."""
+    file = sorted(results.glob("launchers-cpu-*.json"))[-1]
+    local, ray = msgspec.json.decode(file.read_bytes())["rows"]
+    memory = {name: f"{megabytes:,.0f} MB" for name, megabytes in local["ranks_mb"].items()}
+    pairs = f"median of {len(ray['tokens_per_s'])} pairs; `benchmarks/results/{file.name}`"
+    text = (
+        "On a CPU ranks share the memory of both: "
+        f"`python -m tools.launchers demo --mode {local['mode']}` finds "
+        f"{memory['weights_resident']} of prepared weights mapped by four ranks of the demo that take "
+        f"{memory['weights_proportional']}, and {memory['resident']} of everything that take "
+        f"{memory['proportional']}. Ranks that Ray starts, on a cluster that it starts for them, are ready "
+        f"after {ray['ready_s']:.1f} s, others after {local['ready_s']:.1f} s, and give "
+        f"{ray['to_mp']:.2f} of their tokens per second ({pairs})."
+    )
+    return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
 def main() -> None:
