@@ -100,7 +100,7 @@ class TwoHosts:
         if kind == "agent" and self._ranks[-1].poll() is None:  # not the one of the first host, after "host"
             self._start_rank()
         elif kind == "cable":
-            self._ranks.append(self._rank())  # by the thread that asks, which is on the first host
+            self._ranks.append(self._rank())  # by a thread of the clients', which are on the first host
         elif kind == "host":
             self._cable("up")
 
@@ -179,7 +179,7 @@ class HostsChaos(chaos.Chaos):
         ready = await self._until(lambda ready: ready) - start
         why = (await self._info())["last_failure"]
         self.failures.append({"kind": kind, "noticed_s": noticed, "ready_s": ready, "said": why})
-        self.site.restock(kind)
+        await asyncio.to_thread(self.site.restock, kind)  # seconds, in which clients must be able to read
 
 
 @contextmanager
