@@ -22,6 +22,7 @@ from turnout.attention.capability import Chosen, Place
 from turnout.attention.choose import choose
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import CacheGroup, keeps_states
+from turnout.parallel.hardware import multiprocessors
 from turnout.registry import ATTENTION_BACKENDS, load
 from turnout.vocabulary import ComputeDtype, Device
 
@@ -56,7 +57,7 @@ class PagedAttention:
         self.device, self.dtype = device, dtype
         self.processors = 1
         if device.type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.processors = multiprocessors(device)
         self.group = spec.num_heads // spec.num_kv_heads
         # Of a window, places below it count too, though no page is held there.
         self._pages_per_row = -(-max_context // page_size)

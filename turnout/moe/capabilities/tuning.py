@@ -11,6 +11,7 @@ from turnout.parallel.hardware import Hardware
 
 # Tokens of a batch, ascending, and the runner's own configuration there. Empty: by the runner's rule.
 TuningTable = tuple[tuple[int, Any], ...]
+AGAIN = "run `turnout tune` again"  # the remedy for tables that do not hold any more
 Progress = Callable[[str, int, int], None]  # what is done, how many steps of how many
 
 

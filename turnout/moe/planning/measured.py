@@ -23,12 +23,11 @@ from typing import Any
 import msgspec
 
 from turnout.moe.capabilities.capability import RunnerCapability
+from turnout.moe.capabilities.tuning import AGAIN
 from turnout.moe.spec import MoESpec
 from turnout.packages import versions_of
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
-
-AGAIN = "run `turnout tune` again"
 
 log = logging.getLogger("turnout.moe")
 

@@ -17,9 +17,9 @@ from turnout.server.api.openai_responses.body import ResponsesBody
 from turnout.server.api.profiling import ProfileBody
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from turnout.server.api.scoring import ScoreBody
+from turnout.server.api.turns import PROBES
 
 REFERENCE = "#/components/schemas/{model}"
-PROBES = ("/health", "/ready", "/metrics")  # open to all, also if there is a key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 # tokens/s; with 64 they get 14,700, as without a limit (benchmarks/results/serve-starts-nvidia-h200-*).
 BEGUN_AT_ONCE = 64
 TURN_SECONDS = 0.002  # for one request to start what it asks for
-PROBES = ("/health", "/ready", "/metrics")
+PROBES = ("/health", "/ready", "/metrics")  # open to all, also if there is a key
 
 
 class Turns:

@@ -29,13 +29,13 @@ from turnout.errors import UserError
 from turnout.moe.backends.hopper.kernels import AnyConfig, refuse
 from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
+from turnout.moe.capabilities.tuning import AGAIN
 from turnout.packages import versions_of
 from turnout.parallel.hardware import Hardware
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "tuning"
 VERSION = 2  # of the form of these files; 1 had numbers by place, which kernels gave different meanings
 PACKAGES = ("triton",)  # whose versions kernels depend on
-AGAIN = "run `turnout tune` again"
 
 log = logging.getLogger("turnout.moe")
 
