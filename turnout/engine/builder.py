@@ -101,9 +101,8 @@ def build_engine(
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
     if model is None:
-        # What is checked has to be read.
-        reuse = verify == "off"
-        shared = _prepared(engine_plan, groups, device, weights_memory, keeper) if reuse else None
+        read = verify != "off"  # what is checked has to be
+        shared = None if read else _prepared(engine_plan, groups, device, weights_memory, keeper)
         model, found = _load(engine_plan, groups, device, verify, progress, startup, shared)
         loaded |= found
     startup.begin("kv_cache")

@@ -72,6 +72,8 @@ class Logits:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """What `turnout verify` found in the layers that it looked at."""
+
     engine_plan: EnginePlan
     layers: tuple[int, ...]
     inputs: str  # where they come from

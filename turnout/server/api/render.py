@@ -86,6 +86,8 @@ def _envelope(generation: Generation, kind: str, model: str, choices: list[dict[
 
 
 class ChatRenderer:
+    """A generation as `/v1/chat/completions` answers it: whole, or as chunks of a stream."""
+
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
@@ -186,6 +188,8 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
+    """A generation as `/v1/completions` answers it: whole, or as chunks of a stream."""
+
     whole = "text_completion"
     part = "text_completion"
 

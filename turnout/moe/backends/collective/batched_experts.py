@@ -34,6 +34,9 @@ class Pairs:
 
 
 class CollectiveExpertsDispatch:
+    """A `Dispatcher` (moe/interface.py) through torch.distributed: rows laid out [E, C, H] for masked
+    runners."""
+
     capability = BATCHED_EXPERTS
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -33,6 +33,8 @@ from turnout.vocabulary import Bf16Units, Format, RoutingKind, WeightStorage
 
 
 class NumbaRunner:
+    """An `Experts` (moe/interface.py) by kernels that numba compiles for the CPU, in either layout."""
+
     capability = RUNNER
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:

@@ -48,6 +48,9 @@ _BUFFERS: WeakKeyDictionary[Group, dict[Needs, Any]] = WeakKeyDictionary()
 
 
 class NormalDispatch:
+    """A `Dispatcher` (moe/interface.py) for throughput: a token goes once to each rank that needs it; the
+    host waits."""
+
     capability = NORMAL
 
     def __init__(self, setup: DispatchSetup) -> None:
@@ -88,6 +91,8 @@ class NormalDispatch:
 
 
 class LowLatencyDispatch:
+    """A `Dispatcher` (moe/interface.py) for small steps: rows by expert, without a wait of the host."""
+
     capability = LOW_LATENCY
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -51,6 +51,8 @@ MASKED_GEMM = {
 
 
 class Route(Protocol):
+    """Weights in the order of one layout's kernels, and a call on a batch of it."""
+
     def prepare(self, experts: ExpertWeights) -> None: ...
 
     def update(self, experts: ExpertWeights) -> None: ...
@@ -59,6 +61,8 @@ class Route(Protocol):
 
 
 class CuteDslRunner:
+    """An `Experts` (moe/interface.py) of NVFP4 weights on Blackwell, by one route for each layout."""
+
     capability = CUTEDSL
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:

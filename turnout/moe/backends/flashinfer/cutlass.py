@@ -23,6 +23,8 @@ from turnout.moe.backends.flashinfer.fused_moe import CutlassRunner, Prepared, b
 
 
 class FlashinferCutlassRunner(CutlassRunner):
+    """A `CutlassRunner` (fused_moe.py) of weights in bf16, FP8 blocks or NVFP4."""
+
     capability = CUTLASS
 
     def _prepared(self, experts: ExpertWeights) -> Prepared:

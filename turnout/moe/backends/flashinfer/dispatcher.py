@@ -40,6 +40,9 @@ _WORKSPACES: WeakKeyDictionary[Group, dict[WorkspaceSizes, Workspace]] = WeakKey
 
 
 class FlashInferDispatch:
+    """A `Dispatcher` (moe/interface.py): tokens written over NVLink into the memory of the ranks of one
+    host."""
+
     capability = ALL_TO_ALL
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -21,6 +21,8 @@ from turnout.moe.backends.flashinfer.fused_moe import CutlassRunner, Prepared, b
 
 
 class FlashinferMxfp4Runner(CutlassRunner):
+    """A `CutlassRunner` (fused_moe.py) of MXFP4 weights and bf16 activations on Hopper."""
+
     capability = MXFP4
 
     def _prepared(self, experts: ExpertWeights) -> Prepared:

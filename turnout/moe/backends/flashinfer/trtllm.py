@@ -35,6 +35,9 @@ from turnout.vocabulary import Format
 
 
 class TrtllmRunner:
+    """An `Experts` (moe/interface.py) of NVFP4 weights and activations on Blackwell; tokens [T, H] in,
+    their sums out."""
+
     capability = TRTLLM
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:

@@ -73,6 +73,9 @@ def workspaces(
 
 
 class HopperRunner:
+    """An `Experts` (moe/interface.py) of one layer on Hopper: two to four kernel launches a batch, in
+    either layout."""
+
     capability = RUNNER
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:

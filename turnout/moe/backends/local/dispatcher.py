@@ -22,6 +22,8 @@ from turnout.vocabulary import Phase
 
 
 class NoDispatch:
+    """A `Dispatcher` (moe/interface.py) without an all-to-all: each rank sees the tokens of all."""
+
     capability = DISPATCHER
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -30,6 +30,8 @@ class Received:
 
 
 class NvlinkExpertsDispatch:
+    """A `Dispatcher` (moe/interface.py): rows over NVLink, laid out [E, C, H] for masked runners."""
+
     capability = BATCHED_EXPERTS
 
     def __init__(self, setup: DispatchSetup) -> None:

@@ -93,6 +93,8 @@ class Matrices:
 
 
 class TorchRunner:
+    """An `Experts` (moe/interface.py) in plain torch, on any device, in either layout."""
+
     capability = TORCH
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:

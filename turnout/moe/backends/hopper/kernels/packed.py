@@ -11,6 +11,8 @@ from turnout.moe.backends.hopper.tile_config import Rules
 
 
 class Packed(Tiled, frozen=True, tag="packed"):
+    """The tile configuration of the GEMM of 4-bit weights."""
+
     weights = ("packed",)
 
     @classmethod

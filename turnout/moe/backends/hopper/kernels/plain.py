@@ -16,6 +16,8 @@ LONG = 6144
 
 
 class Plain(Tiled, frozen=True, tag="plain"):
+    """The tile configuration of the GEMM of bf16 weights."""
+
     weights = ("bf16",)
 
     @classmethod

@@ -14,6 +14,8 @@ ABOVE = {"packed": 64, "bf16": 48}  # mean tokens of an expert, from which on th
 
 
 class Specialised(TileConfig, frozen=True, tag="specialised"):
+    """The tile configuration of the GEMM whose warps divide loading and multiplying."""
+
     weights = ("packed", "bf16")
     persistent = True
 

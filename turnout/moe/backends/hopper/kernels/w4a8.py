@@ -20,6 +20,8 @@ RESULT_BYTES = 5 * 1024  # of shared memory, for results on their way to memory
 
 
 class W4A8(TileConfig, frozen=True, tag="w4a8"):
+    """The tile configuration of the GEMM of MXFP4 weights by FP8 activations."""
+
     weights = (layer_shape.W4A8,)
     persistent = True
     sorts_rows = True
