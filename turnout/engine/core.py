@@ -145,8 +145,9 @@ class EngineCore:
         chunks = self._scheduler.schedule()
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         tokens = sum(chunk.length for chunk in chunks)
+        decoding = sum(chunk.decodes for chunk in chunks)
         began = time.perf_counter()
-        synced = self._sync(chunks, tokens)
+        synced = self._sync(chunks, tokens, decoding)
         if not synced.phase:
             outputs += self._finish()[0]
             if times := self._scheduler.times:
@@ -178,8 +179,7 @@ class EngineCore:
             self._commit.begin(chunk for chunk, _ in rows)
         self._scheduler.computed(chunk for chunk, _ in rows)
         score_prompts(chunks, computed.hidden_NH, self._model.logits)
-        decoding = sum(chunk.decodes for chunk in chunks)
-        work = decoding, sum(chunk.length for chunk in chunks if not chunk.decodes)
+        work = decoding, sum(chunk.length for chunk in chunks[decoding:])
         self._launched = self._commit.launch(rows, computed, work)
         if not self._runs_ahead(self._launched):
             advanced += self._finish()[0]
@@ -322,10 +322,10 @@ class EngineCore:
         if refusal is not None:
             raise UserError(refusal)
 
-    def _sync(self, chunks: Sequence[Chunk], tokens: int) -> SyncedStep:
+    def _sync(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> SyncedStep:
         phase = None
         if chunks:
-            phase = Phase.DECODE if all(chunk.decodes for chunk in chunks) else Phase.PREFILL
+            phase = Phase.DECODE if decoding == len(chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
         decoded, self._decoded = self._decoded, None
         step_us = max(1, round(1e6 * (time.perf_counter() - self._decoded_from))) if decoded else 0

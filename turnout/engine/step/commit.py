@@ -90,7 +90,9 @@ class StepCommit:
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Find out, in the background, which tokens grammars permit after the forward of `chunks`. All tokens
         before it must be known."""
-        self._token_masks.begin([(chunk.request, chunk.drafts) for chunk in chunks if _draws(chunk)])
+        chunks = list(chunks)
+        if any(chunk.request.matcher is not None for chunk in chunks):
+            self._token_masks.begin([(chunk.request, chunk.drafts) for chunk in chunks if _draws(chunk)])
 
     def launch(
         self, rows: Sequence[tuple[Chunk, int]], computed: Computed, work: tuple[int, int]
@@ -108,7 +110,8 @@ class StepCommit:
                     scored.append(chunk.request)
                 continue
             drawing.append(chunk)
-            indices += range(first_row + chunk.length - len(chunk.drafts) - 1, first_row + chunk.length)
+            end = first_row + chunk.length
+            indices += range(end - len(chunk.drafts) - 1, end) if chunk.drafts else (end - 1,)
         drawn = self._draw(drawing, computed, indices) if drawing else None
         return Launched(scored=scored, drawing=drawing, drawn=drawn, work=work)
 
@@ -165,8 +168,10 @@ class StepCommit:
     def _draw(self, drawing: Sequence[Chunk], computed: Computed, rows: Sequence[int]) -> Drawn:
         """A token for each of `rows`: those of the chunks' last tokens and of their drafts."""
         logits_SV, best_2S = self._forward.logits(computed, rows)
-        drafted = [i for chunk in drawing for i in range(len(chunk.drafts) + 1)]
-        requests = [chunk.request for chunk in drawing for _ in (*chunk.drafts, None)]
+        requests, drafted = [chunk.request for chunk in drawing], None
+        if any(chunk.drafts for chunk in drawing):
+            drafted = [i for chunk in drawing for i in range(len(chunk.drafts) + 1)]
+            requests = [chunk.request for chunk in drawing for _ in (*chunk.drafts, None)]
         return self._sampler(logits_SV, requests, drafted, best_2S, self._token_masks.finish())
 
     def _accept(self, chunk: Chunk, sampled: Sampled, row: int) -> tuple[RequestOutput, bool]:

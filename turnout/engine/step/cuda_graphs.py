@@ -228,15 +228,31 @@ def fields(
 
     A row's token stands among `num_drawn` drawn ones, or in the first field, which follows those.
     """
-    rows = [(c, place) for c in chunks for place in range(c.start, c.end)]
-    padding = size - len(rows)
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    stands = list(range(num_drawn, num_drawn + size))
+    for chunk in chunks:
+        request, start, end, _ = chunk
+        if end == start + 1:  # as almost all, which takes the host long enough with hundreds of them
+            if end > len(request.tokens):
+                stands[len(ids)] = request.drawn_row
+                ids.append(0)
+            else:
+                ids.append(request.tokens[start])
+            positions.append(start)
+            rows.append(request.row)
+        else:
+            ids += chunk.tokens
+            positions += range(start, end)
+            rows += [request.row] * (end - start)
+    padding = size - len(ids)
     return [
-        [token for c in chunks for token in c.tokens] + [0] * padding,
-        [place for _, place in rows] + [0] * padding,
-        [place + 1 for _, place in rows] + [0] * padding,
-        [c.request.row for c, _ in rows] + [attention.groups[0].spare_row] * padding,
-        [c.request.drawn_row if c.awaits else num_drawn + i for i, (c, _) in enumerate(rows)]
-        + list(range(num_drawn + len(rows), num_drawn + size)),
+        ids + [0] * padding,
+        positions + [0] * padding,
+        [place + 1 for place in positions] + [0] * padding,
+        rows + [attention.groups[0].spare_row] * padding,
+        stands,
         *(group.place_singles(chunks) + [group.spare_slot] * padding for group in attention.groups),
     ]
 
