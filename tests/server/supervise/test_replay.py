@@ -47,22 +47,25 @@ def assert_nothing_lost(row: dict[str, Any]) -> None:
 
 
 def test_no_answer_changes_while_ranks_fail(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Steps overlap, so that a forward fails while nobody has read the tokens of the one before."""
     monkeypatch.setenv("TURNOUT_CLOCK_JUMPS", "86400")  # no deadline counts by the time of day
     kinds = ["exit", "restart"]
-    row = chaos.run(config(folder, "dp2"), clients=16, tokens=60, kinds=kinds, failures=2, every=0.3)
+    ahead = config(folder, "dp2", overlap_schedule="on", speculative_algorithm="none")
+    row = chaos.run(ahead, clients=16, tokens=60, kinds=kinds, failures=2, every=0.3)
     assert_nothing_lost(row)
     assert "ended with exit code 3; on host" in row["kinds"]["exit"]["said"]
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("mode", ["dp2", "tp2"])
+@pytest.mark.parametrize(("mode", "overlap"), [("dp2", "off"), ("tp2", "on")])
 def test_no_answer_of_many_changes_whatever_happens_to_ranks(
-    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, overlap: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if mode == "tp2":
         monkeypatch.setenv("TURNOUT_CLOCK_JUMPS", "86400")
     kinds = list(chaos.KINDS)
-    row = chaos.run(config(folder, mode), clients=64, tokens=100, kinds=kinds, failures=len(kinds), every=0.5)
+    made = config(folder, mode, overlap_schedule=overlap)
+    row = chaos.run(made, clients=64, tokens=100, kinds=kinds, failures=len(kinds), every=0.5)
     assert_nothing_lost(row)
     assert "the engine failed: RuntimeError: injected" in row["kinds"]["raise"]["said"]
     assert re.search(r"does not run: no heartbeat for \d+ s", row["kinds"]["stop"]["said"])
