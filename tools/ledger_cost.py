@@ -2,10 +2,11 @@
 
     python -m tools.ledger_cost demo --mode dp2 --pairs 30 --output benchmarks/results/ledger-cost-DEVICE.json
 
-Gives the same load in turns to a server as it is and to one that keeps nothing of requests, and compares each
-pair of runs: tokens per second, CPU time of all processes, and CPU time of the server process, where all the
-difference is made and which ranks do not blur. Next to that, what the server does to keep requests is timed
-by itself. Exits with 1 if keeping them costs 0.5 % of all CPU time or more (median of the pairs).
+Gives the same load again and again to a server that keeps requests and keeps nothing of them in turns, so
+that both are the same processes, and compares each pair of runs: tokens per second, CPU time of all
+processes, and CPU time of the server process, where all the difference is made and which ranks do not blur.
+Next to that, what the server does to keep requests is timed by itself. Exits with 1 if keeping them costs
+0.5 % of all CPU time or more (median of the pairs).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -24,7 +26,7 @@ from unittest.mock import patch
 import psutil
 
 from tools.chaos import FAULTS
-from tools.launchers import cpu_seconds, started
+from tools.launchers import processes, started
 from tools.ranks import MODES, finish, ranks_parser
 from turnout.bench.results import check_output
 from turnout.bench.serve import ServeBench, measure
@@ -99,34 +101,36 @@ def kept(clients: int, prompt: int, tokens: int) -> tuple[float, float]:
     return short / clients - 2 * per_output, per_output
 
 
+def run_seconds(process: psutil.Process) -> float:
+    """For how long the threads of a process have run, to the nanosecond; 0 if it has ended."""
+    with suppress(OSError):
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return 0.0
+
+
 def used(server: ServerProcess) -> tuple[float, float]:
     """CPU seconds so far of the server process, and of all that it started as well."""
-    times = psutil.Process(server.process.pid).cpu_times()
-    return times.user + times.system, cpu_seconds(server)
-
-
-def with_faults() -> str:
-    return os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
-
-
-def started_with(config: ServerConfig, stack: ExitStack, **variables: str) -> ServerProcess:
-    """With those in its environment."""
-    with patch.dict(os.environ, variables):
-        return started(config, stack)[0]
+    own, *others = (run_seconds(process) for process in processes(server))
+    return own, own + sum(others)
 
 
 def run(config: ServerConfig, bench: ServeBench, pairs: int) -> dict[str, list[dict[str, float]]]:
-    """By kind of server, a row for each pair. The first pair warms up and does not count."""
+    """For requests that are kept and that are not, a row for each pair. The first pair warms up and does not
+    count."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]),
+        "TURNOUT_KEEP_NOTHING": "1",
+    }
+    rows: dict[str, list[dict[str, float]]] = {"kept": [], "none": []}
     with ExitStack() as stack:
-        servers = {
-            "kept": started_with(config, stack, PYTHONPATH=with_faults()),
-            "none": started_with(config, stack, PYTHONPATH=with_faults(), TURNOUT_KEEP_NOTHING="1"),
-        }
-        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in servers}
+        with patch.dict(os.environ, variables):
+            server, _ = started(config, stack)
+        assert server.base_url is not None
         for pair in range(pairs + 1):
-            for kind in servers if pair % 2 else reversed(servers):
-                server = servers[kind]
-                assert server.base_url is not None
+            for turn, kind in enumerate(rows if pair % 2 else reversed(rows)):
+                if turn or not pair:  # the next pair begins as the last one ended
+                    server.process.send_signal(signal.SIGUSR2)
                 before = used(server)
                 measured = measure(replace(bench, seed=2 * pair), server.base_url)
                 own, all_of_them = (after - first for after, first in zip(used(server), before, strict=True))
@@ -139,7 +143,7 @@ def run(config: ServerConfig, bench: ServeBench, pairs: int) -> dict[str, list[d
                             "us_per_token": 1e6 * all_of_them / tokens,
                         }
                     )
-        return rows
+    return rows
 
 
 def middle(values: Iterable[float]) -> dict[str, float]:

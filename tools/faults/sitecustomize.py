@@ -2,11 +2,12 @@
 
 A signal of `SIGNALS` makes the next step of the rank that gets it fail, after its forward; "lose" loses its
 next message to the server. A request whose prompt begins with the token ids in TURNOUT_POISON kills every
-rank that computes it. With TURNOUT_KEEP_NOTHING the server holds nothing of requests that would let them
-survive ranks, for tools.ledger_cost. With TURNOUT_CLOCK_JUMPS the clock of all processes, as time.time()
-tells it, jumps by so many seconds back and forth twice a second.
+rank that computes it. With TURNOUT_KEEP_NOTHING a server without requests begins to hold nothing of them that
+would let them survive ranks, or ceases to, at each SIGUSR2, for tools.ledger_cost. With TURNOUT_CLOCK_JUMPS
+the clock of all processes, as time.time() tells it, jumps by so many seconds back and forth twice a second.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -65,7 +66,7 @@ def install() -> None:
         signal.signal(number, lambda number, frame, fault=fault: due.append(fault))
 
 
-def keep_nothing():
+def keep_nothing_at_times():
     from turnout.server.supervise.admission import Admission
     from turnout.server.supervise.engine import EngineSupervisor
 
@@ -75,8 +76,17 @@ def keep_nothing():
     def abort(self, ids):
         self._group.abort(ids)
 
-    EngineSupervisor.submit, EngineSupervisor.abort = submit, abort
-    Admission.add = Admission.remove = lambda *rest: None
+    def nothing(self, *rest):
+        pass
+
+    usual = EngineSupervisor.submit, EngineSupervisor.abort, Admission.add, Admission.remove
+    other = submit, abort, nothing, nothing
+    ways = itertools.cycle((other, usual))
+
+    def toggle(number, frame):
+        (EngineSupervisor.submit, EngineSupervisor.abort, Admission.add, Admission.remove) = next(ways)
+
+    signal.signal(signal.SIGUSR2, toggle)
 
 
 def let_the_clock_jump(seconds: float) -> None:
@@ -87,6 +97,6 @@ def let_the_clock_jump(seconds: float) -> None:
 if "turnout.engine.fork_server" in sys.orig_argv:
     install()
 if "serve" in sys.orig_argv and os.environ.get("TURNOUT_KEEP_NOTHING"):
-    keep_nothing()
+    keep_nothing_at_times()
 if jumps := os.environ.get("TURNOUT_CLOCK_JUMPS"):
     let_the_clock_jump(float(jumps))
