@@ -100,7 +100,7 @@ class TwoHosts:
         if kind == "agent" and self._ranks[-1].poll() is None:  # not the one of the first host, after "host"
             self._start_rank()
         elif kind == "cable":
-            self._ranks.append(self._rank())  # by a thread of the clients', which are on the first host
+            self._ranks.append(self._rank())  # by the thread of the clients, which are on the first host
         elif kind == "host":
             self._cable("up")
 
@@ -131,17 +131,17 @@ class TwoHosts:
 
 
 class RayNodes:
-    """A cluster of three nodes with room for a rank each, and of one without room."""
+    """A cluster of nodes with room for a rank each, and of one without room."""
 
     kinds = ("node",)
 
-    def __init__(self) -> None:
+    def __init__(self, count: int):
         from ray.cluster_utils import Cluster
 
         for name, value in RAY.items():
             os.environ.setdefault(name, value)
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(3)]
+        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(count)]
         os.environ["RAY_ADDRESS"] = self._cluster.address
 
     def fail(self, kind: str, pid: int) -> None:
@@ -155,7 +155,7 @@ class RayNodes:
         pass  # Ray has another node
 
     def restock(self, kind: str) -> None:
-        self._nodes.append(self._cluster.add_node(num_cpus=1))
+        pass  # for every loss
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -179,7 +179,7 @@ class HostsChaos(chaos.Chaos):
         ready = await self._until(lambda ready: ready) - start
         why = (await self._info())["last_failure"]
         self.failures.append({"kind": kind, "noticed_s": noticed, "ready_s": ready, "said": why})
-        await asyncio.to_thread(self.site.restock, kind)  # seconds, in which clients must be able to read
+        self.site.restock(kind)
 
 
 @contextmanager
@@ -193,8 +193,8 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 @contextmanager
-def ray_nodes() -> Iterator[RayNodes]:
-    site = RayNodes()
+def ray_nodes(count: int) -> Iterator[RayNodes]:
+    site = RayNodes(count)
     try:
         yield site
     finally:
@@ -220,7 +220,7 @@ def run_on_ray(
     config: ServerConfig, *, clients: int, tokens: int, failures: int, every: float
 ) -> dict[str, Any]:
     """As `chaos.run`, of a server on Ray's nodes. What a cluster that lost nodes leaves is Ray's matter."""
-    with ray_nodes() as site:
+    with ray_nodes(config.tp_size + failures) as site:
         config = replace(config, distributed_executor_backend="ray")
         with chaos.server_of(config) as (server, folder):
             made = HostsChaos(server, folder, tokens, clients)
