@@ -181,15 +181,17 @@ async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> Answer:
 
 
 @contextmanager
-def server_of(config: ServerConfig) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server whose ranks can fail inside, and the folder that holds all its temporary files."""
+def server_of(config: ServerConfig, *, faults: bool = True) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server, and the folder that holds all its temporary files. faults: whether its ranks can fail inside
+    steps."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR")}
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(FAULTS), before["PYTHONPATH"] or ""])
+        if faults:
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(FAULTS), before["PYTHONPATH"] or ""])
         os.environ["TMPDIR"] = folder
         server = ServerProcess(config, show=False)
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         try:
             server.wait_ready()
             yield server, Path(folder)
@@ -219,7 +221,9 @@ class CpuWaits:
 
 
 class Chaos:
-    """Clients and failures of one server."""
+    """Clients and failures of one server. given_up: seconds that a failure may take."""
+
+    given_up = GIVEN_UP
 
     def __init__(self, server: ServerProcess, folder: Path, tokens: int, clients: int):
         assert server.base_url is not None
@@ -260,13 +264,11 @@ class Chaos:
             "restarts": info["restarts"],
             "resumed_requests": metrics["turnout:resumed_requests_total"],
             "replayed_tokens": metrics["turnout:replayed_tokens_total"],
-            "longest_pause_s": _spread([pause for pause in self.pauses if pause]),
+            "longest_pause_s": spread([pause for pause in self.pauses if pause]),
             "kinds": {kind: self._summary(kind) for kind in kinds},
             "before": before,
             "after": after,
-            "left_behind": {
-                name: (before[name], after[name]) for name in before if after[name] > before[name]
-            },
+            "left_behind": more(before, after),
         }
 
     async def _start_all_threads(self) -> None:
@@ -315,7 +317,7 @@ class Chaos:
         """time.monotonic() when /ready is as wanted; `waits` are looked at until then.
 
         Raises UserError if that takes too long."""
-        end = time.monotonic() + GIVEN_UP
+        end = time.monotonic() + self.given_up
         while time.monotonic() < end:
             if reached((await self.http.get(f"{self.root}/ready")).status_code == 200):
                 return time.monotonic()
@@ -323,7 +325,7 @@ class Chaos:
                 waits.look()
             await asyncio.sleep(0.01)
         raise UserError(
-            f"/ready did not change within {GIVEN_UP:g} s; the last failure: {self.failures[-1:]}"
+            f"/ready did not change within {self.given_up:g} s; the last failure: {self.failures[-1:]}"
         )
 
     async def _info(self) -> dict[str, Any]:
@@ -353,7 +355,7 @@ class Chaos:
         return {
             "count": len(of_kind),
             **{
-                name: _spread([failure[name] for failure in of_kind])
+                name: spread([failure[name] for failure in of_kind])
                 for name in ("noticed_s", "noticed_less_cpu_waits_s", "ready_s")
                 if any(name in failure for failure in of_kind)
             },
@@ -361,7 +363,22 @@ class Chaos:
         }
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def more(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What there is more of than before."""
+    return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+
+
+def ended(server: ServerProcess, folder: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Stop a server; its exit code, and what it left behind, as `more` says it."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    code = server.stop()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    names = [path.name for path in folder.iterdir()] + [f"process {process.pid}" for process in alive]
+    return code, {f"after the end: {name}": (0, 1) for name in names}
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and largest, to a millisecond."""
     if not seconds:
         return {}
     return {"median": round(statistics.median(seconds), 3), "most": round(max(seconds), 3)}
@@ -374,11 +391,8 @@ def run(
     with server_of(config) as (server, folder):
         chaos = Chaos(server, folder, tokens, clients)
         row = asyncio.run(chaos.run(kinds, failures, every))
-        children = chaos.process.children(recursive=True)
-        row["exit_code"] = server.stop()
-        _, alive = psutil.wait_procs(children, timeout=10)
-        row["left_behind"] |= {f"after the end: {path.name}": (0, 1) for path in folder.iterdir()}
-        row["left_behind"] |= {f"after the end: process {process.pid}": (0, 1) for process in alive}
+        row["exit_code"], left = ended(server, folder)
+        row["left_behind"] |= left
     return row
 
 

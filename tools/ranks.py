@@ -39,9 +39,12 @@ def chaos_options(parser: argparse.ArgumentParser, *, clients: int) -> None:
     parser.add_argument("--output", type=Path)
 
 
-def finish(benchmark: str, rows: list[dict[str, Any]], output: Path | None, *, failed: bool) -> NoReturn:
-    """Print the rows, save them where an `output` is given, and exit with 1 if `failed`."""
+def finish(
+    benchmark: str, rows: list[dict[str, Any]], output: Path | None, *, failed: bool, **where: Any
+) -> NoReturn:
+    """Print the rows, save them where an `output` is given, and exit with 1 if `failed`. where: `result`'s
+    device and what belongs to it; this machine's CPU unless given."""
     print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     if output is not None:
-        save(result(benchmark, rows, device=cpu_name()), output)
+        save(result(benchmark, rows, **(where or {"device": cpu_name()})), output)
     sys.exit(int(failed))
