@@ -24,6 +24,7 @@ from turnout.moe.capabilities.declared import RUNNERS
 from turnout.parallel.hardware import hardware_names
 
 DOCS = Path(__file__).parents[2] / "docs"
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 PAGE = DOCS / "parallelism.md"
 
 QWEN3_235B = {  # what differs from the smaller one
@@ -270,6 +271,12 @@ def test_plans_that_pages_show_are_those_made(model, page, fields, flags):
     assert len(shown) > 10
     printed = {line.strip() for line in text.splitlines()}
     assert [line for line in shown if line != "..." and line not in printed] == []
+
+
+def test_what_computes_gated_deltanet_is_explained(model):
+    published = json.loads((PUBLISHED / "qwen3.5-35b-a3b.json").read_text())
+    _, text = run(model(published), hardware="h200")
+    assert "Gated DeltaNet in 30 layers, with a state per request: triton" in text.splitlines()
 
 
 @pytest.mark.parametrize(

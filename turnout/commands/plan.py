@@ -205,7 +205,7 @@ def _state_lines(engine_plan: EnginePlan) -> list[str]:
         name, kernels = choose_states(states.spec, place)
         lines.append(
             f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: "
-            f"{name if kernels.takes_chunks else 'torch'} for prompts, {name} for decoding"
+            + (name if kernels.prompts else f"torch for prompts, {name} for decoding")
         )
     if engine_plan.keeps_states:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)

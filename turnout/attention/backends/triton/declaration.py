@@ -23,6 +23,8 @@ BACKEND = AttentionBackend(
     on_request=frozenset({AttentionKind.SPARSE_LATENT, AttentionKind.COMPRESSED}),
     device_tables=True,
     states=StateKernels(
-        implementation="turnout.attention.backends.triton.states:TritonStates", most_head_dim=128
+        implementation="turnout.attention.backends.triton.states:TritonStates",
+        most_head_dim=128,
+        prompts=True,
     ),
 )
