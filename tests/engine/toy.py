@@ -94,7 +94,7 @@ class ToyModel:
 
     def _attend(self, layer: int, x: Tensor, step: Step) -> Tensor:
         q, k, v = self._project(layer, x)
-        return x + step.attention(layer, q, k, v, self.sinks[layer]).reshape(len(x), -1) @ self.out[layer].T
+        return x + step.attention(layer, q, k, v, self.sinks[layer]).flatten(1) @ self.out[layer].T
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         return hidden_SH @ self.head.T
@@ -148,7 +148,7 @@ class ToyModel:
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.shape.attention[layer]
-        heads = (self._normed(x) @ self.qkv[layer].T).view(len(x), -1, spec.head_dim)
+        heads = (self._normed(x) @ self.qkv[layer].T).unflatten(1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         return q, k, v
 

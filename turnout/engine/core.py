@@ -146,13 +146,14 @@ class EngineCore:
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         tokens = sum(chunk.length for chunk in chunks)
         decoding = sum(chunk.decodes for chunk in chunks)
-        began = time.perf_counter()
+        before, began = self._synced, time.perf_counter()
         synced = self._sync(chunks, tokens, decoding)
         if not synced.phase:
             outputs += self._finish()[0]
             if times := self._scheduler.times:
                 times.rest(time.perf_counter())
-            if not outputs:  # which wait for this step to return
+            # Ranks capture together, so what they agreed on decides; outputs do not wait for that.
+            if before and not (before.phase or synced.pending or synced.leaving):
                 compiled = self._compilations()
                 self._forward.use_rest()
                 self._compiled_at_rest += self._compilations() - compiled

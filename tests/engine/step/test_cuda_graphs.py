@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine.scheduler.test_scheduler import PAGE, make, start
+from tests.engine import toy
 from tests.engine.toy import SHAPE
 from tests.kernels import interpreted
 from turnout.attention.caches import AttentionCaches
@@ -121,6 +122,33 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
         else:
             assert size == min(s for s in sizes if s >= most)
     assert {size is None for size, _ in chosen[0]} == {True, False}
+
+
+def test_ranks_capture_what_was_left_at_the_same_steps_and_at_rest():
+    """Capturing is collective. One rank has requests at times, and outputs of them, the other has none."""
+    together, ranks, steps = Together(2), 2, 120
+    draw = random.Random(3)
+    coming = {step: draw.randint(1, 6) for step in range(2, steps, 17)}
+
+    def captures(rank: int) -> tuple[list[int], list[int]]:
+        topology = Topology(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True, rank=rank)
+        core = toy.make_core(overlap_schedule="on", step_sync=StepSync(topology, together.of(rank)))
+        captured, unread, step = [], [], 0
+        core._forward.use_rest = lambda: captured.append(step)
+        for step in range(steps):
+            if step in coming and rank == 0:
+                core.add(toy.request(str(step), [1, 2, 3], max_tokens=coming[step], ignore_eos=True))
+            if core.step() and step in captured:
+                unread.append(step)
+        return captured, unread
+
+    with ThreadPoolExecutor(ranks) as pool:
+        (first, unread), (second, _) = pool.map(captures, range(ranks))
+    assert first == second
+    assert unread == []  # no output waits for a capture
+    rests = [step for step in range(steps) if not any(at <= step <= at + n for at, n in coming.items())]
+    assert set(first) <= set(rests)
+    assert len(first) > len(rests) / 2
 
 
 def paged(pages: int, running: int) -> AttentionCaches:

@@ -11,9 +11,9 @@ them.
 A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
 step brings the page that it writes to, so that the table is copied for new requests only.
 
-Graphs are captured at start-up, largest first, and share one memory pool; one rank by itself may leave some
-sizes for when it has nothing else to do. A capture cannot outlive its
-communicators: `DecodeGraphs` has to be dropped before its ranks part.
+Graphs are captured at start-up, largest first, and share one memory pool; some sizes are left for steps in
+which no rank has anything else to do. A capture cannot outlive its communicators: `DecodeGraphs` has to be
+dropped before its ranks part.
 
 Legend: B rows of a captured batch, F fields of a row, P pages of a row of a table, H hidden, V vocabulary.
 """
@@ -115,7 +115,8 @@ class DecodeGraphs:
             self._graphs[size] = self._capture(size)
 
     def capture_one_more(self) -> bool:
-        """Of the sizes left for later, the largest; False if there is none. No step may be in flight."""
+        """Of the sizes left for later, the largest; False if there is none. Collective among the ranks of a
+        model. No step may be in flight."""
         if not self._later:
             return False
         size = self._later.pop()

@@ -70,8 +70,8 @@ class Forward:
                 )
         if not engine_plan.why_no_decode_graphs:
             sizes = graph_sizes(engine_plan.config)
-            tokens = waiting * engine_plan.budget.tokens_per_request
-            first = first_sizes(sizes, tokens) if engine_plan.config.tp_size == 1 else sizes
+            of_rank = -(-waiting // engine_plan.topology.dp_size)
+            first = first_sizes(sizes, of_rank * engine_plan.budget.tokens_per_request)
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     model,
@@ -116,7 +116,8 @@ class Forward:
         )
 
     def use_rest(self) -> None:
-        """Capture one of the sizes left for later, in up to a second; no step may be in flight."""
+        """Capture one of the sizes left for later, in up to a second; collective among the ranks of a model.
+        No step may be in flight."""
         if self.graphs is not None and self.graphs.capture_one_more():
             logger.info("captured decode graphs of %d sizes", len(self.graphs.sizes))
 
