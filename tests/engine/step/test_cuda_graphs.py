@@ -11,8 +11,8 @@ from threading import Barrier
 import pytest
 import torch
 
-from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine import toy
+from tests.engine.scheduler.test_scheduler import PAGE, make, start
 from tests.engine.toy import SHAPE
 from tests.kernels import interpreted
 from turnout.attention.caches import AttentionCaches
