@@ -1,0 +1,232 @@
+"""Whether products of 64 to 256 rows with dense FP8 weights are right on this GPU, and what each tile takes.
+
+    python -m tools.dense_fp8 --output benchmarks/results/dense-fp8-DEVICE-DATE.json
+
+Of DeepSeek-V3's and DeepSeek-V4-Flash's matrices, in CUDA graphs, with weights that left the cache: us of a
+product whose parts rows.py adds up, as the next norm does. Ways: `rows`, row_gemm.py as models call it, and
+with other tiles (rows x outputs x columns, warps, stages); `specialised`, hopper/dense_fp8.py (rows, groups x
+blocks of 64 outputs, stages, and parts). Every way's result is compared with float64 products of the decoded
+weights first, also of shapes that fill no tile. `bytes_us`: the weights at the rate of a copy; `products_us`:
+at 790 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.bench.results import gpu_driver, result, save
+from turnout.bench.timing import on_gpu
+from turnout.formats.fp8 import BLOCK, encode_blocks
+from turnout.kernels.common import row_gemm, rows
+from turnout.kernels.common.compilation import compilers, recording, submit
+from turnout.kernels.hopper import dense_fp8
+from turnout.parallel.hardware import L2_BYTES
+
+BYTES_PER_S, FLOPS = 4.2e12, 790e12  # of a copy, and of bf16 products, on an H200
+MOST_COPIES = 16
+BOUND = 1e-3  # of a result's error, by the root of the mean square of all
+MATRICES = {  # outputs, inputs
+    "v3 down to latents": (2112, 7168),
+    "v3 q_a": (1536, 7168),
+    "v3 q_b": (24576, 1536),
+    "v3 kv_a": (576, 7168),
+    "v3 o": (7168, 16384),
+    "v3 shared gate_up": (4096, 7168),
+    "v3 shared down": (7168, 2048),
+    "v3 dense gate_up": (36864, 7168),
+    "v3 dense down": (7168, 18432),
+    "v4 q_b": (32768, 1024),
+    "v4 o_b": (4096, 8192),
+    "v4 shared gate_up": (4096, 4096),
+    "v4 shared down": (4096, 2048),
+    "v4 index q_b": (8192, 1024),
+}
+# rows, outputs, inputs: with rests of tiles, of groups, and fewer steps than stages
+ODD = (
+    (65, 576, 7168),
+    (77, 2112, 1536),
+    (100, 1008, 1040),
+    (130, 208, 272),
+    (200, 4096, 2064),
+    (256, 64, 256),
+)
+ROW_TILES = (
+    row_gemm.Tile(128, 128, 64, 8, 4),
+    row_gemm.Tile(128, 256, 64, 8, 3),
+    row_gemm.Tile(64, 128, 128, 4, 3),
+)
+TILES = (
+    dense_fp8.Tile(128, 2, 2, 3),
+    dense_fp8.Tile(128, 3, 1, 4),
+    dense_fp8.Tile(128, 4, 1, 3),
+    dense_fp8.Tile(128, 2, 1, 4),
+    dense_fp8.Tile(64, 2, 2, 4),
+    dense_fp8.Tile(64, 3, 2, 3),
+    dense_fp8.Tile(256, 2, 1, 2),
+)
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [N, K], weight [M, K], scale [G, M]) -> parts
+
+
+def ways(rows_: int, outputs: int, inputs: int) -> Iterator[tuple[str, Way]]:
+    def by_rows(tile: row_gemm.Tile | None, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return row_gemm.parts(x, weight, scale, BLOCK, tile)
+
+    def specialised(tile: dense_fp8.Tile, count: int, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return dense_fp8.parts(x, weight, scale, tile, count)
+
+    yield "rows", partial(by_rows, None)
+    for tile in ROW_TILES:
+        yield (
+            f"rows {tile.rows}x{tile.outputs}x{tile.columns},{tile.warps},{tile.stages}",
+            partial(by_rows, tile),
+        )
+    for one in TILES:
+        if one.rows > 64 and one.rows >= 2 * rows_:
+            continue
+        for count in counts(one, rows_, outputs, inputs):
+            name = f"specialised {one.rows},{one.groups}x{one.blocks},{one.stages} P{count}"
+            yield name, partial(specialised, one, count)
+
+
+def counts(tile: dense_fp8.Tile, rows_: int, outputs: int, inputs: int) -> list[int]:
+    """Of parts: as many as there are programs for in one wave, in two, and in three."""
+    tiles = -(-outputs // tile.outputs) * -(-rows_ // tile.rows)
+    most = -(-inputs // BLOCK)
+    return sorted({max(1, min(most, waves * dense_fp8.PROGRAMS // tiles, 16)) for waves in (1, 2, 3)})
+
+
+def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """e4m3 [M, K] and its scales [G, M], whose blocks differ in size."""
+    plain = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+    plain *= torch.rand(outputs, 1, device="cuda", dtype=torch.bfloat16) + 0.1
+    data, scale = encode_blocks(plain)
+    return data, scale.repeat_interleave(BLOCK, 0)[:outputs].T.contiguous()
+
+
+def decoded(data: Tensor, scale_GM: Tensor) -> Tensor:
+    spread = scale_GM.T.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+    return (data.float() * spread).bfloat16()
+
+
+def sums(way: Way, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
+    return rows.add(way(x, weight, scale), None, torch.bfloat16)
+
+
+def errors(rows_: int, outputs: int, inputs: int) -> dict[str, float]:
+    """Of every way, by the root of the mean square of all results."""
+    x = torch.randn(rows_, inputs, device="cuda", dtype=torch.bfloat16)
+    data, scale = drawn(outputs, inputs)
+    plain = decoded(data, scale)
+    right = torch.cat([x.double() @ piece.double().T for piece in plain.split(4096)], 1)
+    size = right.square().mean().sqrt()
+    found = {}
+    for name, way in ways(rows_, outputs, inputs):
+        wrong = (way(x, data, scale).double().sum(0) - right).abs().max() / size
+        found[name] = float(wrong) if wrong.isfinite() else float("inf")
+    return found
+
+
+def measure(name: str, counts_: list[int]) -> list[dict[str, Any]]:
+    M, K = MATRICES[name]
+    copies = [drawn(M, K) for _ in range(min(MOST_COPIES, L2_BYTES // (M * K) + 2))]
+    found = []
+    for count in counts_:
+        wrong = errors(count, M, K)
+        x = torch.randn(count, K, device="cuda", dtype=torch.bfloat16)
+        times = {}
+        for label, way in ways(count, M, K):
+            if wrong[label] < BOUND:
+                times[label] = on_gpu([partial(sums, way, x, *weight) for weight in copies])[0]
+        row = {"matrix": name, "outputs": M, "inputs": K, "rows": count, "ways": times, "errors": wrong}
+        bounds = {"bytes_us": M * K / BYTES_PER_S * 1e6, "products_us": 2 * M * K * count / FLOPS * 1e6}
+        found.append(row | bounds)
+    return found
+
+
+def compile_all(names: list[str], counts_: list[int]) -> int:
+    """In a process for each core; how many kernels."""
+    with recording() as records:
+        for count, M, K in [*((c, *MATRICES[name]) for name in names for c in counts_), *ODD]:
+            x = torch.empty(count, K, device="cuda", dtype=torch.bfloat16)
+            data = torch.empty(M, K, device="cuda", dtype=torch.float8_e4m3fn)
+            scale = torch.empty(-(-K // BLOCK), M, device="cuda")
+            for _, way in ways(count, M, K):
+                sums(way, x, data, scale)
+    with compilers() as pool:
+        wait(submit(pool, records))
+    return len(records)
+
+
+def table(found: list[dict[str, Any]]) -> None:
+    """Of each product what `rows` takes, and the five fastest ways."""
+    for row in found:
+        best = sorted(row["ways"], key=row["ways"].get)[:5]
+        M, K = row["outputs"], row["inputs"]
+        head = f"{row['matrix']} {M}x{K} rows {row['rows']}: bytes {row['bytes_us']:.1f}"
+        head += f" products {row['products_us']:.1f} now {row['ways'].get('rows', 0.0):.1f}"
+        print(head + "".join(f" | {way} {row['ways'][way]:.1f}" for way in best))
+
+
+def by_tile(found: list[dict[str, Any]], names: list[str], counts_: list[int]) -> None:
+    """For each number of rows, what all matrices take together, with the best number of parts each."""
+    for count in counts_:
+        sums: dict[str, float] = {}
+        these = [row for row in found if row["rows"] == count]
+        for row in these:
+            best: dict[str, float] = {}
+            for way, us in row["ways"].items():
+                tile = way.split(" P")[0]
+                best[tile] = min(best.get(tile, us), us)
+            for tile, us in best.items():
+                sums[tile] = sums.get(tile, 0.0) + us
+        print(
+            f"all at {count}: "
+            + " | ".join(f"{t} {u:.0f}" for t, u in sorted(sums.items(), key=lambda i: i[1]))
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 192, 256])
+    parser.add_argument("--matrices", nargs="+", choices=list(MATRICES), default=list(MATRICES))
+    parser.add_argument("--seed", type=int, default=None, help="of random inputs; another one each time")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(time.time_ns() % 2**32 if options.seed is None else options.seed)
+    started = time.monotonic()
+    with torch.inference_mode():
+        kernels = compile_all(options.matrices, options.rows)
+        print(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+        odd = [{"shape": shape, "errors": errors(*shape)} for shape in ODD]
+        for one in odd:
+            worst = max(one["errors"], key=one["errors"].get)
+            print(
+                f"rows, outputs, inputs {one['shape']}: worst {worst} {one['errors'][worst]:.1e}", flush=True
+            )
+        found = [row for name in options.matrices for row in measure(name, options.rows)]
+    table(found)
+    by_tile(found, options.matrices, options.rows)
+    checked = [(str(one["shape"]), one["errors"]) for one in odd]
+    checked += [(f"{one['matrix']} {one['rows']}", one["errors"]) for one in found]
+    wrong = {(way, what) for what, by_way in checked for way, error in by_way.items() if not error < BOUND}
+    print(f"{time.monotonic() - started:.0f} s; wrong: {sorted(wrong) if wrong else 'none'}")
+    if options.output:
+        device = torch.cuda.get_device_name()
+        save(result("dense_fp8", found, device=device, driver=gpu_driver()), options.output)
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
