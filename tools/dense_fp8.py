@@ -208,7 +208,7 @@ def main() -> None:
     with torch.inference_mode():
         kernels = compile_all(options.matrices, options.rows)
         print(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
-        odd = [{"shape": shape, "errors": errors(*shape)} for shape in ODD]
+        odd: list[dict[str, Any]] = [{"shape": shape, "errors": errors(*shape)} for shape in ODD]
         for one in odd:
             worst = max(one["errors"], key=one["errors"].get)
             print(
