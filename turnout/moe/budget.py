@@ -141,9 +141,11 @@ def fewer_tokens(budget: Budget, fits: Callable[[Budget], bool], *, in_chunks: b
     def bounded(tokens: int) -> Budget:
         return replace(budget, local=min(budget.local, tokens), capacity=tokens)
 
-    most = bisect_left(range(budget.capacity + 1), True, key=lambda tokens: not fits(bounded(tokens))) - 1
-    if most < budget.decode:
+    sizes = range(budget.decode, budget.capacity + 1)
+    # Mostly it is the weights that do not fit: asked first, whether any size does.
+    if not sizes or not fits(bounded(sizes[0])):
         return []
+    most = sizes[bisect_left(sizes, True, key=lambda tokens: not fits(bounded(tokens))) - 1]
     if in_chunks or most >= budget.local:
         return [f"use --max-dispatch-tokens-per-rank {most} or less"]
     flags = "--max-prefill-tokens and --chunked-prefill-size"

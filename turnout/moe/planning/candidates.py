@@ -70,7 +70,7 @@ def search(
             working.append(dispatcher)
     serving, too_large = serving_by_phase(problem, dispatchers)
     refused += too_large
-    candidates = []
+    candidates, sizes_of = [], _Sizes(problem)
     for place, runner in enumerate(runners):
         own = runner_refusals(runner, problem.spec, problem.topology, problem.hardware, problem.compute_dtype)
         own += variance_refusals(problem, f"runner {runner.name}", runner, OTHER_RUNNER)
@@ -83,7 +83,7 @@ def search(
         feeders = [(at, dispatcher) for at, dispatcher in feeders if dispatcher in working]
         prefills, decodes = ([(at, d) for at, d in feeders if d in serving[phase]] for phase in PHASES)
         for choice in product(enumerate(activations), enumerate(storages), prefills, decodes):
-            candidate = _join(problem, (place, runner), *choice)
+            candidate = _join(sizes_of, (place, runner), *choice)
             wrong_layout = _layout_refusals(candidate)
             if not wrong_layout and candidate.rank_bytes(problem.num_layers) <= problem.hardware.memory_bytes:
                 candidates.append(candidate)
@@ -92,8 +92,61 @@ def search(
     return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
 
 
+class _Sizes:
+    """What candidates for one problem need in bytes. Many share a part: each part's formula is asked once."""
+
+    def __init__(self, problem: PlanningProblem):
+        self.problem = problem
+        self._workspaces: dict[tuple[str, str, Phase, WeightStorage, Format], int] = {}
+        self._buffers: dict[tuple[str, Phase, Format], int] = {}
+
+    def workspace(
+        self,
+        runner: RunnerCapability,
+        feeds: dict[Phase, DispatcherCapability],
+        storage: WeightStorage,
+        activation: Format,
+    ) -> int:
+        """Of the runner, for the larger of its phases."""
+        found = 0
+        for phase, dispatcher in feeds.items():
+            part = (runner.name, dispatcher.name, phase, storage, activation)
+            if part not in self._workspaces:
+                share = self.problem.share(dispatcher, phase, storage, activation)
+                self._workspaces[part] = runner.workspace(share)
+            found = max(found, self._workspaces[part])
+        return found
+
+    def dispatch(self, feeds: dict[Phase, DispatcherCapability], wire: dict[Phase, Format]) -> int:
+        """One dispatcher's buffers serve both phases; two have their own."""
+        needed: dict[str, int] = {}
+        for phase, dispatcher in feeds.items():
+            if self.problem.moves(dispatcher):
+                size = self._buffers_of(dispatcher, phase, wire[phase])
+                needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
+        return sum(needed.values())
+
+    def _buffers_of(self, dispatcher: DispatcherCapability, phase: Phase, wire: Format) -> int:
+        part = (dispatcher.name, phase, wire)
+        if part not in self._buffers:
+            problem = self.problem
+            self._buffers[part] = dispatcher.buffers(
+                DispatchShare(
+                    shape=problem.shape,
+                    layout=dispatcher.layout,
+                    rows=problem.rows(dispatcher, phase),
+                    wire_format=wire,
+                    combine_format=problem.combine_format,
+                    itemsize=problem.itemsize,
+                    ranks=problem.topology.tp_size,
+                    batches=2 if problem.request.enable_two_batch_overlap else 1,
+                )
+            )
+        return self._buffers[part]
+
+
 def _join(
-    problem: PlanningProblem,
+    sizes_of: _Sizes,
     runner_at: tuple[int, RunnerCapability],
     activation_at: tuple[int, Format],
     storage_at: tuple[int, WeightStorage],
@@ -101,6 +154,7 @@ def _join(
     decode_at: tuple[int, DispatcherCapability],
 ) -> Candidate:
     """Each part comes with its place among the alternatives, which breaks ties of preference."""
+    problem = sizes_of.problem
     (runner_place, runner), (activation_place, activation) = runner_at, activation_at
     (storage_place, storage), (prefill_place, prefill), (decode_place, decode) = (
         storage_at,
@@ -128,10 +182,8 @@ def _join(
         storage=storage,
         wire=wire,
         weight_bytes=problem.weight_bytes(storage, runner) * copies,
-        workspace_bytes=max(
-            runner.workspace(problem.share(feeds[phase], phase, storage, activation)) for phase in PHASES
-        ),
-        dispatch_bytes=_dispatch_bytes(problem, feeds, wire),
+        workspace_bytes=sizes_of.workspace(runner, feeds, storage, activation),
+        dispatch_bytes=sizes_of.dispatch(feeds, wire),
         order=(
             -runner.preference,
             runner_place,
@@ -152,43 +204,14 @@ def _join(
     )
 
 
-def _dispatch_bytes(
-    problem: PlanningProblem, feeds: dict[Phase, DispatcherCapability], wire: dict[Phase, Format]
-) -> int:
-    """One dispatcher's buffers serve both phases; two have their own."""
-    needed: dict[str, int] = {}
-    for phase, dispatcher in feeds.items():
-        if not problem.moves(dispatcher):
-            continue
-        size = dispatcher.buffers(
-            DispatchShare(
-                shape=problem.shape,
-                layout=dispatcher.layout,
-                rows=problem.rows(dispatcher, phase),
-                wire_format=wire[phase],
-                combine_format=problem.combine_format,
-                itemsize=problem.itemsize,
-                ranks=problem.topology.tp_size,
-                batches=2 if problem.request.enable_two_batch_overlap else 1,
-            )
-        )
-        needed[dispatcher.name] = max(size, needed.get(dispatcher.name, 0))
-    return sum(needed.values())
-
-
 def _needed(problem: PlanningProblem, candidate: Candidate) -> int:
     """`Candidate.rank_bytes` under another budget."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
-    workspace = max(
-        candidate.runner.workspace(
-            problem.share(feeds[phase], phase, candidate.storage, candidate.activation)
-        )
-        for phase in PHASES
-    )
+    sizes_of = _Sizes(problem)
     return (
         candidate.weight_bytes * problem.num_layers
-        + workspace
-        + _dispatch_bytes(problem, feeds, candidate.wire)
+        + sizes_of.workspace(candidate.runner, feeds, candidate.storage, candidate.activation)
+        + sizes_of.dispatch(feeds, candidate.wire)
     )
 
 
