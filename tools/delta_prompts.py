@@ -3,10 +3,10 @@
     python -m tools.delta_prompts --output benchmarks/results/delta-prompts-DEVICE-DATE.json
 
 Of one layer at Qwen3.5's heads in bfloat16, all between its two products: convolution, gates, delta rule and
-gated norm. fla-core (0.6) has one kernel or several for each of them. `us` is the mean over whole calls
-without graphs, as steps with prompts run them; `kernel_us` adds up the GPU's kernels of a call. Errors are
-relative, in the root mean square, of outputs and of the states that are left, from a recurrence in float64,
-token by token.
+gated norm, as the engine's backends (turnout/attention/backends/) compute it in a step. `us` is the mean over
+whole calls without graphs, as steps with prompts run them; `kernel_us` adds up the GPU's kernels of a call.
+Errors are relative, in the root mean square, of outputs and of the states that are left, from a recurrence in
+float64, token by token.
 
 --device cpu --heads 2 4 --head-dim 16 --tokens 70 shows on any machine that it runs, in Triton's interpreter.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,20 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tools.attention import interpret_kernels
-from turnout.attention import delta_rule
+from turnout.attention.backends.fla_core.declaration import PACKAGE as FLA
+from turnout.attention.capability import Place
 from turnout.attention.delta_rule import DeltaCell
-from turnout.attention.kinds import DeltaNetSpec
+from turnout.attention.interface import Attention
+from turnout.attention.kinds import DeltaNetSpec, StateGroup
+from turnout.attention.states import RequestStates, request_states
 from turnout.bench.results import check_output, gpu_driver, result, save
-from turnout.packages import Package, versions_of
+from turnout.packages import versions_of
 from turnout.parallel.hardware import cpu_name
+from turnout.registry import ATTENTION_BACKENDS, load
 
-FLA = Package(module="fla", distribution="fla-core", minimum="0.6", install="pip install fla-core")
 PEERS = ("triton", "fla-core", "torch")
 WARM_UPS, CALLS, KERNELS = 3, 10, 12
 WIDTH = 4  # of the convolution
-Peer = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,71 +75,56 @@ CASES = (
 )
 
 
+@dataclass(frozen=True)
+class Prompt:
+    state_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A whole prompt, as a step has it."""
+
+    request: Any
+    length: int
+    start: int = 0
+
+
 class Bench:
-    """A case on a device, whose states and windows all begin empty."""
+    """A case on a device."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype):
         draw = torch.Generator().manual_seed(0)
-        self.device, self.cell = device, case.cell(draw, device, dtype)
-        self._sizes = case.requests, case.tokens
-        mixed = torch.randn(*self._sizes, self.cell.spec.mixed, generator=draw)
+        self.case, self.device, self.cell = case, device, case.cell(draw, device, dtype)
+        mixed = torch.randn(case.requests, case.tokens, self.cell.spec.mixed, generator=draw)
         self.mixed_BTX = mixed.to(device, dtype)
 
-    def empty(self) -> tuple[Tensor, Tensor]:
-        """(windows [B, W - 1, C], states float32 [B, Hv, Dk, Dv])."""
-        spec, B = self.cell.spec, self._sizes[0]
-        states = torch.zeros(B, spec.num_heads, spec.head_dim, spec.value_dim, device=self.device)
-        return self.mixed_BTX.new_zeros(B, WIDTH - 1, spec.channels), states
-
-    def peer(self, name: str) -> Peer | str:
-        """What takes windows and states over the prompts, and gives [B, T, Hv Dv]; or why there is none."""
+    def peer(self, name: str) -> RequestStates | str:
+        """A slot of each prompt, which begins it anew in each call; or why there is none."""
+        if name == "fla-core" and (FLA.lacking() or self.device.type != "cuda"):
+            return FLA.lacking() or "runs on GPUs"
+        place = Place(
+            device=self.device.type,
+            dtype=str(self.mixed_BTX.dtype).removeprefix("torch."),
+            page_size=16,
+            architecture=90,
+            present=True,
+            asked=name,
+        )
+        group = StateGroup(layers=(0,), spec=self.cell.spec)
+        rest: Any = {"device": self.device, "dtype": self.mixed_BTX.dtype, "max_running": self.case.requests}
         if name == "fla-core":
-            return FLA.lacking() or (self._library() if self.device.type == "cuda" else "runs on GPUs")
-        cell = self.cell
-        if name == "triton":
-            from turnout.kernels.attention.delta_prompt import advance
+            return request_states(group, place, **rest)
+        made: RequestStates = load(ATTENTION_BACKENDS.get(name).states.implementation)(group, **rest)
+        return made
 
-            def one(mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
-                y_TY: Tensor = advance(mixed_TX, window_WC, state_HKV, *cell.learned)
-                return y_TY
-        else:
+    def run(self, states: RequestStates) -> Tensor:
+        """As a layer of a step does: [B, T, Hv Dv]."""
+        rows_NX = self.mixed_BTX.flatten(0, 1)
+        return self.laid_out(states).recur(0, rows_NX, self.cell).unflatten(0, self.mixed_BTX.shape[:2])
 
-            def one(mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
-                return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
-
-        def run(windows: Tensor, states: Tensor) -> Tensor:
-            return torch.stack([one(*of) for of in zip(self.mixed_BTX, windows, states, strict=True)])
-
-        return run
-
-    def _library(self) -> Peer:
-        """fla-core's kernels in the order of transformers' layer, with gates and lengths inside them."""
-        from fla.modules.causal_conv1d import causal_conv1d
-        from fla.modules.norm.fused_norm_gate import rms_norm_gated
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        cell, spec = self.cell, self.cell.spec
-        conv_CW, a_log_H = cell.conv_WC.T.contiguous(), (-cell.decay_H).log()
-        norm_D = cell.norm_D.to(self.mixed_BTX.dtype)
-        keys = spec.num_kv_heads * spec.head_dim
-        rest: Any = {
-            "output_final_state": True, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True, "A_log": a_log_H, "dt_bias": cell.bias_H,
-        }  # fmt: skip
-
-        def run(windows: Tensor, states: Tensor) -> Tensor:
-            qkv, z, b, a = cell.parts(self.mixed_BTX)
-            windows.copy_(qkv[:, 1 - WIDTH :])
-            convolved, _ = causal_conv1d(qkv, weight=conv_CW, activation="silu", backend="triton")
-            q, k, v = convolved.split([keys, keys, spec.num_heads * spec.value_dim], dim=-1)
-            q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
-            v, z = (x.unflatten(-1, (-1, spec.value_dim)) for x in (v, z))
-            o, ends = chunk_gated_delta_rule(q, k, v, a, b, initial_state=states, **rest)
-            states.copy_(ends)
-            found: Tensor = rms_norm_gated(o, z, norm_D, None, activation="swish", eps=cell.eps)
-            return found.flatten(-2)
-
-        return run
+    def laid_out(self, states: RequestStates) -> Attention:
+        spans = [Span(Prompt((slot,)), self.case.tokens) for slot in range(self.case.requests)]
+        return states.laid_out([], spans)
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """float64 (outputs [B, T, Hv Dv], states), token by token."""
@@ -155,7 +141,7 @@ class Bench:
         q, k = (x.repeat_interleave(repeat, dim=2) for x in (q * spec.head_dim**-0.5, k))
         v = v.unflatten(-1, (-1, spec.value_dim))
         beta, kept = b.sigmoid(), (cell.decay_H.double() * F.softplus(a + cell.bias_H.double())).exp()
-        S = self.empty()[1].double()
+        S = v.new_zeros(len(v), spec.num_heads, spec.head_dim, spec.value_dim)
         o = torch.empty_like(v)
         for t in range(v.shape[1]):
             S *= kept[:, t, :, None, None]
@@ -167,34 +153,38 @@ class Bench:
 
     def measure(self, name: str, wanted: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """What a row says of a peer."""
-        run = self.peer(name)
-        if isinstance(run, str):
-            return {"error_message": run}
-        windows, states = self.empty()
+        states = self.peer(name)
+        if isinstance(states, str):
+            return {"error_message": states}
         try:
-            y_BTY = run(windows, states)
+            y_BTY = self.run(states)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             if name == PEERS[0]:
                 raise
             return {"error_message": f"{type(error).__name__}: {error}"[:300]}
-        errors = (relative_error(*pair) for pair in zip((y_BTY, states), wanted, strict=True))
+        left = states.states[0, : self.case.requests]
+        errors = (relative_error(*pair) for pair in zip((y_BTY, left), wanted, strict=True))
         row = dict(zip(("error", "state_error"), errors, strict=True))
-        on_gpu = self.device.type == "cuda"
+        laid_out, rows_NX, on_gpu = (
+            self.laid_out(states),
+            self.mixed_BTX.flatten(0, 1),
+            self.device.type == "cuda",
+        )
         for _ in range(WARM_UPS if on_gpu else 0):
-            run(windows, states)
+            laid_out.recur(0, rows_NX, self.cell)
         self._wait()
         calls = CALLS if on_gpu else 1
         began = time.perf_counter()
         for _ in range(calls):
-            run(windows, states)
+            laid_out.recur(0, rows_NX, self.cell)
         self._wait()
         row["us"] = (time.perf_counter() - began) / calls * 1e6
-        row["tokens_per_s"] = self._sizes[0] * self._sizes[1] / row["us"] * 1e6
-        return row | (self._kernels(run, windows, states) if on_gpu else {})
+        row["tokens_per_s"] = len(rows_NX) / row["us"] * 1e6
+        return row | (self._kernels(laid_out) if on_gpu else {})
 
-    def _kernels(self, run: Peer, windows: Tensor, states: Tensor) -> dict[str, Any]:
+    def _kernels(self, laid_out: Attention) -> dict[str, Any]:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            run(windows, states)
+            laid_out.recur(0, self.mixed_BTX.flatten(0, 1), self.cell)
             self._wait()
         us: dict[str, float] = {}
         events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]

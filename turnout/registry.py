@@ -79,6 +79,7 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
         "cpu": "turnout.attention.backends.cpu.declaration:BACKEND",
         "torch": "turnout.attention.backends.torch.declaration:BACKEND",
         "flash-attn-4": "turnout.attention.backends.flash_attn_4.declaration:BACKEND",
+        "fla-core": "turnout.attention.backends.fla_core.declaration:BACKEND",
     },
 )
 

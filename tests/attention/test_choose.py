@@ -66,8 +66,8 @@ DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=128, value_dim=128, s
 def test_choice_for_states_of_recurrent_layers(
     spec: DeltaNetSpec, place: Place, states: str, takes_chunks: bool
 ) -> None:
-    name, kernels = choose_states(spec, place)
-    assert (name, kernels.takes_chunks) == (states, takes_chunks)
+    name, kernels, library = choose_states(spec, place)
+    assert (name, kernels.takes_chunks, library) == (states, takes_chunks, None)
 
 
 @pytest.mark.parametrize(("place", "package"), [(H200, "triton"), (HOST, "numba")])
@@ -160,5 +160,5 @@ def test_pages_and_names_that_do_not_fit_are_refused() -> None:
     assert refusal.limit == "cpu takes pages of multiples of 16 tokens"
     assert refusal.remedy == "use --attention-backend auto, or use --page-size 16"
     (refusal,) = refusals(cache_groups([SPEC]), replace(HOST, asked="fa5"))
-    assert refusal.remedy == "use one of auto, triton, cpu, torch, flash-attn-4"
+    assert refusal.remedy == "use one of auto, triton, cpu, torch, flash-attn-4, fla-core"
     assert choose(SPEC, replace(HOST, asked="torch")) == Chosen(backend="torch", prompts="torch")

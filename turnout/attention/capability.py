@@ -98,7 +98,8 @@ class AttentionBackend:
     index_fp8: it reads index keys in FP8. states: of recurrent layers; None: it has nothing for them.
 
     prompts_for: it has no decoding, and computes prompts for this backend, by classes like
-    `FlashAttn4Prompts`, or of latent attention by functions like `latent.attend`. pays_from: tokens that
+    `FlashAttn4Prompts`, of latent attention by functions like `latent.attend`, and of recurrent layers, where
+    --attention-backend names it, by a `StatePrompts` (states.py). pays_from: tokens that
     prompts of a step must have on average for it to be faster than that one; None where that is not known.
     """
 
@@ -153,6 +154,7 @@ class AttentionBackend:
         """The same of the layer: kind, sizes, sinks and pages."""
         most, D, pages = self.most_head_dim, spec.head_dim, self.page_multiple
         latent, other_model = spec.kind in LATENT_KINDS, "use another model"
+        paged = not isinstance(spec, DeltaNetSpec)
         return (
             (spec.kind not in self.implementations, f"has no {spec.kind} attention", other_model),
             (
@@ -167,7 +169,7 @@ class AttentionBackend:
             ),
             (spec.sinks and not self.sinks, "has no sinks", other_model),
             (
-                spec.value_dim != D and not latent,
+                spec.value_dim != D and paged and not latent,
                 f"keeps values as large as keys ({D}), not {spec.value_dim}",
                 other_model,
             ),

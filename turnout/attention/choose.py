@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Place, StateKernels
+from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Obstacle, Place, StateKernels
 from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
 from turnout.errors import Refusal
 from turnout.registry import ATTENTION_BACKENDS
+from turnout.vocabulary import AttentionKind
 
 
 def backends() -> list[AttentionBackend]:
@@ -20,8 +22,15 @@ def backends() -> list[AttentionBackend]:
 
 
 def _asked(place: Place) -> AttentionBackend | None:
-    """What --attention-backend names; None: whichever takes a layer."""
-    return ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
+    """What --attention-backend names; None: whichever takes a layer, also where it names what is for
+    recurrent layers alone."""
+    backend = ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
+    return None if backend is None or _is_for_states(backend) else backend
+
+
+def _is_for_states(backend: AttentionBackend) -> bool:
+    """Whether recurrent layers are all that it computes."""
+    return set(backend.implementations) == {AttentionKind.RECURRENT}
 
 
 def choose(spec: AttentionSpec, place: Place) -> Chosen | None:
@@ -31,7 +40,11 @@ def choose(spec: AttentionSpec, place: Place) -> Chosen | None:
     for backend in backends():
         if backend.prompts_for or (main and main != backend.name) or backend.limits(spec, place):
             continue
-        others = [b for b in backends() if b.prompts_for == backend.name and asked in (None, b)]
+        others = [
+            b
+            for b in backends()
+            if b.prompts_for == backend.name and not _is_for_states(b) and asked in (None, b)
+        ]
         return _with_prompts(backend, others, spec, place)
     return None
 
@@ -92,10 +105,50 @@ def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:
     return found
 
 
-def choose_states(spec: DeltaNetSpec, place: Place) -> tuple[str, StateKernels]:
-    """The first backend that has something for the states of such layers, by name, with what it has.
+class ChosenStates(NamedTuple):
+    """What computes recurrent layers: a backend, and the library that takes prompts for it, if one does."""
 
-    --attention-backend does not count here. Torch takes all layers.
-    """
+    backend: str
+    kernels: StateKernels
+    library: AttentionBackend | None = None
+
+
+def choose_states(spec: DeltaNetSpec, place: Place) -> ChosenStates:
+    """The first backend that has something for the states of such layers. --attention-backend counts only
+    where it names a library that takes prompts for that one. Torch takes all layers."""
     found = ((backend.name, backend.states_of(spec, place)) for backend in backends())
-    return next((name, kernels) for name, kernels in found if kernels)
+    chosen = next(ChosenStates(name, kernels) for name, kernels in found if kernels)
+    library = _asked_for_prompts(place)
+    if library is None or library.prompts_for != chosen.backend or library.limits(spec, place):
+        return chosen
+    return chosen._replace(library=library)
+
+
+def _asked_for_prompts(place: Place) -> AttentionBackend | None:
+    """What --attention-backend names, if it takes prompts through recurrent layers."""
+    backend = ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
+    return backend if backend and _is_for_states(backend) else None
+
+
+def state_refusals(specs: Sequence[DeltaNetSpec], place: Place) -> list[Refusal]:
+    """Why the library that --attention-backend names takes no prompts through these recurrent layers."""
+    library = _asked_for_prompts(place)
+    if library is None or (specs and all(choose_states(spec, place).library for spec in specs)):
+        return []
+    obstacles = [obstacle for spec in specs[:1] for obstacle in library.obstacles(spec, place)]
+    if not specs:
+        obstacles = [Obstacle("computes recurrent layers only, and the model has none", "")]
+    elif not obstacles:
+        other = library.prompts_for
+        obstacles = [
+            Obstacle(f"takes prompts for {other}, which does not take the states of these layers", "")
+        ]
+    remedies = [f", or {obstacle.remedy}" for obstacle in obstacles if obstacle.remedy]
+    return [
+        Refusal(
+            who="attention",
+            asked=f"--attention-backend {library.name}",
+            limit=f"{library.name} {', '.join(obstacle.limit for obstacle in obstacles)}",
+            remedy="use --attention-backend auto" + "".join(remedies),
+        )
+    ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,13 +47,14 @@ class RequestStates:
         device: torch.device,
         dtype: torch.dtype,
         takes_chunks: bool = False,
+        prompts: StatePrompts | None = None,
     ):
         """group: with the heads of this rank. per_request, snapshots: slots of a request and for these.
-        takes_chunks: `recur` takes several tokens of a request."""
+        takes_chunks: `recur` takes several tokens of a request. prompts: takes them instead."""
         spec = group.spec
         self.most_in_parts = 0  # requests that `recur` takes parts of
         self.index = {layer: i for i, layer in enumerate(group.layers)}
-        self.device, self.takes_chunks = device, takes_chunks
+        self.device, self.takes_chunks, self._prompts = device, takes_chunks, prompts
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
@@ -70,11 +71,15 @@ class RequestStates:
         """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
         most = max((chunk.length for chunk in decoding), default=1)
         rounds = tuple(self._round(depth, decoding) for depth in range(most))
-        together = self._together(chunks) if chunks and self.takes_chunks else None
+        together: Attention | None = None
+        if chunks and self._prompts is not None:
+            together = self._prompts.laid_out(self, self.together(chunks), [chunk.length for chunk in chunks])
+        elif chunks and self.takes_chunks:
+            together = self.together(chunks)
         return _LaidOut(self, rounds, sum(chunk.length for chunk in decoding), tuple(chunks), together)
 
-    def _together(self, chunks: Sequence[Chunk]) -> Rows:
-        """All chunks in one call of the kernel."""
+    def together(self, chunks: Sequence[Chunk]) -> Rows:
+        """All chunks in one call."""
         columns = (
             [chunk.request.state_slots[0] for chunk in chunks],
             [chunk.start for chunk in chunks],
@@ -128,11 +133,20 @@ def request_states(
     group: StateGroup, place: Place, *, device: torch.device, dtype: torch.dtype, **rest: Any
 ) -> RequestStates:
     """By the first backend that takes the group there. The rest: as of `RequestStates`."""
-    _, kernels = choose_states(group.spec, place)
-    states: RequestStates = load(kernels.implementation)(
-        group, device=device, dtype=dtype, takes_chunks=kernels.takes_chunks, **rest
-    )
+    chosen = choose_states(group.spec, place)
+    rest |= {"device": device, "dtype": dtype, "takes_chunks": chosen.kernels.takes_chunks}
+    if chosen.library is not None:
+        rest["prompts"] = load(chosen.library.implementations[group.spec.kind])()
+    states: RequestStates = load(chosen.kernels.implementation)(group, **rest)
     return states
+
+
+class StatePrompts(Protocol):
+    """What takes prompts through recurrent layers in place of a backend's own kernels."""
+
+    def laid_out(self, states: RequestStates, rows: Rows, lengths: Sequence[int]) -> Attention:
+        """Of prompts of so many tokens. rows: their slots, starts and ends."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +184,7 @@ class _LaidOut(Attention):
     rounds: tuple[_Round, ...]
     num_decoding: int
     chunks: tuple[Chunk, ...]
-    together: Rows | None
+    together: Attention | None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         at = self.num_decoding

@@ -303,7 +303,9 @@ def _decide(
     rank = Rank(
         config=config, description=description, topology=topology, hardware=hardware, compute_dtype=dtype
     )
+    recurrent = [group.spec for group in rank.state_groups]
     found = attention.refusals(rank.cache_groups, rank.attention_place)
+    found += attention.state_refusals(recurrent, rank.attention_place)
     if found:
         raise PlanRefused("no attention backend takes the model's layers", found)
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: plan_experts(budget=other))

@@ -1,0 +1,20 @@
+"""What the library fla-core declares, which takes prompts through Gated DeltaNet where it is asked to."""
+
+from __future__ import annotations
+
+from turnout.attention.capability import HALF_PRECISION, AttentionBackend
+from turnout.packages import Package
+from turnout.vocabulary import AttentionKind
+
+PACKAGE = Package(
+    module="fla", distribution="fla-core", minimum="0.6", install="pip install 'turnout[fla-core]'"
+)
+
+BACKEND = AttentionBackend(
+    name="fla-core",
+    devices=frozenset({"cuda"}),
+    dtypes=HALF_PRECISION,
+    implementations={AttentionKind.RECURRENT: "turnout.attention.backends.fla_core.prompts:FlaCorePrompts"},
+    package=PACKAGE,
+    prompts_for="triton",
+)
