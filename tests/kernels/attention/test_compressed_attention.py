@@ -3,6 +3,7 @@ sizes, against torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import interpreted
-from tests.kernels.compiled import compiled
+from tests.kernels.compiled import compiled, machine_code
 from turnout.attention.backends.triton.compressed import TritonCompressed
 from turnout.attention.compressed import CompressedAttention
 from turnout.attention.entries import Compressible, Compressor
@@ -62,6 +63,29 @@ def test_attention_compiles_for_hopper():
     }
     constants |= {"scale": 0.06, "RING": True}
     compiled(attend_compressed_span, constants, warps=DEFAULT.warps, multiples=("D", "Y"), **halves, **whole)
+
+
+@pytest.mark.parametrize(("ring", "page", "whole"), [(True, 1, True), (True, 16, False), (False, 1, True)])
+def test_specialised_attention_compiles_for_hopper(ring: bool, page: int, whole: bool, tmp_path: Path):
+    from turnout.kernels.attention.compressed_specialised import attend_compressed_span_specialised
+    from turnout.kernels.attention.latent_specialised import STAGES
+
+    halves = dict.fromkeys(("q_ptr", "recent_ptr", "cache_ptr", "partial_ptr"), "*bf16")
+    whole_numbers = {"ends_ptr": "*i64", "states_ptr": "*i64", "table_ptr": "*i32", "counts_ptr": "*i32"}
+    constants = {"RING": ring, "RECENT": 128, "PAGE": page, "WHOLE": whole, "STAGES": STAGES, "PDL": True}
+    constants |= {"scale": 0.06}
+    done = compiled(
+        attend_compressed_span_specialised,
+        constants,
+        warps=4,
+        multiples=("Y", "H"),
+        **halves,
+        **whole_numbers,
+    )
+    instructions, needs = machine_code(done, tmp_path)
+    assert "HGMMA.64x64x16" in instructions
+    assert "HGMMA.64x256x16" in instructions
+    assert "STACK:0" in needs  # nothing is spilt
 
 
 def test_choice_compiles_for_hopper():

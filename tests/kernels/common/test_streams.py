@@ -16,7 +16,7 @@ from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
 from turnout.parallel.groups import SINGLE_RANK
 
-CASES = ["added", "parts", "many", "embedding", "none"]
+CASES = ["added", "parts", "many", "ahead", "embedding", "none"]
 CASES += ["turn", "turn-back", "turn-normed", "turn-parts", "divide", "divide-parts"]
 
 
@@ -37,7 +37,13 @@ def test_compiled_for_hopper():
     halves = dict.fromkeys(("x_ptr", "total_ptr", "gain_ptr", "mixed_ptr"), "*bf16")
     sizes = {"S": 4, "C": 24, "CP": 32, "PDL": True}
     for added, y, steps in ((0, "*bf16", 1), (1, "*bf16", STEPS), (8, "*fp32", 1)):
-        constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS, "STEPS": steps}
+        constants = sizes | {
+            "ADDED": added,
+            "ROWS": ROWS,
+            "COLUMNS": COLUMNS,
+            "STEPS": steps,
+            "AHEAD": steps > 1,
+        }
         done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
         assert "mma.sync" in done.asm["ptx"]
     constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}

@@ -26,6 +26,14 @@ from turnout.kernels.common.dependent import launches_early
 COPIED = 1024  # channels of a program that stores
 MADE_OF = 16  # tokens that an entry is made of, at a time
 DEFAULT = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
+# Of compressed_specialised.py; see `can_specialise`.
+SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, narrow=True, parts=4, specialised=True)
+
+
+def can_specialise(q_NHD: Tensor) -> bool:
+    """Whether there are tiles `specialised` for these queries: of DeepSeek-V4's sizes, on Hopper."""
+    fits = q_NHD.shape[2] == 512 and q_NHD.dtype == torch.bfloat16
+    return fits and q_NHD.is_cuda and torch.cuda.get_device_capability(q_NHD.device)[0] == 9
 
 
 @triton.jit
@@ -265,19 +273,38 @@ def attend(
     if not N:
         return out_NHD
     places = seen if states_N is None else recent.shape[1]
+    if tiles.specialised and not can_specialise(q_NHD):
+        tiles = DEFAULT
     splits = spans(N, H, places + longest, processors, tiles)
     kept_as = q_NHD.dtype if tiles.narrow else torch.float32
-    partial = torch.empty(N, H, splits, D, dtype=kept_as, device=q_NHD.device)
+    whole = tiles.specialised and splits == 1  # nothing is left to join
+    partial = out_NHD if whole else torch.empty(N, H, splits, D, dtype=kept_as, device=q_NHD.device)
     lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
     table_stride = table_NP.stride(0) if N > 1 else 0  # of one row it would be any number to compile for
+    if tiles.specialised:
+        from turnout.kernels.attention import compressed_specialised
+
+        compressed_specialised.attend_spans(
+            q_NHD, recent, ends_N, states_N, cache_EY, table_NP, counts_N, sinks_H, partial, lse,
+            scale=scale * math.log2(math.e), table_stride=table_stride, seen=seen, first=first, page=page,
+        )  # fmt: skip
+        if whole:
+            return out_NHD
+        _join(partial, lse, sinks_H, out_NHD, tiles, early)
+        return out_NHD
     attend_compressed_span[(N, -(-H // tiles.heads), splits)](
         q_NHD, recent, ends_N, ends_N if states_N is None else states_N, cache_EY, table_NP, counts_N,
         partial, lse, scale * math.log2(math.e), table_stride, H, splits, cache_EY.shape[1], seen, D,
         first, states_N is not None, places, tiles.heads, DP, page, tiles.tokens, early,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=early,
     )  # fmt: skip
-    join_spans[(N * H, tiles.parts)](
-        partial, lse, sinks_H, out_NHD, H, D, DP // tiles.parts, splits, True, early,
-        num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
-    )  # fmt: skip
+    _join(partial, lse, sinks_H, out_NHD, tiles, early)
     return out_NHD
+
+
+def _join(partial: Tensor, lse: Tensor, sinks_H: Tensor, out_NHD: Tensor, tiles: Tiles, early: bool) -> None:
+    N, H, D = out_NHD.shape
+    join_spans[(N * H, tiles.parts)](
+        partial, lse, sinks_H, out_NHD, H, D, max(16, triton.next_power_of_2(D)) // tiles.parts, lse.shape[2],
+        True, early, num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
+    )  # fmt: skip

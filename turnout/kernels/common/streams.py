@@ -11,6 +11,8 @@ parts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,18 +27,38 @@ MANY = 512  # tokens, from which on a program mixes all columns of one
 SOME, STEPS = 64, 4  # tokens, from which on a program multiplies as many times the columns, for fewer parts
 
 
+class Cut(NamedTuple):
+    """How the work is cut up.
+
+    steps: a program multiplies as many times COLUMNS of each stream, with so many warps. ahead: it reads them
+    all before it stores any. blocks: of MIXED columns that a program mixes, `mixing` its warps.
+    """
+
+    steps: int
+    blocks: int
+    warps: int = 4
+    mixing: int = 4
+    ahead: bool = False
+
+
+def cut_of(tokens: int, hidden: int) -> Cut:
+    """Of so many tokens."""
+    return Cut(STEPS if tokens >= SOME else 1, triton.cdiv(hidden, MIXED) if tokens > MANY else 1)
+
+
 @triton.jit(do_not_specialize=["N"])
 def stream_products(
     x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """total [N, S, H] = x + post [N, S] * y [N, H], the sum of ADDED parts; x where there are none, and not
     stored. parts float32 [N, B, CP + S S]: of STEPS times COLUMNS of each stream, products by fn [C, X], and
-    of streams with each other (the upper half)."""
+    of streams with each other (the upper half). AHEAD: all of x and y is read before anything is stored."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (COLUMNS * STEPS) + tl.arange(0, COLUMNS)
     c = tl.arange(0, CP)
+    EACH: tl.constexpr = ADDED + S
     fn = _rows_of_fn(fn_ptr, first, c, H, S, C)
     if PDL:
         gdc_launch_dependents()
@@ -45,39 +67,56 @@ def stream_products(
     products = tl.zeros([ROWS, CP], tl.float32)
     pairs = ()
     for _ in tl.static_range(S * (S + 1) // 2):
-        pairs += (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]
+        pairs += (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
+    read = ()
+    for step in tl.static_range(STEPS if AHEAD else 1):
+        read += _rows_of_step(x_ptr, y_ptr, n, first + step * COLUMNS, known, N, H, S, ADDED)
     for step in tl.static_range(STEPS):
         h = first + step * COLUMNS
         if step > 0:
             fn = _rows_of_fn(fn_ptr, h, c, H, S, C)
+            if not AHEAD:
+                read = _rows_of_step(x_ptr, y_ptr, n, h, known, N, H, S, ADDED)
         held = known[:, None] & (h < H)[None, :]
         y = tl.zeros([ROWS, COLUMNS], tl.float32)
         for part in tl.static_range(ADDED):
-            y += tl.load(y_ptr + (part * N + n[:, None]) * H + h[None, :], mask=held, other=0.0).to(
-                tl.float32
-            )
+            y += read[(step * EACH if AHEAD else 0) + part].to(tl.float32)
         streams = ()
         for j in tl.static_range(S):
-            at = (n[:, None] * S + j) * H + h[None, :]
-            x = tl.load(x_ptr + at, mask=held, other=0.0)
+            x = read[(step * EACH if AHEAD else 0) + ADDED + j]  # type: ignore[var-annotated]
             if ADDED > 0:
                 post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
                 x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
-                tl.store(total_ptr + at, x, mask=held)
+                tl.store(total_ptr + (n[:, None] * S + j) * H + h[None, :], x, mask=held)
             x = x.to(tl.float32)
             products = tl.dot(x, fn[j], products, input_precision="tf32x3")
-            streams += (x,)  # type: ignore[assignment]
+            streams += (x,)
         sums = ()
         for j in tl.static_range(S):
             for i in tl.static_range(j, S):
                 before = pairs[j * S - j * (j - 1) // 2 + i - j]  # type: ignore[var-annotated]
-                sums += (before + tl.sum(streams[j] * streams[i], 1),)  # type: ignore[assignment]
+                sums += (before + streams[j] * streams[i],)  # type: ignore[assignment]
         pairs = sums
     to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
     tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
     for j in tl.static_range(S):
         for i in tl.static_range(j, S):
-            tl.store(to + CP + j * S + i, pairs[j * S - j * (j - 1) // 2 + i - j], mask=known)
+            pair = tl.sum(pairs[j * S - j * (j - 1) // 2 + i - j], 1)
+            tl.store(to + CP + j * S + i, pair, mask=known)
+
+
+@triton.jit
+def _rows_of_step(x_ptr, y_ptr, n, h, known, N, H, S: tl.constexpr, ADDED: tl.constexpr):
+    """[ROWS, COLUMNS] of each part of y, then of each stream."""
+    held = known[:, None] & (h < H)[None, :]
+    found = ()
+    for part in tl.static_range(ADDED):
+        at = y_ptr + (part * N + n[:, None]) * H + h[None, :]
+        found += (tl.load(at, mask=held, other=0.0),)  # type: ignore[assignment]
+    for j in tl.static_range(S):
+        at = x_ptr + (n[:, None] * S + j) * H + h[None, :]
+        found += (tl.load(at, mask=held, other=0.0),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -161,17 +200,19 @@ def connect(
     eps: float,
     norm_eps: float,
     gain_eps: float,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the input [N, H] of a block, normed, float32 post [N, S], the streams [N, S, H] mixed).
 
     added: to the streams before: float32 post [N, S], and y [N, H] or parts [P, N, H], whose sum is meant.
     fn, base, scale: float32, contiguous. gain: of the norm, whose epsilon is gain_eps. S is a power of two.
+    cut: instead of what suits N.
     """
     N, S, H = x_NSH.shape
     post_NS = torch.empty(N, S, dtype=torch.float32, device=x_NSH.device)
     mixed_NSH = torch.empty(N, S, H, dtype=x_NSH.dtype, device=x_NSH.device)
     every, kept = (eps, norm_eps, gain_eps), (post_NS, mixed_NSH)
-    _, out_NH = _connected(x_NSH, added, fn_CX, base_C, scale_3, gain_H, every, iterations, kept)
+    _, out_NH = _connected(x_NSH, added, fn_CX, base_C, scale_3, gain_H, every, iterations, kept, cut)
     return out_NH, post_NS, mixed_NSH
 
 
@@ -202,12 +243,14 @@ def _connected(
     eps: tuple[float, float, float],
     iterations: int,
     kept: tuple[Tensor, Tensor] | None,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(total [N, S, H], x [N, H]) of `stream_mixture`. kept: its post and mixed, which are written."""
+    """(total [N, S, H], x [N, H]) of `stream_mixture`. kept: its post and mixed, which are written. cut:
+    instead of `cut_of`."""
     N, S, H = x_NSH.shape
     x_NSH, C = x_NSH.contiguous(), len(fn_CX)
-    steps = STEPS if N >= SOME else 1
-    CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS * steps)
+    cut = cut or cut_of(N, H)
+    CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS * cut.steps)
     post_in, y = (part.contiguous() for part in added) if added else (scale, x_NSH)
     count = 0 if added is None else len(y) if y.dim() == 3 else 1
     total_NSH, out_NH = torch.empty_like(x_NSH) if added else x_NSH, x_NSH.new_empty(N, H)
@@ -217,12 +260,12 @@ def _connected(
     if N:
         stream_products[(triton.cdiv(N, ROWS), B)](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, steps, early, num_warps=4, launch_pdl=early,
+            S, C, CP, count, ROWS, COLUMNS, cut.steps, cut.ahead, early,
+            num_warps=cut.warps, launch_pdl=early,
         )  # fmt: skip
-        blocks = triton.cdiv(H, MIXED) if N > MANY else 1
-        stream_mixture[(N, triton.cdiv(H, MIXED * blocks))](
+        stream_mixture[(N, triton.cdiv(H, MIXED * cut.blocks))](
             total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,
-            S, C, CP, triton.next_power_of_2(B), iterations, MIXED, blocks, kept is None, early,
-            num_warps=4, launch_pdl=early,
+            S, C, CP, triton.next_power_of_2(B), iterations, MIXED, cut.blocks, kept is None, early,
+            num_warps=cut.mixing, launch_pdl=early,
         )  # fmt: skip
     return total_NSH, out_NH
