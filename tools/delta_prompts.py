@@ -30,7 +30,7 @@ from turnout.attention.capability import Place
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
-from turnout.attention.states import RequestStates, request_states
+from turnout.attention.states import RequestStates, request_states, state_size, window_size
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.packages import versions_of
 from turnout.parallel.hardware import cpu_name
@@ -127,29 +127,10 @@ class Bench:
         return states.laid_out([], spans)
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        """float64 (outputs [B, T, Hv Dv], states), token by token."""
-        cell, spec = self.cell, self.cell.spec
-        qkv, z, b, a = cell.parts(self.mixed_BTX.double())
-        padded = F.pad(qkv.transpose(1, 2), (WIDTH - 1, 0))
-        weight = cell.conv_WC.double().T[:, None]
-        convolved = F.silu(F.conv1d(padded, weight, groups=spec.channels).transpose(1, 2))
-        keys = spec.num_kv_heads * spec.head_dim
-        q, k, v = convolved.split([keys, keys, spec.num_heads * spec.value_dim], dim=-1)
-        q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        repeat = spec.num_heads // spec.num_kv_heads
-        q, k = (x.repeat_interleave(repeat, dim=2) for x in (q * spec.head_dim**-0.5, k))
-        v = v.unflatten(-1, (-1, spec.value_dim))
-        beta, kept = b.sigmoid(), (cell.decay_H.double() * F.softplus(a + cell.bias_H.double())).exp()
-        S = v.new_zeros(len(v), spec.num_heads, spec.head_dim, spec.value_dim)
-        o = torch.empty_like(v)
-        for t in range(v.shape[1]):
-            S *= kept[:, t, :, None, None]
-            known = (k[:, t, :, None] @ S)[:, :, 0]
-            S += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - known))[:, :, None]
-            o[:, t] = (q[:, t, :, None] @ S)[:, :, 0]
-        normed = o / (o.square().mean(-1, keepdim=True) + cell.eps).sqrt() * cell.norm_D.double()
-        return normed.flatten(-2) * F.silu(z), S
+        """float64 (outputs [B, T, Hv Dv], states)."""
+        B, spec = self.case.requests, self.cell.spec
+        sizes = window_size(spec), state_size(spec)
+        return recurrence(self.cell, self.mixed_BTX, *(self.mixed_BTX.new_zeros(B, *size) for size in sizes))
 
     def measure(self, name: str, wanted: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """What a row says of a peer."""
@@ -196,6 +177,33 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def recurrence(
+    cell: DeltaCell, mixed_BTX: Tensor, windows_BWC: Tensor, states_BHKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """float64 (outputs [B, T, Hv Dv], states), token by token, after these windows and states."""
+    spec, S = cell.spec, states_BHKV.double()
+    qkv, z, b, a = cell.parts(mixed_BTX.double())
+    seen = torch.cat((windows_BWC.double(), qkv), dim=1).transpose(1, 2)
+    weight = cell.conv_WC.double().T[:, None]
+    convolved = F.silu(F.conv1d(seen, weight, groups=spec.channels).transpose(1, 2))
+    keys = spec.num_kv_heads * spec.head_dim
+    q, k, v = convolved.split([keys, keys, spec.num_heads * spec.value_dim], dim=-1)
+    q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    repeat = spec.num_heads // spec.num_kv_heads
+    q, k = (x.repeat_interleave(repeat, dim=2) for x in (q * spec.head_dim**-0.5, k))
+    v = v.unflatten(-1, (-1, spec.value_dim))
+    beta, kept = b.sigmoid(), (cell.decay_H.double() * F.softplus(a + cell.bias_H.double())).exp()
+    o = torch.empty_like(v)
+    for t in range(v.shape[1]):
+        S = S * kept[:, t, :, None, None]
+        known = (k[:, t, :, None] @ S)[:, :, 0]
+        S += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - known))[:, :, None]
+        o[:, t] = (q[:, t, :, None] @ S)[:, :, 0]
+    normed = o / (o.square().mean(-1, keepdim=True) + cell.eps).sqrt() * cell.norm_D.double()
+    return normed.flatten(-2) * F.silu(z), S
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
