@@ -311,7 +311,7 @@ class ServerConfig(Config):
     enable_weight_keeper: bool = server_flag(
         False,
         "on GPUs, keep prepared weights in a process of their own, so that ranks that start anew do not read "
-        "them again; takes 0.5 GB of each GPU",
+        "them again, and have a process wait to become the next rank; takes 1 GB of each GPU",
     )
     startup_timeout: float = server_flag(600.0, "seconds for the engine to load before giving up", minimum=1)
     shutdown_timeout: float = server_flag(

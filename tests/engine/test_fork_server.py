@@ -103,6 +103,42 @@ def test_keepers_outlive_ranks_and_are_replaced_when_they_die(capfd):
         other.process.kill()
 
 
+def test_a_spare_becomes_the_next_rank_of_its_gpu():
+    server = ForkServer()
+
+    def spares() -> list[psutil.Process]:
+        children = parent.children()
+        return [child for child in children if not has_ended(child) and child.name() == "turnout spare"]
+
+    def spare(number: int) -> psutil.Process:
+        before = spares()
+        for _ in range(2):  # the second finds it there
+            server.make_spare(number)
+        assert eventually(lambda: len(spares()) == len(before) + 1)
+        (made,) = (one for one in spares() if one not in before)
+        return made
+
+    ranks = [Forked(server, number) for number in (0, 1)]
+    parent = ranks[0].system().parent()
+    first, second = spare(0), spare(1)
+    ranks += [Forked(server, 1), Forked(server, 1), Forked(server)]
+    assert [rank.system() == second for rank in ranks[2:]] == [True, False, False]
+    assert eventually(lambda: spares() == [first])
+    ranks[2].process.stdin.close()  # as when the server ends before it gave orders
+    assert ranks[2].code() == 1
+    ranks[3].process.kill()
+    assert ranks[3].code() == -signal.SIGKILL
+    first.kill()
+    assert eventually(lambda: spares() == [])
+    again = Forked(server, 0)
+    assert again.system() not in (first, ranks[0].system())
+    third = spare(0)
+    server.close()
+    assert eventually(lambda: has_ended(third))
+    for rank in (*ranks, again):
+        rank.process.kill()
+
+
 def test_killed_before_it_runs():
     server = ForkServer()
     rank = Forked(server)

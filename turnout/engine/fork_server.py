@@ -4,8 +4,9 @@ A fork server is single-threaded, computes nothing and opens no device, so that 
 processes of their own; they share the memory of what was imported. For each rank it gets a message with two
 descriptors: the rank's standard input, and a pipe on which it tells the rank's process id and, once that has
 ended, how. It also keeps the memory in which ranks leave prepared weights for the next ones
-(models/shared_weights.py), and starts the keepers of those on GPUs (models/weight_keeper.py). It ends when
-its starter does, a keeper with it, and a rank by its standard input. Torch-free until it runs.
+(models/shared_weights.py), and starts the keepers of those on GPUs (models/weight_keeper.py). A spare is a
+copy that has opened its GPU already and waits to become the next rank there. The fork server ends when its
+starter does, keepers and spares with it, and a rank by its standard input. Torch-free until it runs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NoReturn
@@ -39,8 +41,9 @@ from turnout.engine.ranks.local_launcher import (
 from turnout.moe.capabilities import declared
 from turnout.registry import ARCHITECTURES
 
-# A message: whether to forget the weights that earlier ranks prepared, and the rank's keeper; -1: none.
-MESSAGE = struct.Struct("<?i")
+# A message: whether to forget the weights that earlier ranks prepared; the rank's keeper, -1: none; and
+# whether it asks for a spare instead of a rank.
+MESSAGE = struct.Struct("<?i?")
 NUMBER = 8  # bytes of a process id or exit code on a pipe
 IMPORTED = (
     "rich.progress",
@@ -127,12 +130,19 @@ class ForkServer:
         stdin, ours = os.pipe()
         status, theirs = os.pipe()
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended meanwhile, as `wait` finds
-            message = MESSAGE.pack(weights != self._weights, -1 if keeper is None else keeper)
+            message = MESSAGE.pack(weights != self._weights, -1 if keeper is None else keeper, False)
             socket.send_fds(self._commands, [message], [stdin, theirs])
         self._weights = weights
         os.close(stdin)
         os.close(theirs)
         return ForkedProcess(self._process, ours, status)
+
+    def make_spare(self, keeper: int) -> None:
+        """Have a process that has opened GPU number `keeper` wait to become the next rank with that keeper. A
+        server process must run; nothing happens if there is a spare already."""
+        assert self._commands is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # as above
+            self._commands.send(MESSAGE.pack(False, keeper, True))
 
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start a server process with this environment unless one runs, so that it imports meanwhile."""
@@ -168,48 +178,129 @@ def main(commands: socket.socket) -> NoReturn:
     resume_when_parent_ends()
     leave_signals_to_launcher()
     place_temporary_files()
-    can_fork = _import_all()
-    weights = -1
-    running: dict[int, int] = {}  # process id: its status pipe
-    doors: dict[int, Connection] = {}  # of keepers, by number
-    keepers: dict[int, int] = {}  # process id: number
-
-    def forked(blocked: Iterable[signal.Signals | int], *also: int) -> None:
-        """In a copy: leave what is not its own. also: descriptors."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for descriptor in (commands.detach(), status, *running.values(), *also):
-            os.close(descriptor)
-
-    signal.signal(signal.SIGCHLD, lambda number, frame: _reap(running, keepers, doors))
+    copies = Copies(commands, can_fork=_import_all())
+    signal.signal(signal.SIGCHLD, lambda number, frame: copies.reap())
     while True:
-        message, (*descriptors,), _, _ = socket.recv_fds(commands, MESSAGE.size, 2)
+        message, descriptors, _, _ = socket.recv_fds(commands, MESSAGE.size, 2)
         if not message:
             os._exit(0)
-        stdin, status = descriptors
-        forget, number = MESSAGE.unpack(message)
-        if can_fork and (forget or weights < 0):
-            if weights >= 0:
-                os.close(weights)
-            weights = os.memfd_create("turnout-weights")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
-        if can_fork and number >= 0 and number not in doors:
-            doors[number], inside = Pipe()
-            pid = os.fork()
-            if pid == 0:
-                forked(before, stdin, weights, *(door.fileno() for door in doors.values()))
-                _become_keeper(inside)
-            inside.close()
-            keepers[pid] = number
-        pid = os.fork()
-        if pid == 0:
-            own = doors.pop(number, None)
-            forked(before, *(door.fileno() for door in doors.values()))
-            _become_rank(stdin, can_fork, weights, own.fileno() if own else -1)
-        running[pid] = status
+        forget, number, spare = MESSAGE.unpack(message)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until what is made is noted
+        if spare:
+            copies.make_spare(number)
+        else:
+            stdin, status = descriptors
+            copies.make_rank(stdin, status, forget, number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """orders: where it waits for what a rank needs."""
+
+    pid: int
+    orders: socket.socket
+
+    def become_rank(self, *descriptors: int) -> bool:
+        """descriptors: its standard input, the weights' memory and its keeper's door. False if it has ended
+        meanwhile."""
+        try:
+            socket.send_fds(self.orders, [b"rank"], descriptors)
+        except OSError:
+            return False
+        finally:
+            self.orders.close()
+        return True
+
+
+class Copies:
+    """Of this process, that were made so far. SIGCHLD is blocked while one is made."""
+
+    def __init__(self, commands: socket.socket, *, can_fork: bool):
+        """can_fork: whether copies can be ranks, keepers and spares; otherwise ranks are made anew."""
+        self._commands, self._can_fork = commands, can_fork
+        self._weights = -1
+        self._running: dict[int, int] = {}  # process id: its status pipe
+        self._doors: dict[int, Connection] = {}  # of keepers, by number
+        self._keepers: dict[int, int] = {}  # process id: number
+        self._spares: dict[int, Spare] = {}  # by number
+
+    def make_rank(self, stdin: int, status: int, forget: bool, number: int) -> None:
+        """stdin, status: descriptors for it, and to tell of it. forget, number: see MESSAGE."""
+        if self._can_fork and (forget or self._weights < 0):
+            if self._weights >= 0:
+                os.close(self._weights)
+            self._weights = os.memfd_create("turnout-weights")
+        if self._can_fork and number >= 0 and number not in self._doors:
+            self._make_keeper(number, stdin, status)
+        own = self._doors.get(number)
+        door = own.fileno() if own else -1
+        spare = self._spares.pop(number, None)
+        if spare and spare.become_rank(stdin, self._weights, door):
+            pid = spare.pid
+        elif (pid := os.fork()) == 0:
+            self._leave(status, keeping=own)
+            _become_rank(stdin, self._can_fork, self._weights, door)
+        self._running[pid] = status
         os.close(stdin)
         _tell(status, pid)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def make_spare(self, number: int) -> None:
+        """Unless there is one."""
+        if not self._can_fork or number in self._spares:
+            return
+        orders, inside = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            self._leave(orders.detach(), self._weights)
+            _become_spare(number, inside)
+        inside.close()
+        self._spares[number] = Spare(pid, orders)
+
+    def _make_keeper(self, number: int, *also: int) -> None:
+        """also: descriptors that are none of its business."""
+        self._doors[number], inside = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._leave(self._weights, *also)
+            _become_keeper(inside)
+        inside.close()
+        self._keepers[pid] = number
+
+    def _leave(self, *also: int, keeping: Connection | None = None) -> None:
+        """In a copy: close what is not its own, `also` such descriptors, but for one door."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        doors = [door.fileno() for door in self._doors.values() if door is not keeping]
+        sockets = [self._commands, *(spare.orders for spare in self._spares.values())]
+        for descriptor in (*(one.detach() for one in sockets), *self._running.values(), *doors, *also):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def reap(self) -> None:
+        """Forget what has ended, and tell of ranks."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # the call that this one interrupts has found it, and tells
+                return
+            if pid == 0:
+                return
+            how = os.waitstatus_to_exitcode(status)
+            if pid in self._running:
+                _tell(self._running[pid], how)
+                os.close(self._running.pop(pid))
+            elif pid in self._keepers:
+                number = self._keepers.pop(pid)
+                self._doors.pop(number).close()
+                os.write(
+                    2,
+                    f"the keeper of the weights on GPU {number} {describe_exit(how)}; ranks go on, and "
+                    "those that start next read them again\n".encode(),
+                )
+            else:
+                for number in [number for number, spare in self._spares.items() if spare.pid == pid]:
+                    self._spares.pop(number).orders.close()
 
 
 def _import_all() -> bool:
@@ -228,29 +319,6 @@ def _import_all() -> bool:
     return can_fork
 
 
-def _reap(running: dict[int, int], keepers: dict[int, int], doors: dict[int, Connection]) -> None:
-    """Forget what has ended, and tell of ranks. Arguments: those of `main`, by process id or number."""
-    while running or keepers:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:  # the call that this one interrupts has found it, and tells
-            return
-        if pid == 0:
-            return
-        how = os.waitstatus_to_exitcode(status)
-        if pid in keepers:
-            number = keepers.pop(pid)
-            doors.pop(number).close()
-            os.write(
-                2,
-                f"the keeper of the weights on GPU {number} {describe_exit(how)}; ranks go on, and "
-                "those that start next read them again\n".encode(),
-            )
-            continue
-        _tell(running[pid], how)
-        os.close(running.pop(pid))
-
-
 def _become_keeper(door: Connection) -> NoReturn:
     from turnout.models import weight_keeper
 
@@ -265,13 +333,40 @@ def _become_keeper(door: Connection) -> NoReturn:
         os._exit(1)
 
 
-def _become_rank(stdin: int, can_fork: bool, weights: int, door: int) -> NoReturn:
+def _become_spare(number: int, orders: socket.socket) -> NoReturn:
+    resume_when_parent_ends()
+    Path("/proc/self/comm").write_text("turnout spare")
+    try:
+        _open_gpu(number)
+        message, descriptors, _, _ = socket.recv_fds(orders, NUMBER, 3)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if not message:
+        os._exit(0)
+    Path("/proc/self/comm").write_text("turnout rank")
+    orders.close()
+    stdin, weights, door = descriptors
+    _become_rank(stdin, True, weights, door, spare=True)
+
+
+def _open_gpu(number: int) -> None:
+    """As torch numbers them; nothing happens where there is none of that number."""
+    import torch
+
+    if number < torch.cuda.device_count():
+        torch.cuda.set_device(number)
+        torch.empty(1, device="cuda")
+
+
+def _become_rank(stdin: int, can_fork: bool, weights: int, door: int, spare: bool = False) -> NoReturn:
     """door: of its keeper, -1 if it has none."""
     os.dup2(stdin, 0)
     os.close(stdin)
     if not can_fork:
         os.execv(sys.executable, [sys.executable, "-m", "turnout.engine.worker"])
-    worker.main_and_exit(weights, door)
+    worker.main_and_exit(weights, door, spare)
 
 
 def _tell(status: int, number: int) -> None:

@@ -22,16 +22,17 @@ PHASES = (
 
 
 class StartupTimes:
-    """Phases follow one another: where one begins, the one before it ends. The first begins with the process.
+    """Phases follow one another: where one begins, the one before it ends.
 
     seconds: by phase, those that have ended; a phase that begins twice adds up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_process: bool = True) -> None:
+        """with_process: whether the first phase began with the process; otherwise it begins now."""
         self.seconds: dict[str, float] = {}
         self._phase = PHASES[0]
         self._began = time.monotonic()
-        if sys.platform == "linux":
+        if with_process and sys.platform == "linux":
             self._began -= _age()
 
     def begin(self, phase: str) -> None:

@@ -97,10 +97,11 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting: int = 0
 
 
-def main(weights_memory: int = -1, keeper: int = -1) -> int:
-    """weights_memory, keeper: see `build_engine`. The exit code."""
+def main(weights_memory: int = -1, keeper: int = -1, spare: bool = False) -> int:
+    """weights_memory, keeper: see `build_engine`. spare: whether this process was there before it was to
+    start. The exit code."""
     leave_signals_to_launcher()
-    startup = StartupTimes()
+    startup = StartupTimes(with_process=not spare)
     place_temporary_files()
     orders = sys.stdin.buffer.readline()
     if not orders:  # the server has ended
@@ -302,12 +303,12 @@ def _connect(
     return socket
 
 
-def main_and_exit(weights_memory: int = -1, keeper: int = -1) -> NoReturn:
+def main_and_exit(weights_memory: int = -1, keeper: int = -1, spare: bool = False) -> NoReturn:
     """`main`, and then the end of this process: taking torch apart in order takes seconds, and the server
     waits."""
     code = 1
     try:
-        code = main(weights_memory, keeper)
+        code = main(weights_memory, keeper, spare)
     except BaseException:
         traceback.print_exc()
     finally:

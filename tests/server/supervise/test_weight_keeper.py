@@ -21,7 +21,7 @@ TOKENS = {"cpu": 60, "cuda": 300}  # of each: long enough to be there when ranks
 
 
 def streamed(root: str) -> Background:
-    tokens = TOKENS[info(root)["config"]["device"]]
+    tokens = TOKENS[info(root)["engine"]["hardware"]["device"]]
     return Background(root, tokens, SEQUENCES, temperature=0)
 
 
@@ -112,6 +112,35 @@ def test_ranks_and_keepers_are_killed(fields: dict[str, Any], tmp_path: Path):
     finally:
         assert server.stop() == 0
     assert eventually(lambda: has_ended(last))
+
+
+def test_spares_take_the_places_of_killed_ranks(tiny_folder: Path):
+    """Where the spare was killed, too, a rank starts without it."""
+    config = tiny_config(tiny_folder, device="auto", enable_weight_keeper=True, mem_fraction_static=0.2)
+    server = ServerProcess(config)
+
+    def spares() -> list[psutil.Process]:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        return [child for child in children if not has_ended(child) and child.name() == "turnout spare"]
+
+    try:
+        root = server.wait_ready().removesuffix("/v1")
+        expected = tokens(streamed(root))
+        for _ in range(2):
+            assert eventually(lambda: len(spares()) == 1)
+            (spare,) = spares()
+            assert kill_while_streaming(root, rank(root)) == expected
+            assert rank(root) == spare
+            assert info(root)["engine"]["startup_seconds"]["imports"] < 5  # since it got its orders
+        assert eventually(lambda: len(spares()) == 1)
+        (spare,) = spares()
+        assert kill_while_streaming(root, spare, rank(root)) == expected
+        assert rank(root) != spare
+        assert eventually(lambda: len(spares()) == 1)
+        (spare,) = spares()
+    finally:
+        assert server.stop() == 0
+    assert eventually(lambda: has_ended(spare))
 
 
 def rank(root: str) -> psutil.Process:

@@ -273,6 +273,8 @@ class EngineSupervisor:
         if self.restarts:
             log.info("the ranks are ready again, and %d requests go on", len(self.ledger))
         self.ready = ready
+        if self._local:
+            self._local.make_spares()
         self.started.set()
         self._submit_due()
 

@@ -127,14 +127,21 @@ class LocalRanks:
         with suppress(OSError, UserError):  # ranks say what is wrong with the model
             weights = stamp(locate(self._config.model))
         for rank in self.ranks:
-            keeper = None
-            if self._config.enable_weight_keeper:
-                keeper = rank % Topology.of(self._config, rank).ranks_per_node
+            keeper = self._gpu(rank) if self._config.enable_weight_keeper else None
             process = self._fork_server.fork(environment, weights, keeper)
             self._launcher.watch(rank, process, report)
             self._running += 1
             with suppress(BrokenPipeError):  # it has ended already, as `report` says
                 process.stdin.write(self._orders(rendezvous, rank))
+
+    def make_spares(self) -> None:
+        """Now that these ranks serve, have processes wait to take their places, their GPUs opened already."""
+        if self._config.enable_weight_keeper and self._config.device != "cpu":
+            for rank in self.ranks:
+                self._fork_server.make_spare(self._gpu(rank))
+
+    def _gpu(self, rank: int) -> int:
+        return rank % Topology.of(self._config, rank).ranks_per_node
 
     def kill(self) -> None:
         self._launcher.kill()
