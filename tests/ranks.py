@@ -91,6 +91,14 @@ class Rank:
         self._made = None
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A running process of `function`, forked from the server that has PRELOAD imported."""
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
 class RankFailed(Exception):
     """A rank died, did not answer in time, or raised what cannot be sent."""
 
@@ -135,14 +143,10 @@ class RankPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context.set_forkserver_preload(PRELOAD)
         self._folder = Path(tempfile.mkdtemp(prefix="turnout-ranks-"))
         for number in range(self.size):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(number, self.size, self._folder, theirs), daemon=True
-            )
-            process.start()
+            process = forked(_serve, number, self.size, self._folder, theirs)
             theirs.close()
             self._ranks.append((process, mine))
 

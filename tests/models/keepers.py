@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import torch
 
+from tests.ranks import forked
 from turnout.models import weight_keeper
 from turnout.models.weight_keeper import OWN_BYTES, KeptWeights
 from turnout.parallel.groups import SINGLE_RANK
@@ -28,14 +28,10 @@ def connect(door: int, device: str, fingerprint: str = "a") -> KeptWeights:
 
 
 class Process:
-    """Of this file; it needs nothing of the one that starts it, however that was started."""
+    """Of one function below; it shares nothing with the process that starts it but its arguments."""
 
-    def __init__(self, *arguments: str | Connection):
-        passed = [x.fileno() for x in arguments if isinstance(x, Connection)]
-        words = [str(x.fileno()) if isinstance(x, Connection) else x for x in arguments]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.models.keepers", *words], pass_fds=passed
-        )
+    def __init__(self, function: Callable[..., None], *arguments: str | Connection):
+        self.process: Any = forked(function, *arguments)
 
     def kill(self) -> None:
         self.process.kill()
@@ -43,14 +39,16 @@ class Process:
 
     def ends(self) -> int:
         """Its exit code."""
-        return self.process.wait(60)
+        self.process.join(60)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
 
 
 class Keeper(Process):
     def __init__(self) -> None:
         self.door, inside = Pipe()
         with inside:
-            super().__init__("keeper", inside)
+            super().__init__(weight_keeper.run, inside)
 
     def view(self, device: str, fingerprint: str = "a") -> KeptWeights:
         return connect(self.door.fileno(), device, fingerprint)
@@ -61,7 +59,7 @@ class Rank(Process):
         """Keeps `some` of 0, 1, 2, ..."""
         self.told, theirs = Pipe()
         with theirs:
-            super().__init__("rank", keeper.door, theirs, device)
+            super().__init__(_rank, keeper.door, theirs, device)
         for i in range(tensors):
             self.told.send(i)
 
@@ -74,17 +72,10 @@ class Rank(Process):
         return all(value == some("cpu", float(i))().tolist() for i, value in enumerate(values))
 
 
-def _rank(door: int, told: Connection, device: str) -> None:
-    mine, kept = connect(door, device), list[torch.Tensor]()
+def _rank(door: Connection, told: Connection, device: str) -> None:
+    mine, kept = connect(door.fileno(), device), list[torch.Tensor]()
     while (word := told.recv()) is not None:
         if word == "values":
             told.send(([tensor.tolist() for tensor in kept], mine.found, mine.made))
         else:
             kept.append(mine.keep(f"tensor {word}", some(device, float(word))))
-
-
-if __name__ == "__main__":
-    what, door, *rest = sys.argv[1:]
-    if what == "keeper":
-        weight_keeper.run(Connection(int(door)))
-    _rank(int(door), Connection(int(rest[0])), rest[1])
