@@ -78,7 +78,7 @@ def test_the_first_layer_of_the_demo_model():
     assert any(result.independent for one in found.checked for result in one.results)
 
 
-@pytest.mark.parametrize("wire", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("wire", ["fp8", pytest.param("nvfp4", marks=pytest.mark.more)])
 def test_tokens_that_are_rounded_on_their_way_are_compared_with_such(wire: str):
     found = report("demo", layers="first", moe_dispatch_dtype=wire, moe_weight_storage="packed")
     assert found.passed, found.describe()["failures"]

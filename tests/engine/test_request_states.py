@@ -169,7 +169,7 @@ def subject(name: str, folder: Path) -> Subject:
 @pytest.mark.parametrize(
     ("name", "schedules"),
     [
-        ("hybrid", 6),
+        ("hybrid", 3),
         *((name, 3) for name in PUBLISHED_MODELS if name not in (LONG, IN_FP8)),
         *(pytest.param(name, 30, marks=pytest.mark.more) for name in MODELS),
         *(pytest.param(name, FEW.get(name, 9), marks=pytest.mark.more) for name in PUBLISHED_MODELS),

@@ -115,7 +115,9 @@ def test_a_prompt_of_published_rates(built: Built, expected: Tensor) -> None:
     assert error(plain, expected) <= BOUND
 
 
-@pytest.mark.parametrize("page_size", [4, 16, 128, 256])
+@pytest.mark.parametrize(
+    "page_size", [4, *(pytest.param(size, marks=pytest.mark.more) for size in (16, 128)), 256]
+)
 def test_cuts_around_windows(page_size: int, built: Built, expected: Tensor) -> None:
     """At, before and behind multiples of 4 and 128, in chunks of 1, 7 and 64; a row is used again later."""
     model = load(built.folder)

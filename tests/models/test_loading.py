@@ -236,7 +236,13 @@ print(json.dumps(peak() - before))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ranks"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)], ids=str
+    ("dtype", "ranks"),
+    [
+        pytest.param(torch.float32, 1, marks=pytest.mark.more),
+        pytest.param(torch.bfloat16, 1, marks=pytest.mark.more),
+        (torch.bfloat16, 2),
+    ],
+    ids=str,
 )
 def test_peak_memory_stays_near_the_weights(dtype: torch.dtype, ranks: int, tmp_path: Path) -> None:
     """Tensors are read one at a time, so loading needs little beyond the weights it leaves behind: for a

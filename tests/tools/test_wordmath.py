@@ -87,9 +87,9 @@ def test_numbers_in_the_steps_come_from_the_question_or_from_earlier_steps(probl
             known |= {int(n) for n in re.findall(r"\d+", equation)}
 
 
-def test_splits_share_no_template_with_the_same_numbers():
+def test_splits_share_no_template_with_the_same_numbers(problems):
     def combinations(split: str) -> set[tuple[str, tuple[str, ...]]]:
-        drawn = (p for seed in range(2) for p in generate(split, COUNT, seed))
+        drawn = [*problems[split], *generate(split, COUNT, seed=0)]
         return {(p.template, tuple(re.findall(r"\d+", p.question))) for p in drawn}
 
     train, heldout = combinations("train"), combinations("heldout")

@@ -35,7 +35,7 @@ HYBRIDS = [replace(SHAPE, attention=layers) for layers in MODELS.values()]
 @pytest.mark.parametrize(
     "shape", [SHAPE, WINDOWS, *HYBRIDS], ids=["one group", "two groups", "states", "states of two kinds"]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.more)])
 def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: ModelShape, overlap: str):
     """Few pages, so that requests are put back; chunks next to decoding ones; steps beyond the largest."""
     draw, model = random.Random(seed), ToyModel(shape=shape)

@@ -68,7 +68,10 @@ def test_small_tiles(tiles: Fp8, direct: bool, first: bool):
     assert (weights < wait) == (inside and not first)
 
 
-@pytest.mark.parametrize(("first", "activation"), [(True, "silu"), (True, "relu2"), (False, "none")])
+@pytest.mark.parametrize(
+    ("first", "activation"),
+    [(True, "silu"), pytest.param(True, "relu2", marks=pytest.mark.more), (False, "none")],
+)
 def test_specialised_warps(first: bool, activation: str):
     constants = {
         "FIRST": first, "ACTIVATION": activation, "BIAS": True, "GROUP": ONLY.group_m, "PDL": True,

@@ -22,7 +22,7 @@ TILE = gl.NVMMASharedLayout(128, 16, 2)
 @pytest.mark.parametrize(
     ("format", "first", "tiles", "widths", "ragged"),
     [
-        ("mxfp4", True, CHOICES["packed"][1], 1, True),
+        pytest.param("mxfp4", True, CHOICES["packed"][1], 1, True, marks=pytest.mark.more),
         ("nvfp4", False, CHOICES["packed"][0], 2, False),
         ("bf16", True, CHOICES["bf16"][0], 1, False),
         pytest.param("int4", True, CHOICES["packed"][1], 1, True, marks=pytest.mark.more),

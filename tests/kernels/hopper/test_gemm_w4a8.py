@@ -21,7 +21,10 @@ from turnout.moe.backends.hopper.kernels.w4a8 import RULES, W4A8
 NARROW, _, _, WIDE, TALL = [config for _, config in RULES]
 
 
-@pytest.mark.parametrize(("tiles", "first"), [(NARROW, False), (WIDE, True), (TALL, False)])
+@pytest.mark.parametrize(
+    ("tiles", "first"),
+    [(NARROW, False), (WIDE, True), pytest.param(TALL, False, marks=pytest.mark.more)],
+)
 def test_compiles_as_designed(tiles: W4A8, first: bool, tmp_path: Path):
     """With one width of tiles, for the sake of time; the others are the same code again."""
     constants = {

@@ -72,7 +72,7 @@ def make_runner(spec: MoESpec, count: int, activations: str, monkeypatch: pytest
     return runner
 
 
-@pytest.mark.parametrize("shape", ["qwen3-30b", "dsv3-ep8"])
+@pytest.mark.parametrize("shape", ["qwen3-30b", pytest.param("dsv3-ep8", marks=pytest.mark.more)])
 @pytest.mark.parametrize(
     ("format", "activations"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("mxfp4", "fp8"), ("fp8", "fp8")]
 )
