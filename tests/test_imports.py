@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,12 @@ def imports(tree: ast.AST, module: str, *, package: bool = False) -> Iterator[tu
                 yield node.lineno, inner if inner in MODULES or source == "turnout" else source
 
 
+@cache
+def imported(source: str, module: str, *, package: bool = False) -> tuple[tuple[int, str], ...]:
+    """`imports` of a text; several laws ask, and parsing takes longest."""
+    return tuple(imports(ast.parse(source), module, package=package))
+
+
 def part_of(module: str) -> str:
     """The part of the house a module belongs to: turnout.moe.plan -> moe."""
     name = [*module.split("."), ""][1]
@@ -208,7 +215,7 @@ def violations(module: str, source: str, *, package: bool = False) -> list[str]:
     """What `source`, as the text of `module`, imports against the law."""
     found = []
     mine = part_of(module)
-    for line, target in imports(ast.parse(source), module, package=package):
+    for line, target in imported(source, module, package=package):
         if target.split(".")[0] != "turnout" or (module, target) in EXCEPTIONS:
             continue
         theirs = part_of(target)
@@ -234,7 +241,7 @@ def out_of_order(module: str, source: str, *, package: bool = False) -> list[str
     allowed = order[: order.index(mine) + 1]
     return [
         f"{module}:{line} imports {target}: {node} does not stand before {mine} in ORDER"
-        for line, target in imports(ast.parse(source), module, package=package)
+        for line, target in imported(source, module, package=package)
         if part_of(target) == part and (node := _node(target)) is not None and node not in allowed
     ]
 
@@ -298,7 +305,7 @@ def test_every_exception_is_still_one():
     made = {
         (module_of(f), target)
         for f in FILES
-        for _, target in imports(ast.parse(f.read_text()), module_of(f), package=f.name == "__init__.py")
+        for _, target in imported(f.read_text(), module_of(f), package=f.name == "__init__.py")
     }
     assert made >= EXCEPTIONS
 
@@ -395,7 +402,7 @@ def test_one_file_patches_triton():
     patching = {
         module_of(file)
         for file in FILES
-        for _, target in imports(ast.parse(file.read_text()), module_of(file))
+        for _, target in imported(file.read_text(), module_of(file), package=file.name == "__init__.py")
         if target.startswith(("unittest.mock", "triton.runtime", "triton.compiler", "triton.backends"))
         or target == "triton.knobs"
     }

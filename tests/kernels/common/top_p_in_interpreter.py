@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.kernels import interpreter
 from turnout.kernels.common.top_p import draw_top_p
 
+interpreter.prepare()
 UNIFORMS = (0.0, 0.31, 0.5, 0.83, 1 - 2**-53)
 
 
