@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.models.families import FAMILIES, build
+from tests.checkpoint.writers import FORMATS, Written, save
+from tests.models.families import FAMILIES, build, one_by_one
+from tests.models.test_families_formats import dequantised
 from tests.models.test_parallel import check, expected_logits
 from tests.ranks import Pools
 
@@ -31,6 +34,21 @@ def test_logits_equal_transformers(name: str, model: Any, ranks: Pools) -> None:
 def test_a_key_head_that_two_ranks_hold_counts_once_in_a_whole_norm(tmp_path: Any, ranks: Pools) -> None:
     built = build(tmp_path, FAMILIES["minimax_m2"])
     check(ranks, tmp_path, expected_logits(built.model), 4, {})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", pytest.param("qwen3_next", marks=pytest.mark.more)])
+def test_heads_that_do_not_begin_where_blocks_of_fp8_do(name: str, tmp_path: Any, ranks: Pools) -> None:
+    """Of recurrent layers too, whose b and a have fewer rows than a block on all ranks together."""
+    family = FAMILIES[name]
+    built = build(tmp_path / "fp8", replace(family, release=one_by_one) if name == "qwen3_5_moe" else family)
+    tensors = dict(built.tensors)
+    written = Written(built.folder, built.model, dict(tensors))
+    FORMATS["fp8"](written, tensors, True)
+    save(built.folder, tensors)
+    small = [n for n in tensors if n.endswith(("in_proj_b.weight_scale_inv", "in_proj_ba.weight_scale_inv"))]
+    assert small
+    theirs = dequantised(built, written.weights, tmp_path / "plain")
+    check(ranks, built.folder, expected_logits(theirs), 2, {"ep_size": 2}, activation_format="bf16")
 
 
 @pytest.mark.parametrize(
