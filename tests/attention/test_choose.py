@@ -66,8 +66,9 @@ DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=128, value_dim=128, s
 def test_choice_for_states_of_recurrent_layers(
     spec: DeltaNetSpec, place: Place, states: str, takes_chunks: bool
 ) -> None:
-    name, kernels, library = choose_states(spec, place)
-    assert (name, kernels.takes_chunks, library) == (states, takes_chunks, None)
+    chosen, kernels = choose_states(spec, place)
+    assert chosen == Chosen(backend=states, prompts=states)
+    assert kernels.takes_chunks == takes_chunks
 
 
 @pytest.mark.parametrize(("place", "package"), [(H200, "triton"), (HOST, "numba")])
@@ -75,8 +76,8 @@ def test_states_are_torchs_where_a_package_is_missing(
     place: Place, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnout.packages._is_here", lambda module: module != package)
-    assert choose_states(DELTA, replace(place, present=True))[0] == "torch"
-    assert choose_states(DELTA, replace(place, present=False))[0] != "torch"
+    assert choose_states(DELTA, replace(place, present=True))[0].backend == "torch"
+    assert choose_states(DELTA, replace(place, present=False))[0].backend != "torch"
 
 
 def test_a_layer_that_none_takes_is_refused_by_name() -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tests.kernels.attention.delta_rule_cases import drawn_cell
 from turnout.attention.backends.fla_core.declaration import BACKEND, PACKAGE
-from turnout.attention.capability import Place
+from turnout.attention.capability import Chosen, Place
 from turnout.attention.choose import choose, choose_states, refusals, state_refusals
 from turnout.attention.kinds import AttentionSpec, DeltaNetSpec, StateGroup, cache_groups
 from turnout.attention.states import RequestStates
-from turnout.registry import load
+from turnout.registry import ATTENTION_BACKENDS, load
 from turnout.vocabulary import AttentionKind
 
 ENDS = ((1, 3, 70, 150), (66, 67, 69, 150))  # of the pieces of two prompts, which are taken together
@@ -163,13 +163,43 @@ H200 = Place(device="cuda", dtype="bfloat16", page_size=16, architecture=90, pre
 
 
 def test_it_takes_prompts_where_it_is_asked_to() -> None:
-    own = choose_states(DELTA, replace(H200, asked="auto"))
-    assert (own.backend, own.library) == ("triton", None)
-    assert choose_states(DELTA, H200) == own._replace(library=BACKEND)
+    own, _ = choose_states(DELTA, replace(H200, asked="auto"))
+    assert own == Chosen(backend="triton", prompts="triton")
+    assert choose_states(DELTA, H200)[0] == replace(own, prompts="fla-core")
     assert state_refusals([DELTA], H200) == state_refusals([], replace(H200, asked="triton")) == []
     attention = AttentionSpec.full(num_heads=16, num_kv_heads=2, head_dim=256)
     assert choose(attention, H200) == choose(attention, replace(H200, asked="auto"))
     assert refusals(cache_groups([attention]), H200) == []
+
+
+def test_prompts_go_to_it_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        ATTENTION_BACKENDS._loaded, "fla-core", replace(BACKEND, pays_from=lambda spec, place: 256)
+    )
+    auto = replace(H200, asked="auto")
+    chosen, _ = choose_states(DELTA, auto)
+    assert str(chosen) == (
+        "triton, and fla-core for prompts of 256 tokens or more (faster from there on, as measured)"
+    )
+    assert choose_states(DELTA, replace(auto, asked="triton"))[0].prompts == "triton"
+    assert choose_states(DELTA, replace(auto, dtype="float32"))[0].prompts == "triton"
+
+
+def test_short_prompts_stay_with_the_backend() -> None:
+    class Refusing:
+        def laid_out(self, states, rows, lengths):
+            raise AssertionError(lengths)
+
+    cell = drawn_cell(torch.Generator(), (2, 4), (16, 16), 4, torch.float32)
+    states = RequestStates(
+        StateGroup(layers=(0,), spec=cell.spec), max_running=2, device=torch.device("cpu"),
+        dtype=torch.float32, prompts=Refusing(),
+        chosen=Chosen(backend="triton", prompts="fla-core", prompt_tokens=64),
+    )  # fmt: skip
+    rows = torch.randn(63, cell.spec.mixed)
+    assert states.laid_out([], [Span(Prompt((0,)), 0, 63)]).recur(0, rows, cell).isfinite().all()
+    with pytest.raises(AssertionError, match="64"):
+        states.laid_out([], [Span(Prompt((0,)), 0, 64)])
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class AttentionBackend:
     index_fp8: it reads index keys in FP8. states: of recurrent layers; None: it has nothing for them.
 
     prompts_for: it has no decoding, and computes prompts for this backend, by classes like
-    `FlashAttn4Prompts`, of latent attention by functions like `latent.attend`, and of recurrent layers, where
-    --attention-backend names it, by a `StatePrompts` (states.py). pays_from: tokens that
+    `FlashAttn4Prompts`, of latent attention by functions like `latent.attend`, and of recurrent layers by a
+    `StatePrompts` (states.py). pays_from: tokens that
     prompts of a step must have on average for it to be faster than that one; None where that is not known.
     """
 

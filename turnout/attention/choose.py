@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from turnout.attention.capability import AUTO, AttentionBackend, Chosen, Obstacle, Place, StateKernels
 from turnout.attention.kinds import AttentionSpec, CacheGroup, DeltaNetSpec
@@ -105,23 +104,18 @@ def refusals(groups: Sequence[CacheGroup], place: Place) -> list[Refusal]:
     return found
 
 
-class ChosenStates(NamedTuple):
-    """What computes recurrent layers: a backend, and the library that takes prompts for it, if one does."""
+def choose_states(spec: DeltaNetSpec, place: Place) -> tuple[Chosen, StateKernels]:
+    """The first backend that has something for the states of such layers, with what it has, and what takes
+    prompts for it: itself or a library. Torch takes all layers.
 
-    backend: str
-    kernels: StateKernels
-    library: AttentionBackend | None = None
-
-
-def choose_states(spec: DeltaNetSpec, place: Place) -> ChosenStates:
-    """The first backend that has something for the states of such layers. --attention-backend counts only
-    where it names a library that takes prompts for that one. Torch takes all layers."""
-    found = ((backend.name, backend.states_of(spec, place)) for backend in backends())
-    chosen = next(ChosenStates(name, kernels) for name, kernels in found if kernels)
-    library = _asked_for_prompts(place)
-    if library is None or library.prompts_for != chosen.backend or library.limits(spec, place):
-        return chosen
-    return chosen._replace(library=library)
+    --attention-backend counts only for the library: any may take prompts, that one, or none.
+    """
+    found = ((backend, backend.states_of(spec, place)) for backend in backends())
+    main, kernels = next((backend, kernels) for backend, kernels in found if kernels)
+    others = [b for b in backends() if b.prompts_for == main.name and _is_for_states(b)]
+    others = [b for b in others if place.asked in (AUTO, b.name)]
+    chosen = _with_prompts(main, others, spec, place)
+    return chosen or Chosen(backend=main.name, prompts=main.name), kernels
 
 
 def _asked_for_prompts(place: Place) -> AttentionBackend | None:
@@ -133,7 +127,7 @@ def _asked_for_prompts(place: Place) -> AttentionBackend | None:
 def state_refusals(specs: Sequence[DeltaNetSpec], place: Place) -> list[Refusal]:
     """Why the library that --attention-backend names takes no prompts through these recurrent layers."""
     library = _asked_for_prompts(place)
-    if library is None or (specs and all(choose_states(spec, place).library for spec in specs)):
+    if library is None or (specs and all(choose_states(s, place)[0].prompts == library.name for s in specs)):
         return []
     obstacles = [obstacle for spec in specs[:1] for obstacle in library.obstacles(spec, place)]
     if not specs:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from turnout.attention import delta_rule
-from turnout.attention.capability import Place
+from turnout.attention.capability import Chosen, Place
 from turnout.attention.choose import choose_states
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.paged import to_device
-from turnout.registry import load
+from turnout.registry import ATTENTION_BACKENDS, load
 
 
 class RequestStates:
@@ -48,13 +48,16 @@ class RequestStates:
         dtype: torch.dtype,
         takes_chunks: bool = False,
         prompts: StatePrompts | None = None,
+        chosen: Chosen | None = None,
     ):
         """group: with the heads of this rank. per_request, snapshots: slots of a request and for these.
-        takes_chunks: `recur` takes several tokens of a request. prompts: takes them instead."""
+        takes_chunks: `recur` takes several tokens of a request. prompts: takes them instead, always or where
+        `chosen` says so."""
         spec = group.spec
         self.most_in_parts = 0  # requests that `recur` takes parts of
         self.index = {layer: i for i, layer in enumerate(group.layers)}
-        self.device, self.takes_chunks, self._prompts = device, takes_chunks, prompts
+        self.device, self.takes_chunks = device, takes_chunks
+        self._prompts, self._chosen = prompts, chosen
         sizes = len(group.layers), max_running * per_request + 1 + snapshots
         self.windows = torch.zeros(*sizes, *window_size(spec), dtype=dtype, device=device)
         self.states = torch.zeros(*sizes, *state_size(spec), device=device)
@@ -71,9 +74,9 @@ class RequestStates:
         """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
         most = max((chunk.length for chunk in decoding), default=1)
         rounds = tuple(self._round(depth, decoding) for depth in range(most))
-        together: Attention | None = None
-        if chunks and self._prompts is not None:
-            together = self._prompts.laid_out(self, self.together(chunks), [chunk.length for chunk in chunks])
+        lengths, together = [chunk.length for chunk in chunks], None
+        if self._prompts is not None and (self._chosen is None or self._chosen.takes_prompts(lengths)):
+            together = self._prompts.laid_out(self, self.together(chunks), lengths) if chunks else None
         elif chunks and self.takes_chunks:
             together = self.together(chunks)
         return _LaidOut(self, rounds, sum(chunk.length for chunk in decoding), tuple(chunks), together)
@@ -133,11 +136,12 @@ def request_states(
     group: StateGroup, place: Place, *, device: torch.device, dtype: torch.dtype, **rest: Any
 ) -> RequestStates:
     """By the first backend that takes the group there. The rest: as of `RequestStates`."""
-    chosen = choose_states(group.spec, place)
-    rest |= {"device": device, "dtype": dtype, "takes_chunks": chosen.kernels.takes_chunks}
-    if chosen.library is not None:
-        rest["prompts"] = load(chosen.library.implementations[group.spec.kind])()
-    states: RequestStates = load(chosen.kernels.implementation)(group, **rest)
+    chosen, kernels = choose_states(group.spec, place)
+    rest |= {"device": device, "dtype": dtype, "takes_chunks": kernels.takes_chunks}
+    if chosen.prompts != chosen.backend:
+        library = ATTENTION_BACKENDS.get(chosen.prompts).implementations[group.spec.kind]
+        rest |= {"prompts": load(library)(), "chosen": chosen}
+    states: RequestStates = load(kernels.implementation)(group, **rest)
     return states
 
 

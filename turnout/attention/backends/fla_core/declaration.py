@@ -1,4 +1,8 @@
-"""What the library fla-core declares, which takes prompts through Gated DeltaNet where it is asked to."""
+"""What the library fla-core declares, which takes prompts through Gated DeltaNet.
+
+From which length on it is faster than our kernels is not known yet (tools/delta_prompts.py measures it), so
+that it does so only where --attention-backend names it.
+"""
 
 from __future__ import annotations
 
