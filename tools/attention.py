@@ -114,6 +114,8 @@ def cases() -> list[Case]:
         decoding = [(requests, 1023, 1024) for requests in (1, 16, 128)] + [(16, 8191, 8192)]
         found += [Case(shape, spec, *place) for place in (*prompts, *decoding)]
     found += [Case("32/4 x 128", wide, *place, page_size=128) for place in ((1, 0, 2048), (1, 16384, 18432))]
+    for shape in ("32/4 x 128", "64/8 x 64"):  # what pages cost decoding
+        found += [Case(shape, shapes[shape], 128, 1023, 1024, page_size=size) for size in (1, 4, 128)]
     return found
 
 

@@ -50,7 +50,9 @@ KERNELS = 16  # listed per row, those that take most
 PARTS = {
     "indexer": r"score_tile|choose_places",
     "compressor": r"keep_tokens",
-    "DeltaNet": r"step_heads|step_columns|convolve_heads|prepare_blocks|carry_columns|gate_heads",
+    "DeltaNet": r"step_heads|step_columns|convolve_heads|prepare_blocks|carry_columns|gate_heads"
+    # fla-core's:
+    r"|gated_delta|gdn_|causal_conv1d|chunk_fwd_kernel_o|w_u_fwd|l2norm_fwd|norm_gated_fwd|fused_beta",
     "attention": r"attend|join_spans|flash|fmha|rotate|turn_heads|norm_latents|gate_values",
     "streams": r"stream",
     "experts": r"expert|gemm_of|pairs|places|held|choose_by|quantize",

@@ -114,9 +114,11 @@ def test_kernels_belong_to_parts():
         "nvjet_tst_64x8",
         "score_tile",
         "step_columns",
+        "layer_norm_gated_fwd_kernel",
+        "norm_rows",
         "elementwise",
     )
-    parts = ["attention", "experts", "dense products", "indexer", "DeltaNet", "rest"]
+    parts = ["attention", "experts", "dense products", "indexer", "DeltaNet", "DeltaNet", "norms", "rest"]
     assert [decode_steps.part_of(name) for name in names] == parts
 
 
