@@ -41,6 +41,7 @@ def test_a_rank_an_agent_the_cable_and_a_whole_host(tiny_folder: Path):
     kinds = row["kinds"]
     assert "rank 1 was killed by SIGKILL" in kinds["rank"]["said"]
     assert "rank 1 is lost: on " in kinds["agent"]["said"]
+    assert "in phase loading" not in kinds["agent"]["said"]  # but in what it did when it was last heard
     for kind in ("cable", "host"):
         assert "rank 1 does not run: no heartbeat" in kinds[kind]["said"]
         assert kinds[kind]["noticed_s"]["most"] < 5

@@ -10,7 +10,9 @@ import pytest
 from tests.server.processes import free_port
 from turnout.config import ServerConfig
 from turnout.errors import UserError
+from turnout.parallel.health import Reading
 from turnout.server.supervise import rank_protocol
+from turnout.server.supervise.local_ranks import Rendezvous
 from turnout.server.supervise.rank_agent import hello
 from turnout.server.supervise.rank_protocol import Hello
 from turnout.server.supervise.remote_ranks import RemoteRank, RemoteRanks, on_hosts, share_gpus
@@ -82,6 +84,23 @@ def test_where_the_head_is():
     assert rank_protocol.head_address(HEAD) == ("127.0.0.1", 5000)
     with pytest.raises(UserError, match="--dist-init-addr nowhere"):
         rank_protocol.head_address(dataclasses.replace(HEAD, dist_init_addr="nowhere.invalid:5000"))
+
+
+def test_what_a_lost_rank_did_last_is_known():
+    """But not what it did in an earlier life of the group."""
+    (rank,) = come(("a", None))
+    rank.place(1, HEAD, "")
+    ended: list[str] = []
+    for life in (1, 2):
+        rendezvous = Rendezvous(number=life, commands="", events="", init_method="")
+        asyncio.run(rank.start(rendezvous, lambda rank, how, by_signal: ended.append(how)))
+        assert rank.readings() == {}
+        last = Reading(beats=9, step=12 * life, phase="decode", collectives=4, parts=50)
+        rank.hear(rank_protocol.Report(life, 77, last))
+        assert rank.readings() == {1: last}
+    rank.lose("closed its connection")
+    assert ended == ["is lost: on a0 (10.0.0.1) it closed its connection"]
+    assert rank.readings() == {1: last}
 
 
 def test_a_head_to_which_no_rank_comes_says_what_it_waited_for():

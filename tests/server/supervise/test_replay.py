@@ -57,7 +57,7 @@ def test_no_answer_changes_while_ranks_fail(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("mode", "overlap"), [("dp2", "off"), ("tp2", "on")])
+@pytest.mark.parametrize(("mode", "overlap"), [("dp2", "off"), ("tp2", "on"), ("dp4", "on")])
 def test_no_answer_of_many_changes_whatever_happens_to_ranks(
     mode: str, overlap: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

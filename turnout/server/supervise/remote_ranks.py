@@ -70,8 +70,8 @@ class RemoteRank:
         self._on_exit = None
 
     def readings(self) -> dict[int, Reading]:
-        current = self._report.number == self._number
-        return {self.ranks[0]: self._report.reading} if current and self.lost is None else {}
+        """The last that came, also of one that is lost, to say what it did."""
+        return {self.ranks[0]: self._report.reading} if self._report.number == self._number else {}
 
     def pid(self, rank: int) -> int | None:
         return self._report.pid if self._report.number == self._number and self._report.pid else None
