@@ -262,7 +262,14 @@ def test_what_cannot_run_is_refused_once_before_ranks_start(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.more),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.more),
+        signal.SIGKILL,
+    ],
+    ids=lambda n: n.name,
 )
 def test_however_the_command_ends_its_ranks_do(folder: Path, tmp_path: Path, number: signal.Signals):
     with closing_terminals(signal.SIG_DFL):

@@ -127,9 +127,15 @@ def test_deepseek_v4_has_the_tensors_of_a_release(tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "format"),
     [(None, format) for format in FORMATS]
-    + [("gpt_oss", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("glm4_moe_lite", "fp8"), ("deepseek_v3", "mxfp4")]
-    + [("deepseek_v3", "nvfp4-fp8")]
-    + [("deepseek_v4", "mxfp4")],
+    + [("gpt_oss", "mxfp4"), ("deepseek_v3", "nvfp4-fp8"), ("deepseek_v4", "mxfp4")]
+    + [
+        pytest.param(family, format, marks=pytest.mark.more)
+        for family, format in (
+            ("qwen3_5_moe", "nvfp4"),
+            ("glm4_moe_lite", "fp8"),
+            ("deepseek_v3", "mxfp4"),
+        )
+    ],
 )
 def test_it_runs_and_speaks(tmp_path: Path, family: str | None, format: str):
     config = CONFIG
