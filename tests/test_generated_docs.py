@@ -27,7 +27,7 @@ def test_the_committed_documentation_is_current(generator):
     assert generator.main(["--check"]) == 0, "run: python -m tools.generate_docs"
 
 
-def test_what_is_out_of_date_is_noticed_and_mended(generator, tmp_path, capsys):
+def test_what_is_out_of_date_is_noticed_and_fixed(generator, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     readme = tmp_path / "README.md"
     blocks = [

@@ -5,8 +5,8 @@ Serving: the demo model, 128 requests of 64 tokens in and 64 out, at concurrency
 at batch 1 and 32, and of those prompts. Layer: `bench moe`. Everything is saved under benchmarks/results/,
 with the processor, its flags and the bfloat16 units in use. It takes nine minutes on two cores.
 
-`--model FOLDER` serves another NVFP4 checkpoint than the demo, beside transformers' `generate` of its weights
-in bf16, without the long prompts and the layer; in four minutes.
+`--model FOLDER` serves another NVFP4 checkpoint than the demo, next to transformers' `generate` of its
+weights in bf16, without the long prompts and the layer; in four minutes.
 
 `--cpu-bf16-units` confines both sides to slower units than the processor has: what a machine without them
 does, as far as this one can tell.

@@ -49,7 +49,7 @@ GRACE_SECONDS = 30.0  # for ranks that are sent home
 
 
 class Site(Protocol):
-    """Where the ranks are. kinds: of failures, which take turns. Each is undone by `mend` once it was
+    """Where the ranks are. kinds: of failures, which take turns. Each is undone by `restore` once it was
     noticed, if anything can be, and what it has used up comes back by `restock` once all go on."""
 
     kinds: Sequence[str]
@@ -57,7 +57,7 @@ class Site(Protocol):
     def fail(self, kind: str, pid: int) -> None:
         """pid: of the last rank's process."""
 
-    def mend(self, kind: str) -> None: ...
+    def restore(self, kind: str) -> None: ...
 
     def restock(self, kind: str) -> None: ...
 
@@ -92,7 +92,7 @@ class TwoHosts:
         else:
             self._cable("down")
 
-    def mend(self, kind: str) -> None:
+    def restore(self, kind: str) -> None:
         if kind == "cable":
             self._cable("up")
 
@@ -151,7 +151,7 @@ class RayNodes:
         self._nodes.remove(lost)
         self._cluster.remove_node(lost, allow_graceful=False)
 
-    def mend(self, kind: str) -> None:
+    def restore(self, kind: str) -> None:
         pass  # Ray has another node
 
     def restock(self, kind: str) -> None:
@@ -175,7 +175,7 @@ class HostsChaos(chaos.Chaos):
         start = time.monotonic()
         self.site.fail(kind, pid)
         noticed = await self._until(lambda ready: not ready) - start
-        self.site.mend(kind)
+        self.site.restore(kind)
         ready = await self._until(lambda ready: ready) - start
         why = (await self._info())["last_failure"]
         self.failures.append({"kind": kind, "noticed_s": noticed, "ready_s": ready, "said": why})

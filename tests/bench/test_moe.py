@@ -42,7 +42,7 @@ def test_rows_of_ours_and_of_every_peer(tmp_path):
     assert peers == {"torch grouped_mm"} | {f"transformers {name}" for name in moe_peers.TRANSFORMERS}
 
 
-def test_biases_and_a_clamped_activation_beside_grouped_mm(monkeypatch, tmp_path):
+def test_biases_and_a_clamped_activation_against_grouped_mm(monkeypatch, tmp_path):
     monkeypatch.setitem(moe.SHAPES, "tiny-swiglu", moe.Shape(**{**vars(TINY), "swiglu": True, "ep": 2}))
     plot = tmp_path / "moe.svg"
     content = moe.run(shapes=["tiny-swiglu"], formats=["bf16"], tokens=[1, 40], device="cpu", plot=plot)

@@ -548,7 +548,7 @@ def _modelopt_mixed(written: Written, tensors: Tensors, dense: bool) -> None:
         }
 
 
-def _modelopt_fp8_beside_nvfp4(written: Written, tensors: Tensors, dense: bool) -> None:
+def _modelopt_fp8_next_to_nvfp4(written: Written, tensors: Tensors, dense: bool) -> None:
     """ModelOpt's MIXED_PRECISION: routed experts W4A4, all other linear layers in FP8 blocks."""
     original, layers = dict(tensors), {}
 
@@ -635,7 +635,7 @@ def _quark(written: Written, tensors: Tensors, dense: bool) -> None:
 # Modules of one checkpoint in several formats.
 MIXED: dict[str, Writer] = {
     "modelopt-mixed": _modelopt_mixed,
-    "modelopt-fp8-nvfp4": _modelopt_fp8_beside_nvfp4,
+    "modelopt-fp8-nvfp4": _modelopt_fp8_next_to_nvfp4,
     "compressed-mixed": _compressed_mixed,
     "quark": _quark,
 }

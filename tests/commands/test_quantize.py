@@ -98,8 +98,8 @@ def test_the_demo_model_quantised_still_solves_its_problems(format, demo_bf16, t
     assert "quantising" in done.stderr
     assert ("calibrating" in done.stderr) == (format == "nvfp4")
     questions = load_task("wordmath", 4, seed=11)
-    wish = "nvfp4" if format == "nvfp4" else "auto"  # W4A4, as calibrated
-    with LLM(str(out), device="cpu", moe_activation_dtype=wish, load_progress=False) as llm:
+    asked = "nvfp4" if format == "nvfp4" else "auto"  # W4A4, as calibrated
+    with LLM(str(out), device="cpu", moe_activation_dtype=asked, load_progress=False) as llm:
         assert llm.info()["description"]["moe"]["format"] == format
         assert llm.info()["plan"]["activation_format"] == ("nvfp4" if format == "nvfp4" else "bf16")
         chats = [[{"role": "user", "content": q.text}] for q in questions]

@@ -333,7 +333,7 @@ def compare(name: str, folder: Path, seed: int, count: int) -> Compared:
         drafted = answers(name, folder, seed, count, overlap_schedule="on", **DRAFTS)
         differing = sorted({*differing, *differences(apart, drafted)})
         seen += Counter({"drafts that held": drafted.seen["drafts that held"]})
-        seen += Counter({"overlapped steps beside drafts": drafted.seen["overlapped steps"]})
+        seen += Counter({"overlapped steps with drafts": drafted.seen["overlapped steps"]})
     return Compared(len(apart.outputs), differing, seen)
 
 

@@ -216,7 +216,7 @@ def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
     assert first.token_ids == second.token_ids == model.greedy(prompt, 5)
 
 
-def test_prompt_scores_are_complete_beside_a_prefix_cache() -> None:
+def test_prompt_scores_are_complete_next_to_a_prefix_cache() -> None:
     core = make_core()
     prompt = prompts(1, low=30, high=30)[0]
     run(core, [request("warm", prompt, max_tokens=1)])

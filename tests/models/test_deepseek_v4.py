@@ -152,7 +152,7 @@ def test_two_requests_in_a_step(built: Built, expected: Tensor) -> None:
 def test_single_tokens_of_a_step_are_computed_together(
     page_size: int, built: Built, expected: Tensor
 ) -> None:
-    """Contexts without entries, with few and with many, beside a chunk; some windows end in each step."""
+    """Contexts without entries, with few and with many, next to a chunk; some windows end in each step."""
     starts = [0, 1, 2, 3, 7, 30, 33, 63, 120, 126, 127, 128, 200, 255, 301]
     paged = Paged(load(built.folder), page_size, len(starts) + 1)
     other, *requests = (paged.request(row) for row in range(len(starts) + 1))
@@ -165,9 +165,9 @@ def test_single_tokens_of_a_step_are_computed_together(
         assert max(together) >= len(starts) // 3
     for k in range(9):
         singles = [(request, IDS, start + k, start + k + 1) for request, start in rows]
-        *found, beside = paged.logits(*singles, (other, IDS, 20 * k, 20 * k + 20))
+        *found, chunk = paged.logits(*singles, (other, IDS, 20 * k, 20 * k + 20))
         assert error(torch.cat(found), expected[[start + k for start in starts]]) <= BOUND
-        assert error(beside, expected[20 * k : 20 * k + 20]) <= BOUND
+        assert error(chunk, expected[20 * k : 20 * k + 20]) <= BOUND
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_logits_equal_transformers(name: str, model: Any, ranks: Pools) -> None:
 
 @pytest.mark.parametrize("dispatcher", ["collective", "collective-experts"])
 @pytest.mark.parametrize("name", ["tp4 ep2", "dp2 tp2 ep4", "dp4 ep4"])
-def test_tokens_that_travel(name: str, dispatcher: str, model: Any, ranks: Pools) -> None:
+def test_tokens_that_are_sent(name: str, dispatcher: str, model: Any, ranks: Pools) -> None:
     """Each rank sees some of the tokens, and a shared expert only its own."""
     folder, expected = model
     size, sizes = TOPOLOGIES[name]

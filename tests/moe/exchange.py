@@ -38,9 +38,9 @@ COUNTS = (0, MAX_TOKENS, 3, 17, 1)  # by data-parallel rank, in turn
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`dp`, `ep` and the number of ranks arrange the layer; `wire` is how tokens are asked to travel.
+    """`dp`, `ep` and the number of ranks arrange the layer; `wire` is how tokens are asked to be sent.
 
-    skewed: every token chooses experts of the last EP rank. back: how results are asked to travel. capacity:
+    skewed: every token chooses experts of the last EP rank. back: how results are asked to be sent. capacity:
     tokens for which a rank's buffers are asked to be made, for prefill alone; 0: all of a step.
     """
 
@@ -86,7 +86,7 @@ class Case:
         return Topology(tp_size=self.world, dp_size=self.dp, ep_size=self.ep, enable_dp_attention=self.dp > 1)
 
     def batches(self) -> list[list[int]]:
-        """Tokens by data-parallel rank: smallest, then largest; idle beside busy; one; none at all."""
+        """Tokens by data-parallel rank: smallest, then largest; idle next to busy; one; none at all."""
         cycled = [[COUNTS[(i + j) % len(COUNTS)] for i in range(self.dp)] for j in range(len(COUNTS))]
         return [[1] + [0] * (self.dp - 1), [MAX_TOKENS] * self.dp, *cycled, [0] * self.dp]
 

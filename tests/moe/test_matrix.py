@@ -43,7 +43,7 @@ def test_all_padding(case: Case):
         assert torch.equal(y.cpu(), torch.zeros_like(x))
 
 
-def test_padding_beside_tokens(case: Case):
+def test_padding_next_to_tokens(case: Case):
     experts = case.experts()
     x, ids, weights = case.batch(17)
     ids[::3], weights[::3] = -1, 0

@@ -284,8 +284,8 @@ def test_a_package_may_be_too_old():
     assert found.limit.startswith("needs pytest>=1000.1; here is ")
     assert found.remedy == "pip install pytest==1000.1"
     assert make(runners=[runner(requires=(replace(old, minimum="2"),))], hardware=here)
-    beside = replace(old, only_with="no-such-package")
-    assert make(runners=[runner(requires=(beside,))], hardware=here)
+    missing = replace(old, only_with="no-such-package")
+    assert make(runners=[runner(requires=(missing,))], hardware=here)
     assert replace(old, only_with="pytest").lacking().startswith("needs pytest>=1000.1 with pytest; here is ")
     unknown = replace(old, module="json", distribution="no-such-package")
     assert unknown.lacking().endswith("unknown version")
@@ -325,7 +325,7 @@ def test_dispatchers_that_nobody_asked_for_hide_no_obstacle():
     assert {r.who for r in error.refusals} == {"runner oak", "dispatcher elm"}
 
 
-def test_beside_a_typing_error_stands_only_what_else_would_be_in_the_way():
+def test_next_to_a_typing_error_stands_only_what_else_would_be_in_the_way():
     gpu = dispatcher("elm", devices=frozenset({"cuda"}))
     both = [dispatcher("ash"), gpu]
     [meant] = refused(request=PlanRequest(moe_runner_backend="oaks"), dispatchers=both).refusals

@@ -105,7 +105,7 @@ def test_auto_takes_the_runner_measured_best_and_says_so():
     assert planned({"gone": 1}).reasons[0].startswith("runner oak: preference 10")
 
 
-def test_a_wish_is_honoured_whatever_was_measured():
+def test_what_is_asked_for_is_taken_whatever_was_measured():
     wished = planned({"oak": 100, "elm": 60}, runner="oak")
     assert wished.prefill.runner == "oak"
     assert "asked for" in wished.reasons[0]

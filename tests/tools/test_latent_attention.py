@@ -30,7 +30,7 @@ def test_tiles_are_chosen_over_all_contexts_and_wrong_ones_never() -> None:
     assert choices(rows) == [(128, 1, deep), (128, 1 << 30, wide)]
 
 
-def test_what_is_chosen_beside_the_whole(tmp_path: Path) -> None:
+def test_what_is_chosen_next_to_the_whole(tmp_path: Path) -> None:
     """In the tiles that are chosen; each attends to some of its context, as attention in float32 does."""
     output = tmp_path / "latent.json"
     tiny = ["--device", "cpu", "--requests", "2", "--num-heads", "4", "--context", "40", "--chosen", "24"]

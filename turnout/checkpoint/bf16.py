@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.checkpoint.experts import Wanted, arrangement
+from turnout.checkpoint.experts import Wanted, stored_experts
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import PLAIN
 from turnout.formats.experts import ExpertWeights
@@ -18,5 +18,5 @@ def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
 
 def experts(wanted: Wanted) -> ExpertWeights:
     """Experts stored one by one or stacked, in the dtype of the file."""
-    stored = arrangement(wanted, PLAIN)
+    stored = stored_experts(wanted, PLAIN)
     return stored.weights(lambda matrix: PackedTensor(format=Format.BF16, data=stored.read(matrix, PLAIN)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnout.checkpoint.experts import Arrangement, PerExpert, Wanted
+from turnout.checkpoint.experts import PerExpert, StoredExperts, Wanted
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.fp8 import Fp8Blocks
 from turnout.checkpoint.parts import E8M0_SCALE, POSITIVE, Part
@@ -48,6 +48,6 @@ class DeepseekV4:
         return stored.weights(lambda matrix: _matrix(stored, matrix))
 
 
-def _matrix(stored: Arrangement, matrix: str) -> PackedTensor:
+def _matrix(stored: StoredExperts, matrix: str) -> PackedTensor:
     data, scale = stored.read(matrix, CODES), stored.read(matrix, SCALES)
     return PackedTensor(format=Format.MXFP4, data=data.view(torch.uint8), scale=scale.view(torch.uint8))

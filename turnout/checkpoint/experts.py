@@ -2,9 +2,9 @@
 
 Legend: E experts of the model, n experts wanted, I intermediate, H hidden; matrices are [N, K].
 
-Two arrangements are found in published checkpoints:
+Published checkpoints store them in two ways:
 
-| arrangement | names                                       | matrices                                  |
+| stored      | names                                       | matrices                                  |
 |-------------|---------------------------------------------|-------------------------------------------|
 | per expert  | `{prefix}.{e}.{gate,up,down}_proj.weight`   | gate, up separate                         |
 | fused       | `{prefix}.gate_up_proj`, `{prefix}.down_proj` | [E, 2I, H], or transposed, or interleaved |
@@ -81,7 +81,7 @@ class Wanted:
             require_columns(self.files, self.prefix, self.shape.matrix(matrix)[1], multiple)
 
 
-class Arrangement(Protocol):
+class StoredExperts(Protocol):
     """How to find and read the experts of one layer; `matrix` is "w13" or "w2"."""
 
     wanted: Wanted
@@ -114,14 +114,14 @@ class Arrangement(Protocol):
         )
 
 
-def arrangement(wanted: Wanted, data: Part) -> Arrangement:
+def stored_experts(wanted: Wanted, data: Part) -> StoredExperts:
     """How these experts are stored; `data` is the part that holds their codes or plain values."""
     if f"{wanted.prefix}.down_proj" in wanted.files:
         return Fused(wanted, data)
     return PerExpert(wanted)
 
 
-class PerExpert(Arrangement):
+class PerExpert(StoredExperts):
     """`{prefix}.{e}.{projection}{suffix}`."""
 
     def __init__(self, wanted: Wanted):
@@ -184,7 +184,7 @@ class PerExpert(Arrangement):
             )
 
 
-class Fused(Arrangement):
+class Fused(StoredExperts):
     """All experts in the leading dimension: `{prefix}.gate_up_proj`, `{prefix}.gate_up_proj_weight_scale`."""
 
     def __init__(self, wanted: Wanted, data: Part):
@@ -246,7 +246,7 @@ class Fused(Arrangement):
         return by_family if rows == columns else meta.shape[1:] == (columns, rows)
 
 
-def set_aside_input_scales(wanted: Wanted, stored: Arrangement, suffix: str) -> None:
+def set_aside_input_scales(wanted: Wanted, stored: StoredExperts, suffix: str) -> None:
     """Calibrated scales of inputs that are not quantised with them: finer ones are computed, or none."""
     modules = [*stored.modules("w13"), *stored.modules("w2")]
     wanted.files.set_aside(name for m in modules for name in (m + suffix, m + suffix.replace(".", "_")))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from turnout.checkpoint.experts import Arrangement, Wanted, arrangement
+from turnout.checkpoint.experts import StoredExperts, Wanted, stored_experts
 from turnout.checkpoint.files import FLOATS, TensorFiles
 from turnout.checkpoint.parts import E4M3, POSITIVE, Part
 from turnout.formats.experts import ExpertWeights
@@ -36,11 +36,11 @@ class Fp8Blocks:
         return PackedTensor(format=Format.FP8, data=data, scale=scale.float())
 
     def experts(self, wanted: Wanted) -> ExpertWeights:
-        stored = arrangement(wanted, DATA)
+        stored = stored_experts(wanted, DATA)
         heights = {"w13": wanted.shape.intermediate, "w2": wanted.shape.hidden}
         return stored.weights(lambda matrix: self._matrix(stored, matrix, heights[matrix]))
 
-    def _matrix(self, stored: Arrangement, matrix: str, rows: int) -> PackedTensor:
+    def _matrix(self, stored: StoredExperts, matrix: str, rows: int) -> PackedTensor:
         """`rows` is the height of one stored weight: gate and up are cut into blocks separately.
 
         Where 128 does not divide it, stacking shifts up's blocks; both are then cut into blocks of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from turnout.checkpoint.experts import Arrangement, Wanted, arrangement, set_aside_input_scales
+from turnout.checkpoint.experts import StoredExperts, Wanted, set_aside_input_scales, stored_experts
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import E4M3, Part, read_scalar
 from turnout.formats.experts import ExpertWeights
@@ -30,12 +30,12 @@ def linear(files: TensorFiles, module: str, n: int, k: int) -> PackedTensor:
 
 
 def experts(wanted: Wanted) -> ExpertWeights:
-    stored = arrangement(wanted, DATA)
+    stored = stored_experts(wanted, DATA)
     set_aside_input_scales(wanted, stored, INPUT_SCALE)
     return stored.weights(lambda matrix: _matrix(wanted, stored, matrix))
 
 
-def _matrix(wanted: Wanted, stored: Arrangement, matrix: str) -> PackedTensor:
+def _matrix(wanted: Wanted, stored: StoredExperts, matrix: str) -> PackedTensor:
     """Blocks are as high as 128 and the height of gate have in common, so that none holds rows of both."""
     data, columns = stored.read(matrix, DATA), stored.scalars(matrix, SCALE, wanted.local, WHY)
     rows, halves = data.shape[1], 2 if matrix == "w13" and wanted.shape.gated else 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnout.checkpoint.experts import Arrangement, PerExpert, Wanted, set_aside_input_scales
+from turnout.checkpoint.experts import PerExpert, StoredExperts, Wanted, set_aside_input_scales
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import E8M0_SCALE, Part, require_columns
 from turnout.formats.experts import ExpertWeights
@@ -46,7 +46,7 @@ class Mxfp4Linear:
         set_aside_input_scales(wanted, stored, self.input_scale)
         return stored.weights(lambda matrix: self._matrix(stored, matrix))
 
-    def _matrix(self, stored: Arrangement, matrix: str) -> PackedTensor:
+    def _matrix(self, stored: StoredExperts, matrix: str) -> PackedTensor:
         data, scale = stored.read(matrix, self.codes), stored.read(matrix, SCALE)
         return PackedTensor(format=Format.MXFP4, data=data, scale=scale.view(torch.uint8))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.experts import Arrangement, Wanted, arrangement, set_aside_input_scales
+from turnout.checkpoint.experts import StoredExperts, Wanted, set_aside_input_scales, stored_experts
 from turnout.checkpoint.files import TensorFiles
 from turnout.checkpoint.parts import E4M3, E4M3_SCALE, Part, read_scalar, require_columns
 from turnout.formats.experts import ExpertWeights, InputScales
@@ -79,7 +79,7 @@ def _linear(files: TensorFiles, module: str, n: int, k: int, spelling: Spelling)
 
 def _experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool) -> ExpertWeights:
     wanted.require_columns(GROUP)
-    stored = arrangement(wanted, spelling.parts[0])
+    stored = stored_experts(wanted, spelling.parts[0])
     _refuse_smoothing(wanted.files, stored.modules("w13") + stored.modules("w2"))
     experts = stored.weights(lambda matrix: _matrix(wanted, stored, matrix, spelling))
     if not quantized_activations:
@@ -89,7 +89,7 @@ def _experts(wanted: Wanted, spelling: Spelling, *, quantized_activations: bool)
     return replace(experts, input_scales=InputScales(w13=w13, w2=w2))
 
 
-def _matrix(wanted: Wanted, stored: Arrangement, matrix: str, spelling: Spelling) -> PackedTensor:
+def _matrix(wanted: Wanted, stored: StoredExperts, matrix: str, spelling: Spelling) -> PackedTensor:
     data, scale = (stored.read(matrix, part) for part in spelling.parts)
     columns = spelling.scale_of(stored.scalars(matrix, spelling.global_scale, wanted.local, WHY))
     if columns.shape[1] == 2:
@@ -122,7 +122,7 @@ def _unify(wanted: Wanted, data: Tensor, scale: Tensor, columns: Tensor) -> None
         )
 
 
-def _input_scale(wanted: Wanted, stored: Arrangement, matrix: str, spelling: Spelling) -> Tensor:
+def _input_scale(wanted: Wanted, stored: StoredExperts, matrix: str, spelling: Spelling) -> Tensor:
     """float32 [E]. Gate and up see the same input, quantised once: the larger scale covers both ranges."""
     columns = stored.scalars(matrix, spelling.input_scale, wanted.all, WHY_INPUT)
     return spelling.scale_of(columns).amax(dim=1)

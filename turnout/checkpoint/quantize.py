@@ -33,7 +33,7 @@ from turnout.checkpoint.encoders import (
     Nvfp4,
 )
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.experts import ExpertShape, Wanted, arrangement
+from turnout.checkpoint.experts import ExpertShape, Wanted, stored_experts
 from turnout.checkpoint.files import FLOATS, ProgressFn, TensorFiles
 from turnout.checkpoint.parts import PLAIN
 from turnout.checkpoint.quantization_config import stored_dtype
@@ -137,7 +137,7 @@ class _Job:
             first=index,
             count=1,
         )
-        stored = arrangement(wanted, PLAIN)
+        stored = stored_experts(wanted, PLAIN)
         (w13,), (w2,) = (stored.read(matrix, PLAIN) for matrix in ("w13", "w2"))
         return dict(zip(PROJECTIONS, (*w13.chunk(2), w2), strict=True))
 

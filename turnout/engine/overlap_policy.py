@@ -13,12 +13,12 @@ def why_no_overlap(engine_plan: EnginePlan) -> str:
     config = engine_plan.config
     if config.drafts_by_layer:
         return "a draft layer goes over tokens that the host has to know first"
-    settles = engine_plan.compute_dtype == "float32"
-    if config.speculative and settles and engine_plan.topology.dp_size > 1:
-        return "ranks settle near-ties together after each step, and each has drafts of its own"
+    has_near_ties = engine_plan.compute_dtype == "float32"
+    if config.speculative and has_near_ties and engine_plan.topology.dp_size > 1:
+        return "ranks decide near-ties together after each step, and each has drafts of its own"
     if config.deterministic:
         return "--deterministic computes each token apart, from what the host knows"
-    if engine_plan.keeps_states and settles:
+    if engine_plan.keeps_states and has_near_ties:
         return "a near-tie decided late would have taken the states of requests over a wrong token"
     if config.disable_overlap_schedule:
         return "asked for with --disable-overlap-schedule"

@@ -121,8 +121,8 @@ results["steps-whole"] = steps(16, [2, 126], 2, whole=True)
 
 
 def chunks(rate: dict[str, Any]) -> bool:
-    """A prompt in three chunks, one of a single token, beside another, by kernels and by torch; what is never
-    written is NaN."""
+    """A prompt in three chunks, one of a single token, next to another, by kernels and by torch; what is
+    never written is NaN."""
     spec = CompressedSpec(
         num_heads=3, num_kv_heads=1, head_dim=32, value_dim=32, scale=0.2, recent=8, output_groups=1, **rate
     )

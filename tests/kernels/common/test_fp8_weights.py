@@ -49,7 +49,7 @@ SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 2048), (576, 512), (7
 @pytest.mark.parametrize(("M", "K"), SHAPES)
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 33, 64, 65, 200, 256, 257, 1500])
 def test_products_on_a_gpu(rows: int, M: int, K: int):
-    """In all three ways, beside products by the decoded weights in float64."""
+    """In all three ways, next to products by the decoded weights in float64."""
     torch.manual_seed(0)
     data, scale = encode_blocks(torch.randn(M, K) * K**-0.5)
     packed = PackedTensor(format=Format.FP8, data=data, scale=scale)

@@ -1,4 +1,4 @@
-"""Draws by top-p over whole vocabularies: in Triton's interpreter, and on a GPU beside the CPU's sort."""
+"""Draws by top-p over whole vocabularies: in Triton's interpreter, and on a GPU against the CPU's sort."""
 
 from __future__ import annotations
 

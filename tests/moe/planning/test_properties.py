@@ -177,14 +177,14 @@ def check_holds_together(made, spec, question):
     experts = made.weight_bytes * question["num_layers"]
     assert experts + made.workspace_bytes + made.dispatch_bytes <= hardware.memory_bytes
     request = question["request"]
-    for wish, got in (
+    for asked, got in (
         (request.moe_runner_backend, oak.name),
         (request.moe_a2a_backend, made.decode.dispatcher),
         (request.moe_dispatch_dtype, made.decode.wire_format),
         (request.moe_activation_dtype, made.activation_format),
         (request.moe_weight_storage, made.weight_storage),
     ):
-        assert wish in ("auto", got)
+        assert asked in ("auto", got)
     assert made.reasons
 
 
@@ -202,7 +202,7 @@ def test_a_capacity_that_a_refusal_names_is_enough(spec, question):
 @settings(max_examples=80, deadline=None)
 @given(SPECS, QUESTIONS)
 def test_sizes_that_a_layer_refusal_names_divide(spec, question):
-    """Whatever else is wrong, the layer's own refusals are mended by any of the sizes they suggest."""
+    """Whatever else is wrong, the layer's own refusals are answered by any of the sizes they suggest."""
     _, error = answer(spec, question)
     for refusal in error.refusals if error else ():
         if refusal.who != "layer" or "--ep-size" not in refusal.remedy:

@@ -54,7 +54,7 @@ def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
     assert (made.prefill.reduce, made.decode.reduce, made.shared_expert) == ("layer", "none", "whole")
 
 
-def test_what_need_not_travel_stays():
+def test_what_need_not_be_sent_stays():
     """However good a dispatcher is, one that moves nothing comes first; the reason says so."""
     ash, yew = dispatcher("ash"), dispatcher("yew", exchange="all_to_all", preference=2)
     made = make(topology=Topology(tp_size=4, ep_size=4), dispatchers=[ash, yew])
@@ -147,7 +147,7 @@ APART = Topology(tp_size=2, dp_size=2, enable_dp_attention=True)
 
 def wires(
     spec=SPEC,
-    wish="auto",
+    asked="auto",
     hardware=BLACKWELL,
     runner_wires=ANY_WIRE,
     dispatcher_wires=ANY_WIRE,
@@ -159,43 +159,43 @@ def wires(
         dispatchers=[dispatcher(exchange="gather", wire_formats=dispatcher_wires)],
         hardware=hardware,
         compute_dtype="bfloat16",
-        request=PlanRequest(moe_dispatch_dtype=wish),
+        request=PlanRequest(moe_dispatch_dtype=asked),
         topology=topology,
     ).decode.wire_format
 
 
-def test_tokens_travel_in_the_gemms_format_where_both_sides_speak_it():
+def test_tokens_are_sent_in_the_gemms_format_where_both_sides_speak_it():
     assert wires() == "bf16"
     assert wires(NVFP4) == "nvfp4"
     assert wires(NVFP4, hardware=HOPPER) == "bf16"
     assert wires(NVFP4, dispatcher_wires=frozenset({"bf16", "fp8"})) == "bf16"
-    assert wires(NVFP4, wish="fp8") == "fp8"
-    assert wires(NVFP4, wish="bf16") == "bf16"
+    assert wires(NVFP4, asked="fp8") == "fp8"
+    assert wires(NVFP4, asked="bf16") == "bf16"
 
 
 def test_a_wire_format_that_one_side_lacks_is_refused():
     for lacking in ({"runner_wires": frozenset({"bf16"})}, {"dispatcher_wires": frozenset({"bf16"})}):
         with pytest.raises(PlanRefused, match="--moe-dispatch-dtype fp8"):
-            wires(wish="fp8", **lacking)
+            wires(asked="fp8", **lacking)
     with pytest.raises(PlanRefused, match="divisible by 128"):
-        wires(replace(SPEC, hidden_size=960), wish="fp8")
+        wires(replace(SPEC, hidden_size=960), asked="fp8")
 
 
-def test_tokens_travel_in_nvfp4_only_with_calibrated_scales():
-    assert wires(NVFP4, wish="nvfp4", hardware=HOPPER) == "nvfp4"
+def test_tokens_are_sent_in_nvfp4_only_with_calibrated_scales():
+    assert wires(NVFP4, asked="nvfp4", hardware=HOPPER) == "nvfp4"
     for spec in (replace(NVFP4, quantized_activations=False), SPEC):
         assert wires(spec) == "bf16"
         with pytest.raises(PlanRefused, match=r"calibrated input scales.*--calibrate"):
-            wires(spec, wish="nvfp4")
+            wires(spec, asked="nvfp4")
 
 
 def test_tokens_that_stay_are_not_quantised():
     alone = Topology(tp_size=2)
     assert wires(NVFP4, topology=alone) == "bf16"
-    assert wires(NVFP4, wish="bf16", topology=alone) == "bf16"
-    for wish in ("fp8", "nvfp4"):
+    assert wires(NVFP4, asked="bf16", topology=alone) == "bf16"
+    for asked in ("fp8", "nvfp4"):
         with pytest.raises(PlanRefused, match="no token is dispatched") as error:
-            wires(NVFP4, wish=wish, topology=alone)
+            wires(NVFP4, asked=asked, topology=alone)
         assert "--moe-dispatch-dtype auto" in error.value.refusals[0].remedy
     peers = [dispatcher(), dispatcher("yew", exchange="all_to_all", wire_formats=ANY_WIRE)]
     made = make(

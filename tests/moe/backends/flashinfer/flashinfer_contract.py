@@ -7,7 +7,7 @@ see what a runner hands over, and then each stand-in
 * checks what kernels assume and Python does not: contiguity, strides, alignment, ids, padding;
 * decodes weights and scales one element at a time by the documented layouts, not by Turnout's functions;
 * computes in float32. `Launches.result` is what the layer comes to before it is rounded to bf16, and between
-  the two masked GEMMs float32 is remembered beside the bf16 that is stored.
+  the two masked GEMMs float32 is remembered next to the bf16 that is stored.
 
 A launch whose parameters the installed library names otherwise is a broken contract too.
 

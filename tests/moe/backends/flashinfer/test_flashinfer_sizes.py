@@ -1,4 +1,4 @@
-"""Bytes beside the weights, against what the library allocates."""
+"""Bytes next to the weights, against what the library allocates."""
 
 from __future__ import annotations
 

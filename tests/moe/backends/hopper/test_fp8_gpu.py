@@ -86,7 +86,7 @@ def test_few_tokens(hidden: int, tokens: int):
         x_TH.float(), ids_TK, weights_TK, experts, spec.activation, activation_format="fp8"
     )
     assert relative_error(out_TH.float().cpu(), wanted_TH) < BOUNDS["fp8", "bfloat16"]
-    # The same bits as of each token alone: quantised in the GEMM there, beside the sort here.
+    # The same bits as of each token alone: quantised in the GEMM there, next to the sort here.
     for t in range(min(tokens, 3)):
         alone = TokensBatch(
             hidden=Hidden(data=batch.hidden.data[t : t + 1]),

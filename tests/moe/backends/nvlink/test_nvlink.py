@@ -54,7 +54,7 @@ def planned(
 
 
 def test_memory_is_counted():
-    """Rows of 8 ranks x 100 tokens: a token and its result of 14336 bytes, twice, for those may all travel in
+    """Rows of 8 ranks x 100 tokens: a token and its result of 14336 bytes, twice, as all may be sent in
     words; 64 of ids and weights three times over, two flags of 8 bytes; and counts."""
     found = planned()
     assert found.decode.max_tokens == 8 * 16

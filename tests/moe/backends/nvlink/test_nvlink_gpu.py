@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multigpu
 
 GPUS = max(2, torch.cuda.device_count())
 HIDDEN, EXPERTS, TOP_K, CAPACITY = 2048, 32, 4, 64
-FEW = 16  # tokens that travel in words; more by flags
+FEW = 16  # tokens that are sent in words; more by flags
 REPLAYS = 100_000
 TIMEOUT = 240
 
