@@ -149,16 +149,7 @@ class EngineCore:
         before, began = self._synced, time.perf_counter()
         synced = self._sync(chunks, tokens, decoding)
         if not synced.phase:
-            outputs += self._finish()[0]
-            if times := self._scheduler.times:
-                times.rest(time.perf_counter())
-            # Ranks capture together, so what they agreed on decides; outputs do not wait for that.
-            if before and not (before.phase or synced.pending or synced.leaving):
-                compiled = self._compilations()
-                self._forward.use_rest()
-                self._compiled_at_rest += self._compilations() - compiled
-            self._watch.note(self._steps, "resting")
-            return outputs
+            return outputs + self._rest(before, synced)
         self._watch.note(self._steps, synced.phase)
         agreed = time.perf_counter()
         if known := self._launched is None:
@@ -197,6 +188,21 @@ class EngineCore:
         self._seconds[synced.phase] += time.perf_counter() - agreed
         symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
         return outputs + advanced
+
+    def _rest(self, before: SyncedStep | None, synced: SyncedStep) -> list[RequestOutput]:
+        """The end of a step in which no rank has work; the tokens of the step that was launched last.
+
+        before: the step before this one, None if this is the first."""
+        outputs = self._finish()[0]
+        if times := self._scheduler.times:
+            times.rest(time.perf_counter())
+        # Ranks capture together, so what they agreed on decides; outputs do not wait for that.
+        if before and not (before.phase or synced.pending or synced.leaving):
+            compiled = self._compilations()
+            self._forward.use_rest()
+            self._compiled_at_rest += self._compilations() - compiled
+        self._watch.note(self._steps, "resting")
+        return outputs
 
     def _runs_ahead(self, launched: Launched) -> bool:
         """Whether the next step may be scheduled before the tokens of this one are known. If so, it takes
