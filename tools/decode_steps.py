@@ -17,6 +17,7 @@ their arrival to the first token of the last. Other flags of the engine are read
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import time
 from collections import defaultdict
@@ -316,11 +317,19 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    log_start()
     rows = [row for model in options.models for row in Bench(model, options).rows()]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     content = result("steps", rows, device=device, driver=gpu_driver())
     if options.output is not None:
         save(content, options.output)
+
+
+def log_start() -> None:
+    """Print when each phase of a start begins, and how many kernels were compiled for how long."""
+    logging.basicConfig(level=logging.WARNING, format="%(relativeCreated)d ms: %(message)s")
+    logging.getLogger("turnout.engine.startup").setLevel(logging.DEBUG)
+    logging.getLogger("turnout.kernels.common.compilation").setLevel(logging.INFO)
 
 
 def _load(text: str) -> tuple[int, int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # In their order. A rank may skip some: a CPU has no graphs, one rank no rendezvous.
 PHASES = (
@@ -40,6 +43,7 @@ class StartupTimes:
         assert phase in PHASES, phase
         self.end()
         self._phase = phase
+        logger.debug("%s begins %.1f s after the process", phase, sum(self.seconds.values()))
 
     def end(self) -> None:
         """The present phase ends, and with it the start, unless another one begins."""

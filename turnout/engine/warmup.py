@@ -27,6 +27,7 @@ from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk, Scheduler
 from turnout.engine.scheduler.step_times import LEAST_TOKENS, StepTimes
 from turnout.engine.step.forward import Forward
+from turnout.engine.step.rehearsal import rehearsal
 from turnout.flags import flag_name
 from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.moe.autotune import autotune
@@ -156,28 +157,46 @@ def first_prompts(
     steps = [_cut(size, room) for size in sizes]
     # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
     steps += [[1] * (1 << i) for i in range(1, min(rows, config.max_prefill_tokens).bit_length())]
+    with rehearsal(engine_plan)() as rehearsed:
+        for lengths in steps if rehearsed else ():
+            _first_prompts(engine_plan, forward, model, kv, lengths)
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("compiling", done, len(steps))
-        size, chunks = sum(lengths), _prompts(engine_plan, lengths)
-        for chunk in chunks:
-            kv.admit(chunk.request, chunk.length, spare=0)
-        synced = _alike(engine_plan, Phase.PREFILL, size)
-        computed = forward.eagerly(chunks, synced)
-        if config.drafts_by_layer:
-            assert computed.step is not None, "a draft layer goes over the tokens of every step"
-            cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
-        # As many requests may end their prompts in one step: products of a head differ by rows too.
-        logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
-        if not done:
-            words = -(-logits_SV.shape[1] // 32)
-            forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
-            draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
-        if forward.prefill_graphs is not None:
-            forward(chunks, synced)  # attention alone is launched otherwise
-        for chunk in chunks:
-            kv.release(chunk.request)
+        _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done, replay=True)
     model.reset_counts()
+
+
+def _first_prompts(
+    engine_plan: EnginePlan,
+    forward: Forward,
+    model: Model,
+    kv: KVCache,
+    lengths: Sequence[int],
+    *,
+    draw: bool = False,
+    replay: bool = False,
+) -> None:
+    """A step of prompts of these lengths. draw: also from what their logits allow. replay: also as a graph
+    computes it, if one does, where attention alone is launched."""
+    config, size, chunks = engine_plan.config, sum(lengths), _prompts(engine_plan, lengths)
+    for chunk in chunks:
+        kv.admit(chunk.request, chunk.length, spare=0)
+    synced = _alike(engine_plan, Phase.PREFILL, size)
+    computed = forward.eagerly(chunks, synced)
+    if config.drafts_by_layer:
+        assert computed.step is not None, "a draft layer goes over the tokens of every step"
+        cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
+    # As many requests may end their prompts in one step: products of a head differ by rows too.
+    logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
+    if draw:
+        words = -(-logits_SV.shape[1] // 32)
+        forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
+        draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
+    if replay and forward.prefill_graphs is not None:
+        forward(chunks, synced)
+    for chunk in chunks:
+        kv.release(chunk.request)
 
 
 def measure_steps(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from turnout.attention.backends.triton.states import TritonStates
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
+from turnout.engine.step.rehearsal import Zeros
 from turnout.models.interface import ModelShape
 from turnout.registry import ATTENTION_BACKENDS
 
@@ -75,6 +77,12 @@ WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache group
 GUESSED = replace(SHAPE, attention=(SINKS.sliding(5), SINKS, SINKS), vocab_size=4, eos_token_ids=())
 
 
+@contextmanager
+def on_zeros() -> Iterator[bool]:
+    with Zeros():
+        yield True
+
+
 def answers(
     seed: int,
     *,
@@ -105,6 +113,7 @@ def answers(
             two_batches=not drafts,
             pool=None,
             progress=None,
+            rehearse=on_zeros,
         )
         core._forward.graphs, core._forward._drawn_R = replayed, replayed.drawn_R
     if prefill:

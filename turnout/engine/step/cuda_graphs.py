@@ -33,6 +33,7 @@ from turnout.attention.paged import PagedAttention
 from turnout.attention.states import Rows
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.rehearsal import Rehearsal, nothing
 from turnout.engine.step.two_batch_overlap import split
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
@@ -87,6 +88,7 @@ class DecodeGraphs:
         two_batches: bool,
         pool: Any,
         progress: ProgressFn | None,
+        rehearse: Rehearsal = nothing,
     ):
         """Captures a graph for each of `sizes`, ascending; collective among the ranks of a model.
 
@@ -109,6 +111,9 @@ class DecodeGraphs:
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[int, Captured] = {}
         self._pool = pool
+        with rehearse() as rehearsed:
+            for size in self.sizes if rehearsed else ():
+                self._forward(self._padding(size))
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
                 progress("capturing graphs", done, len(self.sizes))
@@ -143,9 +148,14 @@ class DecodeGraphs:
         F = self._num_fields
         return self._inputs_X[self._num_drawn :][: F * size].view(F, size)
 
-    def _capture(self, size: int) -> Captured:
+    def _padding(self, size: int) -> Tensor:
+        """`_rows`, of a step without tokens."""
         rows_FB = self._rows(size)
         rows_FB.copy_(torch.tensor(fields([], self._attention, size, self._num_drawn)))
+        return rows_FB
+
+    def _capture(self, size: int) -> Captured:
+        rows_FB = self._padding(size)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

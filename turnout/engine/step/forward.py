@@ -25,6 +25,7 @@ from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for, prefill_graph_for
 from turnout.engine.step.prefill_graphs import PrefillGraphs
+from turnout.engine.step.rehearsal import rehearsal
 from turnout.engine.step.two_batch_overlap import split, split_chunks
 from turnout.engine.transfers import on_device
 from turnout.models.interface import Model, ProgressFn, Step
@@ -58,6 +59,7 @@ class Forward:
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.graph_steps = 0  # that graphs computed
+        rehearse = rehearsal(engine_plan)
         if not engine_plan.why_no_prefill_graphs:
             with torch.inference_mode():
                 self.prefill_graphs = PrefillGraphs(
@@ -67,6 +69,7 @@ class Forward:
                     stored=engine_plan.stores_in_place,
                     dp_size=engine_plan.topology.dp_size,
                     progress=progress,
+                    rehearse=rehearse,
                 )
         if not engine_plan.why_no_decode_graphs:
             sizes = graph_sizes(engine_plan.config)
@@ -83,6 +86,7 @@ class Forward:
                     two_batches=self._two_batches,
                     pool=self.prefill_graphs.pool if self.prefill_graphs else None,
                     progress=progress,
+                    rehearse=rehearse,
                 )
             self._drawn_R = self.graphs.drawn_R
 

@@ -39,6 +39,7 @@ from turnout.attention.interface import Attention
 from turnout.attention.kinds import AttentionSpec, most_handed_bytes
 from turnout.attention.up_projection import UpProjection
 from turnout.engine.step.cuda_graphs import WARM_UPS
+from turnout.engine.step.rehearsal import Rehearsal, nothing
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.vocabulary import Phase
 
@@ -249,6 +250,7 @@ class PrefillGraphs:
         stored: bool,
         dp_size: int,
         progress: ProgressFn | None,
+        rehearse: Rehearsal = nothing,
     ):
         """Captures each of `sizes`, ascending, in tokens; collective among the ranks of a model.
 
@@ -269,6 +271,9 @@ class PrefillGraphs:
         self.pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._captured: dict[int, Captured] = {}
+        with rehearse() as rehearsed:
+            for size in self.sizes if rehearsed else ():
+                self._forward(size, self._cut(size, None))
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
                 progress("capturing prefill graphs", done, len(self.sizes))

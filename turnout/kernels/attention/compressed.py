@@ -79,7 +79,7 @@ def keep_tokens_entry(
         total = tl.zeros([DP], tl.float32)
         made = tl.zeros([DP], tl.float32)
         own = end - RATE
-        for at in tl.static_range(0, SERIES * RATE, TOKENS):
+        for at in range(0, SERIES * RATE, TOKENS):  # unrolled, windows of 128 take seconds to compile
             i = at + tl.arange(0, TOKENS)
             t = end - SERIES * RATE + i
             held = ((i < SERIES * RATE) & (t >= 0))[:, None] & (d < D)[None, :]

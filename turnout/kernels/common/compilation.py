@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -83,8 +84,27 @@ def recording() -> Iterator[dict[Record, None]]:
 @contextmanager
 def compiling(threads: int) -> Iterator[None]:
     """Calls of kernels launch nothing; those that are not compiled yet are, by the end of the block."""
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), _launching_nothing():
-        yield
+    taken: list[tuple[float, str]] = []
+    began = time.perf_counter()
+
+    def note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            taken.append((times.total / 1e6, src.name))
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = note
+    try:
+        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), _launching_nothing():
+            yield
+    finally:
+        knobs.compilation.listener = before
+    if taken:
+        longest, name = max(taken)
+        all_took, here = sum(seconds for seconds, _ in taken), time.perf_counter() - began
+        log.info(
+            "compiled %d kernels in %.1f s, %d at a time; one by one they took %.1f s, %s alone %.1f s",
+            len(taken), here, threads, all_took, name, longest,
+        )  # fmt: skip
 
 
 Variant = tuple[Any, ...]  # a kernel, and all that Triton compiles it anew for
