@@ -4,22 +4,22 @@ graphs, and with them.
     python -m tools.random_checkpoint /dev/shm/model
     python -m tools.step_timeline /dev/shm/model --output steps.svg
 
-Each engine runs in a process of its own and is recorded by the engine's profiler, as `/start_profile` does;
-tools.timeline draws profiles of a server in the same way. The prompt comes alone; then --requests of 64
-tokens decode together.
+One engine is recorded in both ways by the engine's profiler, as `/start_profile` does; tools.timeline draws
+profiles of a server in the same way. The prompt comes alone; then --requests of 64 tokens decode together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import time
 import zlib
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tools.decode_steps import log_start
 from tools.timeline import joined, panels_of_profile, svg, trace
 from turnout import LLM
 from turnout.engine.core import EngineCore
@@ -28,25 +28,31 @@ from turnout.engine.profiling import Profiler
 from turnout.engine.sampling_params import SamplingParams
 from turnout.parallel.health import Unwatched
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "before": {"overlap_schedule": "off", "disable_prefill_graph": True},
-    "after": {},
-}
 PROMPT = 64  # tokens of requests that decode
 
 
-def record(model: str, flags: dict[str, Any], steps: int, prompt: int, requests: int) -> dict[str, Any]:
+def record(core: EngineCore, steps: int, prompt: int, requests: int) -> dict[str, Any]:
     """The Chrome trace of an engine that computes a prompt alone, and then at least `steps` decode steps."""
-    with LLM(model, load_progress=False, disable_prefix_cache=True, **flags) as llm:
-        core = llm._open()
-        for _ in range(2):  # the first recording starts the profiler up
-            profiler = Profiler(0, Unwatched())
-            profiler.executes(StartProfile(steps=1000, began=time.time()))
-            _answer(core, profiler, 1, prompt, 1)
-            _answer(core, profiler, requests, PROMPT, steps + 4)
-            recorded = profiler.executes(StopProfile())
-        assert isinstance(recorded, Profiled)
-        return {"traceEvents": json.loads(b"[" + zlib.decompress(recorded.trace) + b"]")}
+    for _ in range(2):  # the first recording starts the profiler up
+        profiler = Profiler(0, Unwatched())
+        profiler.executes(StartProfile(steps=1000, began=time.time()))
+        _answer(core, profiler, 1, prompt, 1)
+        _answer(core, profiler, requests, PROMPT, steps + 4)
+        recorded = profiler.executes(StopProfile())
+    assert isinstance(recorded, Profiled)
+    return {"traceEvents": json.loads(b"[" + zlib.decompress(recorded.trace) + b"]")}
+
+
+@contextmanager
+def before(core: EngineCore) -> Iterator[None]:
+    """Tokens are read before the next step is planned, and steps with prompts are launched kernel by kernel:
+    as with --disable-overlap-schedule and --disable-prefill-graph."""
+    overlaps, graphs = core._overlap, core._forward.prefill_graphs
+    core._overlap, core._forward.prefill_graphs = False, None
+    try:
+        yield
+    finally:
+        core._overlap, core._forward.prefill_graphs = overlaps, graphs
 
 
 def _answer(core: EngineCore, profiler: Profiler, requests: int, prompt: int, length: int) -> None:
@@ -73,14 +79,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="SVG")
     parser.add_argument("--trace", type=Path, help="JSON")
     options = parser.parse_args()
-    panels = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        for name, own in ENGINES.items():
-            flags = {"device": options.device, "max_total_tokens": 65536, **own}
-            asked = options.steps, options.prompt, options.requests
-            content = pool.submit(record, options.model, flags, *asked).result()
-            panels |= panels_of_profile(content, name, options.steps, rank=0)
+    log_start()
+    asked = options.steps, options.prompt, options.requests
+    flags: dict[str, Any] = {"max_total_tokens": 65536, "max_running_requests": options.requests}
+    with LLM(
+        options.model, device=options.device, load_progress=False, disable_prefix_cache=True, **flags
+    ) as llm:
+        core = llm._open()
+        with before(core):
+            panels = panels_of_profile(record(core, *asked), "before", options.steps, rank=0)
+        panels |= panels_of_profile(record(core, *asked), "after", options.steps, rank=0)
     print(*panels, sep="\n")
     options.output.write_text(svg({title: joined(shown) for title, shown in panels.items()}))
     if options.trace is not None:

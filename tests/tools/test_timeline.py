@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ import pytest
 
 from tools import step_timeline
 from tools.timeline import COLORS, HOST, busy, joined, panels_of, panels_of_profile, svg, trace
+from turnout import LLM
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/overlap-nvidia-h200-x2-2026-11-22.json"
 
@@ -36,10 +38,14 @@ def test_a_shared_expert_during_the_others():
     ]
 
 
-@pytest.mark.parametrize("engine", step_timeline.ENGINES)
+@pytest.mark.parametrize("engine", ["before", "after"])
 def test_steps_of_an_engine(tiny_folder: Path, engine: str):
-    flags = {"device": "cpu", "max_total_tokens": 1024} | step_timeline.ENGINES[engine]
-    content = step_timeline.record(str(tiny_folder), flags, steps=3, prompt=20, requests=2)
+    with LLM(str(tiny_folder), device="cpu", max_total_tokens=1024, overlap_schedule="on") as llm:
+        core = llm._open()
+        with step_timeline.before(core) if engine == "before" else nullcontext():
+            content = step_timeline.record(core, steps=3, prompt=20, requests=2)
+        assert (core.stats().overlapped_steps > 0) == (engine == "after")
+        assert core._overlap
     decoding, prompt = panels_of_profile(content, engine, 3, rank=0).items()
     for (title, shown), about, count in (
         (decoding, "3 steps of decoding", 3),
