@@ -17,6 +17,7 @@ from turnout.attention.backends.triton.compressed import TritonCompressed
 from turnout.attention.compressed import CompressedAttention
 from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec, cache_groups
+from turnout.kernels.attention import compressed
 from turnout.models.blocks import Norm, RotaryEmbedding
 from turnout.models.compressed_attention import TurnAt
 from turnout.models.rope import Rope
@@ -171,10 +172,12 @@ RATES = pytest.mark.parametrize("rate", [{}, INDEX, {"rate": 128}], ids=["window
 
 @pytest.mark.gpu
 @RATES
-def test_rows_on_a_gpu(rate: dict[str, Any]):
+@pytest.mark.parametrize("specialised", [False, True])
+def test_rows_on_a_gpu(rate: dict[str, Any], specialised: bool, monkeypatch: pytest.MonkeyPatch):
     """A step of single tokens as a graph has it, and what it leaves, against torch's blocks, at the sizes of
     DeepSeek-V4-Flash: contexts with no entries, with few, with more than are chosen, some of whose windows
     end."""
+    monkeypatch.setattr(compressed, "DEFAULT", compressed.SPECIALISED if specialised else compressed.PLAIN)
     starts = [0, 2, 127, 128, 3000, 5119, 8191, 8190]
     N, pages = len(starts), 513
     torch.manual_seed(0)
@@ -196,8 +199,12 @@ def test_rows_on_a_gpu(rate: dict[str, Any]):
 @pytest.mark.gpu
 @RATES
 @pytest.mark.parametrize("start", [0, 3001])
-def test_chunks_on_a_gpu(rate: dict[str, Any], start: int):
+@pytest.mark.parametrize("specialised", [False, True])
+def test_chunks_on_a_gpu(
+    rate: dict[str, Any], start: int, specialised: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Of a prompt, and what they leave, against torch."""
+    monkeypatch.setattr(compressed, "DEFAULT", compressed.SPECIALISED if specialised else compressed.PLAIN)
     torch.manual_seed(0)
     layer, found = Layer(rate, 700, torch.device("cuda")), []
     made = [layer.paged(make, 1, 300) for make in (CompressedAttention, TritonCompressed)]

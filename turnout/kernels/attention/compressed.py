@@ -25,7 +25,7 @@ from turnout.kernels.common.dependent import launches_early
 
 COPIED = 1024  # channels of a program that stores
 MADE_OF = 16  # tokens that an entry is made of, at a time
-DEFAULT = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
+PLAIN = DEFAULT = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
 # Of compressed_specialised.py; see `can_specialise`.
 SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, narrow=True, parts=4, specialised=True)
 
@@ -258,23 +258,24 @@ def attend(
     scale: float,
     processors: int,
     first: int = 0,
-    tiles: Tiles = DEFAULT,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """[N, H, D] in q's dtype, over the last `seen` tokens and counts [N] entries.
 
     recent: rings [slots, places, D] and states, the slots of rows; or, without states, [tokens, D] from
     position `first` on. Contiguous, but for rows of the table, int32 or int64: pages of `page` entries.
     longest: the most entries that a row may see. sinks: float32 [H]. An end of 0 makes a row padding, which
-    gives 0 and whose count must be 0.
+    gives 0 and whose count must be 0. tiles: None: DEFAULT.
     """
     N, H, D = q_NHD.shape
+    tiles = tiles or DEFAULT
     out_NHD, DP = torch.empty_like(q_NHD), max(16, triton.next_power_of_2(D))
     early = launches_early(q_NHD.device)
     if not N:
         return out_NHD
     places = seen if states_N is None else recent.shape[1]
     if tiles.specialised and not can_specialise(q_NHD):
-        tiles = DEFAULT
+        tiles = PLAIN
     splits = spans(N, H, places + longest, processors, tiles)
     kept_as = q_NHD.dtype if tiles.narrow else torch.float32
     whole = tiles.specialised and splits == 1  # nothing is left to join
