@@ -114,6 +114,26 @@ def test_steps_and_their_tokens_add_up(http: httpx.Client):
     assert gained["cuda_graph_steps_total"] == 0  # on a CPU
 
 
+def test_counters_say_that_a_client_that_hung_up_holds_no_page(http: httpx.Client):
+    """The engine itself frees them before its next step: tests/engine/test_overlap_policy.py."""
+
+    def aborted() -> float:
+        of_all = families(http)["turnout:request_success"].samples
+        return sum(s.value for s in of_all if s.labels["finished_reason"] == "abort")
+
+    before, tokens = aborted(), total(http, "generation_tokens_total")
+    longest = http.get("/v1/models").json()["data"][0]["max_model_len"] - 5
+    body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": longest, "ignore_eos": True, "n": 3, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        while not next(lines).startswith("data:"):
+            pass
+        assert total(http, "kv_cache_usage_perc") > 0
+    assert eventually(lambda: aborted() == before + 3)
+    assert eventually(lambda: total(http, "kv_cache_usage_perc") == total(http, "num_requests_running") == 0)
+    assert total(http, "generation_tokens_total") - tokens < 3 * longest
+
+
 def test_the_start_is_timed_and_printed(http: httpx.Client):
     phases = {s.labels["phase"]: s.value for s in families(http)["turnout:startup_seconds"].samples}
     assert {"imports", "plan", "rendezvous", "weights", "kv_cache"} <= set(phases)
