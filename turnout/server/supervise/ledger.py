@@ -25,6 +25,7 @@ Pure: no clock, no sockets. One caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -116,7 +117,8 @@ class Ledger:
     def add(self, request: AddRequest, sink: Sink) -> None:
         """A new request, to be submitted when `due` says so."""
         if request.sampling.seed is None:
-            sampling = msgspec.structs.replace(request.sampling, seed=self._next_seed)
+            sampling = copy(request.sampling)  # unlike `replace` it does not check all fields again
+            msgspec.structs.force_setattr(sampling, "seed", self._next_seed)
             request = msgspec.structs.replace(request, sampling=sampling)
             self._next_seed = (self._next_seed + 1) % 2**63
         self._entries[request.id] = self._parked[request.id] = Entry(request, sink)
