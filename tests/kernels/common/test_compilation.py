@@ -46,3 +46,16 @@ def test_kernels_are_recorded_with_the_triton_that_is_patched(monkeypatch: pytes
     for found, known in (("3.6.1+cu130", True), ("3.6.0.post1", True), ("3.7.0", False), ("3.5.1", False)):
         monkeypatch.setattr(compilation, "__version__", found)
         assert compilation.can_record() is known
+
+
+@triton.autotune([triton.Config({"SIZE": size}) for size in (16, 32)], key=[])
+@triton.jit
+def tuned(SIZE: triton.language.constexpr):
+    pass
+
+
+def test_kernels_that_time_themselves_learn_nothing_where_nothing_is_launched():
+    with compilation.compiling(1):
+        tuned[(1,)]()
+    assert not tuned.cache
+    assert "run" in vars(type(tuned))  # Triton's own again

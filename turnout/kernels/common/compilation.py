@@ -13,9 +13,9 @@ GEMM would follow a table of tiles that no sort has written. Two ways:
 `variants` tells, without compiling, which variants of kernels calls ask for, so that `covering` can find a
 few batch sizes that between them need every variant that any batch size does.
 
-This is the only file that patches Triton: `JITFunction.run`, its parameters, the hook `jit_cache_hook` and
-`dtype.is_dtype` are its internals, and may change with any minor version. With a Triton other than PATCHED
-nothing is found ahead, so that kernels are compiled one by one as they are called.
+This is the only file that patches Triton: `JITFunction.run`, its parameters, `Autotuner.run`, the hook
+`jit_cache_hook` and `dtype.is_dtype` are its internals, and may change with any minor version. With a Triton
+other than PATCHED nothing is found ahead, so that kernels are compiled one by one as they are called.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from triton import __version__, knobs
 from triton.errors import TritonError
 from triton.language import dtype
 from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 T = TypeVar("T")
@@ -171,7 +172,8 @@ def _launching_nothing() -> Iterator[None]:
     def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    with patch.object(JITFunction, "run", prepare):
+    # Libraries have kernels that time their tiles by launching them, and would learn that all take no time.
+    with patch.object(JITFunction, "run", prepare), patch.object(Autotuner, "run", lambda *_, **__: None):
         yield
 
 
