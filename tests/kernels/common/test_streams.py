@@ -32,20 +32,16 @@ def test_interpreted(results: dict[str, bool], case: str):
 
 def test_compiled_for_hopper():
     """At the sizes of DeepSeek-V4-Flash, with products on tensor cores."""
-    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, STEPS, stream_mixture, stream_products
+    from turnout.kernels.common import streams
+    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, STEPS, stream_mixture
 
     halves = dict.fromkeys(("x_ptr", "total_ptr", "gain_ptr", "mixed_ptr"), "*bf16")
     sizes = {"S": 4, "C": 24, "CP": 32, "PDL": True}
     for added, y, steps in ((0, "*bf16", 1), (1, "*bf16", STEPS), (8, "*fp32", 1)):
-        constants = sizes | {
-            "ADDED": added,
-            "ROWS": ROWS,
-            "COLUMNS": COLUMNS,
-            "STEPS": steps,
-            "AHEAD": steps > 1,
-        }
-        done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
-        assert "mma.sync" in done.asm["ptx"]
+        constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS, "STEPS": steps}
+        for kernel in (streams.stream_products, streams.stream_products_ahead):
+            done = compiled(kernel, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
+            assert "mma.sync" in done.asm["ptx"]
     constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}
     for blocks, last in ((1, False), (8, False), (1, True)):
         more = {"BLOCKS": blocks, "LAST": last, "gain_eps": 1e-6}

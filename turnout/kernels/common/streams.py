@@ -50,11 +50,65 @@ def cut_of(tokens: int, hidden: int) -> Cut:
 def stream_products(
     x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
     S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """total [N, S, H] = x + post [N, S] * y [N, H], the sum of ADDED parts; x where there are none, and not
     stored. parts float32 [N, B, CP + S S]: of STEPS times COLUMNS of each stream, products by fn [C, X], and
-    of streams with each other (the upper half). AHEAD: all of x and y is read before anything is stored."""
+    of streams with each other (the upper half)."""
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * (COLUMNS * STEPS) + tl.arange(0, COLUMNS)
+    c = tl.arange(0, CP)
+    fn = _rows_of_fn(fn_ptr, first, c, H, S, C)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    known = n < N
+    products = tl.zeros([ROWS, CP], tl.float32)
+    pairs = ()
+    for _ in tl.static_range(S * (S + 1) // 2):
+        pairs += (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]
+    for step in tl.static_range(STEPS):
+        h = first + step * COLUMNS
+        if step > 0:
+            fn = _rows_of_fn(fn_ptr, h, c, H, S, C)
+        held = known[:, None] & (h < H)[None, :]
+        y = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for part in tl.static_range(ADDED):
+            y += tl.load(y_ptr + (part * N + n[:, None]) * H + h[None, :], mask=held, other=0.0).to(
+                tl.float32
+            )
+        streams = ()
+        for j in tl.static_range(S):
+            at = (n[:, None] * S + j) * H + h[None, :]
+            x = tl.load(x_ptr + at, mask=held, other=0.0)
+            if ADDED > 0:
+                post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
+                x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
+                tl.store(total_ptr + at, x, mask=held)
+            x = x.to(tl.float32)
+            products = tl.dot(x, fn[j], products, input_precision="tf32x3")
+            streams += (x,)  # type: ignore[assignment]
+        sums = ()
+        for j in tl.static_range(S):
+            for i in tl.static_range(j, S):
+                before = pairs[j * S - j * (j - 1) // 2 + i - j]  # type: ignore[var-annotated]
+                sums += (before + tl.sum(streams[j] * streams[i], 1),)  # type: ignore[assignment]
+        pairs = sums
+    to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
+    tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
+    for j in tl.static_range(S):
+        for i in tl.static_range(j, S):
+            tl.store(to + CP + j * S + i, pairs[j * S - j * (j - 1) // 2 + i - j], mask=known)
+
+
+@triton.jit(do_not_specialize=["N"])
+def stream_products_ahead(
+    x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
+    S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `stream_products`, but all of x and y is read before anything is stored, and streams' products with
+    each other are added up over columns at the end."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (COLUMNS * STEPS) + tl.arange(0, COLUMNS)
     c = tl.arange(0, CP)
@@ -69,21 +123,19 @@ def stream_products(
     for _ in tl.static_range(S * (S + 1) // 2):
         pairs += (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
     read = ()
-    for step in tl.static_range(STEPS if AHEAD else 1):
+    for step in tl.static_range(STEPS):
         read += _rows_of_step(x_ptr, y_ptr, n, first + step * COLUMNS, known, N, H, S, ADDED)
     for step in tl.static_range(STEPS):
         h = first + step * COLUMNS
         if step > 0:
             fn = _rows_of_fn(fn_ptr, h, c, H, S, C)
-            if not AHEAD:
-                read = _rows_of_step(x_ptr, y_ptr, n, h, known, N, H, S, ADDED)
         held = known[:, None] & (h < H)[None, :]
         y = tl.zeros([ROWS, COLUMNS], tl.float32)
         for part in tl.static_range(ADDED):
-            y += read[(step * EACH if AHEAD else 0) + part].to(tl.float32)
+            y += read[step * EACH + part].to(tl.float32)
         streams = ()
         for j in tl.static_range(S):
-            x = read[(step * EACH if AHEAD else 0) + ADDED + j]  # type: ignore[var-annotated]
+            x = read[step * EACH + ADDED + j]  # type: ignore[var-annotated]
             if ADDED > 0:
                 post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
                 x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
@@ -258,10 +310,10 @@ def _connected(
     post_NS, mixed_NSH = kept or (out_NH, out_NH)
     early = launches_early(x_NSH.device)
     if N:
-        stream_products[(triton.cdiv(N, ROWS), B)](
+        multiply = stream_products_ahead if cut.ahead else stream_products
+        multiply[(triton.cdiv(N, ROWS), B)](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, cut.steps, cut.ahead, early,
-            num_warps=cut.warps, launch_pdl=early,
+            S, C, CP, count, ROWS, COLUMNS, cut.steps, early, num_warps=cut.warps, launch_pdl=early,
         )  # fmt: skip
         stream_mixture[(N, triton.cdiv(H, MIXED * cut.blocks))](
             total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,
