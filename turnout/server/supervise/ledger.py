@@ -149,6 +149,8 @@ class Ledger:
     def delivered(self, entry: Entry, output: RequestOutput) -> bool:
         """Note what goes to a client; whether more may be `due` thereby."""
         entry.output_ids += output.token_ids
+        if entry.got_on and output.finish_reason is None:  # as most of them: all else was noted before
+            return False
         entry.outputs += 1
         if entry.got_on:  # also if ranks die in a later step that is not its own
             if entry.alone:
