@@ -303,11 +303,7 @@ def _decide(
     rank = Rank(
         config=config, description=description, topology=topology, hardware=hardware, compute_dtype=dtype
     )
-    recurrent = [group.spec for group in rank.state_groups]
-    found = attention.refusals(rank.cache_groups, rank.attention_place)
-    found += attention.state_refusals(recurrent, rank.attention_place)
-    if found:
-        raise PlanRefused("no attention backend takes the model's layers", found)
+    _check_attention(rank)
     memory, num_pages, max_context = memory_table(rank, budget, moe, lambda other: plan_experts(budget=other))
     return EnginePlan(
         **{field.name: getattr(rank, field.name) for field in dataclasses.fields(rank)},
@@ -320,6 +316,15 @@ def _decide(
         memory=memory,
         measured=measured,
     )
+
+
+def _check_attention(rank: Rank) -> None:
+    """Raises PlanRefused unless there is an attention backend for each of the rank's layers."""
+    recurrent = [group.spec for group in rank.state_groups]
+    found = attention.refusals(rank.cache_groups, rank.attention_place)
+    found += attention.state_refusals(recurrent, rank.attention_place)
+    if found:
+        raise PlanRefused("no attention backend takes the model's layers", found)
 
 
 def _plan_experts(
