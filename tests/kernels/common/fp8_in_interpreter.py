@@ -83,6 +83,7 @@ def gates() -> bool:
 results["decode"] = all(decodes(*sizes) for sizes in ((64, 256, 128), (70, 400, 128), (33, 112, 16)))
 results["rows"] = multiplies(5, 70, 256, 128, bias=True, count=4) and multiplies(20, 64, 512, 64, count=8)
 results["rows-many"] = multiplies(100, 140, 512, 128, count=4) and multiplies(130, 40, 320, 64)
+results["rows-some"] = multiplies(40, 200, 512, 128, count=4) and multiplies(64, 66, 80, 16)
 results["rows-odd"] = multiplies(3, 40, 200, 128) and multiplies(3, 66, 80, 16, bias=True)
 results["parts"] = splits(5, 130, 512, 128, width=256, steps=1) and splits(1, 64, 512, 32, width=128, steps=2)
 results["parts-long"] = splits(16, 70, 1024, 128, width=128, steps=4) and splits(

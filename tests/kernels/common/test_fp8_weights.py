@@ -14,7 +14,7 @@ from turnout.models import dense
 from turnout.models.shares import Share, whole
 from turnout.vocabulary import Format
 
-CASES = ["decode", "rows", "rows-many", "rows-odd", "parts", "parts-long", "sums", "gates"]
+CASES = ["decode", "rows", "rows-many", "rows-some", "rows-odd", "parts", "parts-long", "sums", "gates"]
 
 
 @pytest.fixture(scope="module")

@@ -343,6 +343,9 @@ def test_no_step_needs_what_first_prompts_did_not(part: Callable[[int], None]):
         assert not missing, f"{size} tokens need {[name for name, _ in missing]}"
 
 
+UNUSED = {"attend_compressed_span_specialised", "stream_products_ahead"}  # by models: tools time them
+
+
 def test_every_kernel_that_is_launched_is_among_these():
     """But those of experts (tests/moe/backends/hopper/test_warmup.py) and of exchanges between GPUs, which
     compile theirs themselves (turnout/moe/backends/nvlink/warmup.py)."""
@@ -360,4 +363,5 @@ def test_every_kernel_that_is_launched_is_among_these():
             for size in (1, 2, 64, MOST):
                 part(size)
     assert len(found) > 30
-    assert {name for name, _ in called} == found
+    assert found >= UNUSED
+    assert {name for name, _ in called} == found - UNUSED

@@ -34,6 +34,9 @@ TILES = (Tile(16), Tile(32), Tile(64), Tile(128))
 # Of parts of more rows than the last but one: programs of more outputs read them from the L2 cache less
 # often, which bounds such products.
 MANY_ROWS = Tile(128, 128, 128, 8, 3)
+# Of parts of 33 to 64 rows, where programs of 64 outputs would not be more than multiprocessors: those of 128
+# leave room for more parts.
+FEW_OUTPUTS = Tile(64, 128, 128, 4, 3)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -83,6 +86,14 @@ def tile_of(rows: int) -> Tile:
     return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
 
 
+def tile_of_parts(rows: int, outputs: int) -> Tile:
+    """Of a product in parts, with so many outputs."""
+    if rows > FEW_OUTPUTS.rows:
+        return MANY_ROWS
+    tile = tile_of(rows)
+    return FEW_OUTPUTS if tile.rows == FEW_OUTPUTS.rows and outputs <= PROGRAMS * tile.outputs else tile
+
+
 def linear(
     x_NK: Tensor,
     weight_MK: Tensor,
@@ -105,7 +116,7 @@ def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, group: int, tile: T
     """float32 [P, N, M], whose sum over the first is x @ weight.T; of as many pieces of the inputs as keep
     multiprocessors at work. weight, scale, group: as in `linear`. tile: instead of what suits N."""
     (N, K), M = x_NK.shape, len(weight_MK)
-    tile = tile or (tile_of(N) if TILES[-2].rows >= N else MANY_ROWS)
+    tile = tile or tile_of_parts(N, M)
     most = PROGRAMS // max(1, -(-M // tile.outputs) * -(-N // tile.rows))
     count = max((c for c in range(2, most + 1) if K % (c * tile.columns) == 0), default=1)
     y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)

@@ -310,11 +310,15 @@ def _connected(
     post_NS, mixed_NSH = kept or (out_NH, out_NH)
     early = launches_early(x_NSH.device)
     if N:
-        multiply = stream_products_ahead if cut.ahead else stream_products
-        multiply[(triton.cdiv(N, ROWS), B)](
+        grid = triton.cdiv(N, ROWS), B
+        given = (
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, cut.steps, early, num_warps=cut.warps, launch_pdl=early,
+            S, C, CP, count, ROWS, COLUMNS, cut.steps, early,
         )  # fmt: skip
+        if cut.ahead:
+            stream_products_ahead[grid](*given, num_warps=cut.warps, launch_pdl=early)
+        else:
+            stream_products[grid](*given, num_warps=cut.warps, launch_pdl=early)
         stream_mixture[(N, triton.cdiv(H, MIXED * cut.blocks))](
             total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,
             S, C, CP, triton.next_power_of_2(B), iterations, MIXED, cut.blocks, kept is None, early,
