@@ -123,7 +123,7 @@ class Client:
 class Streams(chaos.Chaos):
     """Clients that are never without a stream, and failures of one server."""
 
-    given_up = 60.0
+    given_up = 240.0  # a start that reads all weights, and longer than PAUSE_SECONDS, so that it is measured
 
     def __init__(self, server: ServerProcess, folder: Path, tokens: int, clients: int):
         super().__init__(server, folder, tokens, 0)

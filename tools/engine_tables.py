@@ -15,6 +15,8 @@ PARTS = {  # of a step: words in the names of its kernels
     "norms, rotations": ("norm_rows", "rotate_heads", "norm_latents", "rotate_tails", "gate_rows"),
 }
 
+ATTENTION_PEERS = ("triton", "flash-attn-4", "sdpa")
+
 
 def serving_on_gpu(content: dict[str, Any]) -> str:
     """What clients saw of each model at each concurrency."""
@@ -102,3 +104,18 @@ def two_batches(content: dict[str, Any]) -> str:
     ]
     columns = ["dispatcher", "phase", "tokens of a rank", "one batch, ms", "two micro-batches, ms", "ratio"]
     return table(columns, lines)
+
+
+def attention(content: dict[str, Any]) -> str:
+    """us of one layer's attention by kernel, and the rate at which decoding reads keys and values."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        load = f"{row['requests']} of {row['tokens']}" if row["tokens"] > 1 else f"{row['requests']} decode"
+        found.setdefault((row["shape"], load, row["context"], row["page_size"]), {})[row["peer"]] = row
+    lines = []
+    for (shape, load, context, page_size), rows in found.items():
+        times = [f"{row['us']:,.0f}" if (row := rows[peer]).get("us") else "" for peer in ATTENTION_PEERS]
+        rate = rows["triton"].get("kv_tb_per_s")
+        lines.append([shape, load, f"{context:,}", str(page_size), *times, f"{rate:.2f}" if rate else ""])
+    columns = ["heads x size", "requests", "context", "page", "Triton, us", "flash-attn-4, us", "SDPA, us"]
+    return table([*columns, "Triton, TB/s of KV"], lines)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.engine_tables import prompts, serving_on_gpu, steps, two_batches
+from tools.engine_tables import attention, prompts, serving_on_gpu, steps, two_batches
 from tools.headline import layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
 from tools.tables import table
 
@@ -31,6 +31,10 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("steps-h200", "steps", "nvidia-h200", steps),
         ("prompts-h200", "steps", "nvidia-h200", prompts),
         ("serve-h200", "serve", "nvidia-h200", serving_on_gpu),
+        ("serve-gpt-oss-120b-h200", "serve-gpt-oss-120b", "nvidia-h200", serving_on_gpu),
+        ("serve-qwen3-30b-h200", "serve-qwen3-30b", "nvidia-h200-2", serving_on_gpu),
+        ("serve-qwen3-30b-x4-h200", "serve-qwen3-30b", "nvidia-h200-x4", serving_on_gpu),
+        ("attention-h200", "attention", "nvidia-h200", attention),
         ("two-batches-h200", "two-batches", "nvidia-h200", two_batches),
         ("overlap-h200", "overlap", "nvidia-h200", shared_expert),
     ):
