@@ -25,6 +25,7 @@ def run(config: ServerConfig, kinds: list[str], seconds: float = 100.0) -> dict[
     return chaos_streams.run(config, clients=8, tokens=TOKENS, kinds=kinds, every=0.2, until=until)
 
 
+@pytest.mark.more
 def test_streams_go_on_and_their_pauses_are_told(config: ServerConfig):
     row = run(config, ["kill", "restart"])
     assert (row["wrong"], row["left_behind"], row["exit_code"]) == ([], {}, 0)
@@ -42,12 +43,14 @@ def test_streams_go_on_and_their_pauses_are_told(config: ServerConfig):
         assert sum(failure["start_phases_s"].values()) < failure["ready_s"]
 
 
+@pytest.mark.more
 def test_failures_for_which_no_time_is_left(config: ServerConfig):
     row = run(config, ["kill", "stop"], seconds=0.0)
     assert (row["failures"], row["failures_skipped"]) == ([], 2)
     assert chaos_streams.missed(row) == []
 
 
+@pytest.mark.more
 def test_a_server_that_goes_leaves_what_was_measured(config: ServerConfig, monkeypatch: pytest.MonkeyPatch):
     fail_one = chaos_streams.Streams._fail_one
 

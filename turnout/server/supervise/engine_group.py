@@ -49,6 +49,7 @@ from turnout.server.supervise.watchdog import Stall, Watchdog, circumstances
 
 LAST_WORDS_SECONDS = 0.5  # how long an ended process's messages may still be on their way
 ECHO_SECONDS = 0.3  # how long after a rank's complaint the death it complains of may become known
+FAR_ECHO_SECONDS = 1.5  # the same, where ranks on other hosts tell of deaths over a network
 STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.25  # between looks at the board
 LOST_SECONDS = 5.0  # how long after a rank could not be told something its end may become known
@@ -265,6 +266,7 @@ class EngineGroup:
         said why, in a message still on its way.
         """
         start = time.monotonic()
+        echo = ECHO_SECONDS if len(self._hosts) == 1 else FAR_ECHO_SECONDS
         while True:
             waited = time.monotonic() - start
             if self._verdict:
@@ -278,7 +280,7 @@ class EngineGroup:
             if killed or (silent and waited >= LAST_WORDS_SECONDS):
                 rank = (killed or silent)[0]
                 return EngineFailed(f"{self._name(rank)} {self.ended[rank]}{self._circumstances(rank)}")
-            if self._said and not silent and waited >= ECHO_SECONDS:
+            if self._said and not silent and waited >= echo:
                 said = self._said[0]
                 return EngineFailed(f"{said.message}{self._circumstances(said.rank)}", spoken=True)
             if self._unreached and not silent and waited >= LOST_SECONDS:
