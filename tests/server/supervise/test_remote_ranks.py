@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from tests.server.processes import free_port
+from turnout.checkpoint.fingerprint import fingerprint
 from turnout.config import ServerConfig
 from turnout.errors import UserError
 from turnout.parallel.health import Reading
@@ -15,9 +17,17 @@ from turnout.server.supervise import rank_protocol
 from turnout.server.supervise.local_ranks import Rendezvous
 from turnout.server.supervise.rank_agent import hello
 from turnout.server.supervise.rank_protocol import Hello
-from turnout.server.supervise.remote_ranks import RemoteRank, RemoteRanks, on_hosts, share_gpus
+from turnout.server.supervise.remote_ranks import (
+    OVERDUE_SECONDS,
+    RemoteRank,
+    RemoteRanks,
+    on_hosts,
+    share_gpus,
+)
+from turnout.server.supervise.secret import LONGEST_LINE, Channel
 
 HEAD = ServerConfig(model="/models/demo", tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000")
+SECRET = b"pears and plums, and then some plums"
 
 
 def come(*places: tuple[str, int | None]) -> list[RemoteRank]:
@@ -110,7 +120,7 @@ def test_a_head_to_which_no_rank_comes_says_what_it_waited_for():
     config = dataclasses.replace(HEAD, dist_init_addr=address, startup_timeout=1)
 
     async def wait_in_vain() -> None:
-        ranks = RemoteRanks(config, b"pears and plums, and then some plums")
+        ranks = RemoteRanks(config, SECRET)
         await ranks.open()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -127,3 +137,51 @@ def test_a_head_to_which_no_rank_comes_says_what_it_waited_for():
     assert "not enough ranks came within --startup-timeout 1 s: 0 of 1" in said
     assert "refused: 127.0.0.1: it does not speak as Turnout does" in said
     assert f"`turnout rank --head {address} --secret-file FILE`" in said
+
+
+async def dial_in(port: int, files: dict[str, str], name: str) -> Channel[rank_protocol.ToRank]:
+    """Come as a rank of a machine with that name, and report once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LONGEST_LINE)
+    channel = await Channel.open(reader, writer, rank_protocol.to_rank, SECRET, is_head=False)
+    channel.send(Hello(name, name, None, ()))
+    assert isinstance(await channel.receive(), rank_protocol.Welcome)
+    channel.send(rank_protocol.Weights(files))
+    channel.send(rank_protocol.Report(0, 0, Reading()))
+    return channel
+
+
+def test_a_host_that_went_silent_gets_no_place(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Though its connection stands and it came first; once it is heard again, it may have one."""
+    monkeypatch.setattr(rank_protocol, "SILENT_SECONDS", 60.0)
+    port = free_port(rank_protocol.PORTS)
+    config = dataclasses.replace(HEAD, model=str(tiny_folder), dist_init_addr=f"127.0.0.1:{port}")
+
+    async def report(channel: Channel[rank_protocol.ToRank]) -> None:
+        while True:
+            channel.send(rank_protocol.Report(0, 0, Reading()))
+            await asyncio.sleep(rank_protocol.REPORT_SECONDS)
+
+    async def chosen(ranks: RemoteRanks) -> str:
+        return (await asyncio.wait_for(ranks.placed(), 30))[1][0].hello.host
+
+    async def main() -> None:
+        ranks = RemoteRanks(config, SECRET)
+        await ranks.open()
+        files = fingerprint(tiny_folder)
+        silent = await dial_in(port, files, "silent")
+        try:
+            assert await chosen(ranks) == "silent"
+            await asyncio.sleep(OVERDUE_SECONDS + 0.1)
+            waiting = asyncio.create_task(chosen(ranks))
+            spare = await dial_in(port, files, "spare")
+            reports = [asyncio.create_task(report(spare))]
+            assert await waiting == "spare"
+            reports.append(asyncio.create_task(report(silent)))
+            while await chosen(ranks) != "silent":
+                await asyncio.sleep(0.01)
+            for task in reports:
+                task.cancel()
+        finally:
+            await ranks.close(None)
+
+    asyncio.run(asyncio.wait_for(main(), 60))

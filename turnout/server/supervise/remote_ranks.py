@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 
 from turnout.checkpoint.fingerprint import differences, fingerprint
@@ -23,6 +25,7 @@ from turnout.server.supervise.local_ranks import GONE_SECONDS, OnExit, Rendezvou
 from turnout.server.supervise.secret import LONGEST_LINE, Channel, Rejected
 
 FAREWELL_SECONDS = 1.0
+OVERDUE_SECONDS = 4 * rank_protocol.REPORT_SECONDS  # without a report, until a rank gets no place
 
 log = logging.getLogger("turnout.server")
 
@@ -40,6 +43,7 @@ class RemoteRank:
         self._gpus = ""
         self._number = 0
         self._report = rank_protocol.Report(0, 0, Reading())
+        self._heard = time.monotonic()
         self._gone = asyncio.Event()
         self._on_exit: OnExit | None = None
 
@@ -76,7 +80,13 @@ class RemoteRank:
     def pid(self, rank: int) -> int | None:
         return self._report.pid if self._report.number == self._number and self._report.pid else None
 
+    @property
+    def speaks(self) -> bool:
+        """Whether its reports come; its connection may outlive its host by SILENT_SECONDS."""
+        return time.monotonic() - self._heard < OVERDUE_SECONDS
+
     def hear(self, message: rank_protocol.ToHead) -> None:
+        self._heard = time.monotonic()
         if isinstance(message, rank_protocol.Leaving):
             self.lose(message.why)
         elif isinstance(message, rank_protocol.Report):
@@ -126,13 +136,17 @@ class RemoteRanks:
         the configuration with the number of their hosts. Raises UserError in the end."""
         if not self._secret:
             return self._config, []
-        seconds = self._config.startup_timeout
+        seconds, said = self._config.startup_timeout, ""
         try:
             async with asyncio.timeout(seconds):
                 while (chosen := self._choose()) is None:
-                    log.info("waiting for ranks at %s: %s", self._config.dist_init_addr, self._tally())
+                    if (tally := self._tally()) != said:
+                        log.info("waiting for ranks at %s: %s", self._config.dist_init_addr, tally)
+                        said = tally
                     self._changed.clear()
-                    await self._changed.wait()
+                    with suppress(TimeoutError):  # one that was silent may have been heard meanwhile
+                        async with asyncio.timeout(rank_protocol.REPORT_SECONDS):
+                            await self._changed.wait()
         except TimeoutError:
             why = f" (refused: {self._refused})" if self._refused else ""
             raise UserError(
@@ -159,19 +173,24 @@ class RemoteRanks:
 
     def _choose(self) -> tuple[int, list[RemoteRank]] | None:
         """On how many hosts the next life is, and its ranks that dialled in; None if more have to come."""
-        config = self._config
+        config, there = self._config, self._there()
         if config.distributed_executor_backend == "mp":  # the ranks of the first host run under this process
-            return on_hosts(self._here, config.nnodes - 1, config.tp_size // config.nnodes, config.nnodes)
+            return on_hosts(there, config.nnodes - 1, config.tp_size // config.nnodes, config.nnodes)
         counts = [config.nnodes] if config.nnodes > 1 else divisors(config.tp_size)
-        arranged = (on_hosts(self._here, count, config.tp_size // count, count) for count in counts)
+        arranged = (on_hosts(there, count, config.tp_size // count, count) for count in counts)
         return next(filter(None, arranged), None)
+
+    def _there(self) -> list[RemoteRank]:
+        """The ranks that can be given a place. Those of a host that is lost are found to be lost one after
+        the other, and the group would start with a spare one only to fail again."""
+        return [rank for rank in self._here if rank.speaks]
 
     def _tally(self) -> str:
         config = self._config
         own = config.tp_size // config.nnodes if config.distributed_executor_backend == "mp" else 0
-        hosts = Counter(rank.where for rank in self._here)
+        hosts = Counter(rank.where for rank in self._there())
         there = ", ".join(f"{count} on {where}" for where, count in hosts.items()) or "none"
-        return f"{len(self._here)} of {config.tp_size - own}, as many on each host ({there})"
+        return f"{hosts.total()} of {config.tp_size - own}, as many on each host ({there})"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = writer.get_extra_info("peername")[0]
