@@ -124,6 +124,27 @@ def test_reasons_and_sizes_are_shown(model):
     assert "40,960" in text
 
 
+def test_a_given_kv_cache_leaves_the_longest_steps_that_memory_holds(model):
+    """Few tokens of it for each request are no reason for short steps, which would not make it larger."""
+    for flags in ({"max_total_tokens": 16_384}, {"max_total_tokens": 65_536, "max_running_requests": 256}):
+        code, text = run(model(QWEN3_30B | NVFP4, **flags), hardware="h200")
+        tokens = f"{flags['max_total_tokens']:,}"
+        assert code == 0
+        assert f"  - --max-prefill-tokens 8192: fits next to the KV cache of {tokens} tokens that was" in text
+        assert "256 tokens a running request" in text
+    _, text = run(model(QWEN3_30B | NVFP4, max_total_tokens=16_384), hardware="h200")
+    assert "  - --max-running-requests 64: with more, requests would have too little KV cache" in text
+
+
+def test_memory_bounds_steps_next_to_a_given_kv_cache(model):
+    """Of the largest cache that leaves room for steps of 2,048 tokens, and so none for more."""
+    sizes = {"max_running_requests": 64}
+    _, text = run(model(QWEN3_30B | NVFP4, **sizes, max_prefill_tokens=2048), hardware="h200", as_json=True)
+    tokens = json.loads(text)["kv"]["tokens"]
+    _, text = run(model(QWEN3_30B | NVFP4, **sizes, max_total_tokens=tokens), hardware="h200")
+    assert "  - --max-prefill-tokens 2048: the plan refuses more: the KV cache does not fit" in text
+
+
 def test_candidates_refused_take_a_line_each(model):
     weight_only = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
     _, text = run(model(SMALL | weight_only), hardware="b200")

@@ -1,8 +1,9 @@
 """Sizes that flags leave to the plan: running requests, prompt tokens of a step, batches in CUDA graphs.
 
-Each is the largest candidate that costs the KV cache little and leaves decoding to the same backends. A step
-of that size is timed at the start, and the size halved while it takes too long (warmup.py). A size that was
-given stays, or is refused by the plan; only graphs of batches that no step has are left out.
+Each is the largest candidate that costs the KV cache little and leaves decoding to the same backends. Where
+the size of the KV cache is given, longer steps cost it nothing: the largest that memory holds is chosen. A
+step of that size is timed at the start, and the size halved while it takes too long (warmup.py). A size that
+was given stays, or is refused by the plan; only graphs of batches that no step has are left out.
 """
 
 from __future__ import annotations
@@ -75,21 +76,20 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
         sizes["max_prefill_tokens"] = plan.config.max_prefill_tokens
     reasons = dict.fromkeys(sizes, AS_ASKED)
     for name in [name for name in sizes if not getattr(config, name)]:
-        reasons[name] = (
-            "the default" if device == "cpu" else "with more, requests would have too little KV cache"
-        )
+        reasons[name] = "the default"
         for size in CANDIDATES[name][device][1:]:
-            with suppress(PlanRefused):
+            try:
                 larger = planned(sizes | {name: size})
-                kept, tokens = larger.num_pages / plan.num_pages, _tokens_per_request(larger)
-                if kept < KV_KEPT or tokens < REQUEST_TOKENS or _decode(larger) != _decode(plan):
-                    continue
-                plan, sizes[name] = larger, size
-                reasons[name] = (
-                    f"leaves {min(kept, 1):.0%} of the KV cache, {tokens:,} tokens a running request; halved "
-                    f"at the start while a step of as many takes more than {1000 * STEP_SECONDS:g} ms"
-                )
-                break
+            except PlanRefused as refused:
+                reasons[name] = f"the plan refuses more: {refused.headline}"
+                continue
+            against = _against(larger, plan)
+            if against:
+                reasons[name] = against
+                continue
+            reasons[name] = _found(larger, plan)
+            plan, sizes[name] = larger, size
+            break
     if device == "cuda":
         asked, running = config.cuda_graph_max_bs, plan.config.max_running_requests
         reasons["cuda_graph_max_bs"] = AS_ASKED if asked else "all running requests"
@@ -97,6 +97,31 @@ def with_sizes(config: Config, device: str, plan_for: Callable[[Config], P]) -> 
             reasons["cuda_graph_max_bs"] = f"not {asked}: no step decodes more requests than run"
     plan.size_reasons.update(reasons)
     return plan
+
+
+def _against(larger: Sized, plan: Sized) -> str:
+    """Why not the larger sizes of `larger`; empty: nothing is against them.
+
+    What a running request has of the KV cache counts where the larger size takes some of it.
+    """
+    tokens = _tokens_per_request(larger)
+    if larger.num_pages < KV_KEPT * plan.num_pages or tokens < min(REQUEST_TOKENS, _tokens_per_request(plan)):
+        return "with more, requests would have too little KV cache"
+    if _decode(larger) != _decode(plan):
+        return f"with more, decode steps would run on {' and '.join(_decode(larger))}"
+    return ""
+
+
+def _found(larger: Sized, plan: Sized) -> str:
+    """Why the sizes of `larger`, which nothing is against."""
+    kept, tokens = larger.num_pages / plan.num_pages, _tokens_per_request(larger)
+    leaves = f"leaves {min(kept, 1):.0%} of the KV cache"
+    if larger.config.max_total_tokens:
+        leaves = f"fits next to the KV cache of {larger.config.max_total_tokens:,} tokens that was asked for"
+    return (
+        f"{leaves}, {tokens:,} tokens a running request; halved at the start while a step of as many takes "
+        f"more than {1000 * STEP_SECONDS:g} ms"
+    )
 
 
 def _with_smaller_steps(planned: Callable[[int], P], refused: PlanRefused) -> P:
