@@ -4,8 +4,7 @@ Layers and batch sizes are drawn from a seed. Each checkout runs them in a proce
 without memory, and its launches are compared: kernel, grid, constants, numbers, shapes, and where in the
 workspace each tensor lies; by rule, for rows by expert, and with every configuration that
 `turnout tune` would time.
-No GPU is needed. --compile instead compares the PTX, but for file names and lines, of those kernels that the
-tests of both checkouts compile from the same constants and types. That takes minutes.
+No GPU is needed. Whether the kernels compile to the same PTX: tools/compiled_kernels.py.
 
 Prints the first differences and exits with 1 if there are any.
 """
@@ -13,11 +12,9 @@ Prints the first differences and exits with 1 if there are any.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,7 +35,6 @@ PROCESSORS = 132
 EXPERTS = (8, 16, 32, 60, 64, 96, 128, 256, 512)
 HIDDEN = (1024, 2048, 2816, 2880, 4096, 5120, 7168)
 INNER = (512, 704, 768, 1408, 2048, 2880, 3072)
-COMPILING = r"tests\.kernels\.compiled|triton\.compiler"  # in tests that compile kernels
 
 
 def launches(seed: int) -> dict[str, Any]:
@@ -204,35 +200,6 @@ def record_launches(count: int) -> None:
             print(json.dumps(launches(seed)), flush=True)
 
 
-def record_kernels() -> None:
-    """A line of JSON for each kernel that tests compile here: what it is made of, and a hash of its PTX."""
-    import pytest
-    import triton.compiler
-
-    tests = sorted(Path("tests/kernels").rglob("test_*.py"))
-    files = [str(path) for path in tests if re.search(COMPILING, path.read_text())]
-    found: set[str] = set()
-    compile_one = triton.compiler.compile
-
-    def compile(source: Any, **options: Any) -> Any:
-        done = compile_one(source, **options)
-        text = re.sub(r"//.*|^\s*\.(loc|file)\b.*|^\s*\.section\s+\.debug_(?s:.*?)^\s*}\s*$", "",
-                      done.asm["ptx"], flags=re.M)  # fmt: skip
-        text = re.sub(r"\s*\n\s*(\$L__\w+:\s*\n\s*)*", "\n", text)
-        constants = sorted(f"{key}={value!r}" for key, value in source.constants.items())
-        digest = hashlib.sha256(text.replace(done.metadata.name, "").encode()).hexdigest()
-        types = [str(type) for type in source.signature.values()]
-        attributes = sorted(f"{key}={value}" for key, value in source.attrs.items())
-        found.add(json.dumps([done.metadata.name, constants, types, attributes, repr(options), digest]))
-        return done
-
-    with patch.object(triton.compiler, "compile", compile):
-        sys.stdout = sys.stderr
-        pytest.main(["-q", "-p", "no:cacheprovider", *files])
-        sys.stdout = sys.__stdout__
-    print("\n".join(sorted(found)))
-
-
 def recorded(checkout: Path, *arguments: str) -> list[Any]:
     """What this file, run on the packages of `checkout`, prints."""
     command = [sys.executable, __file__, *arguments, str(checkout)]
@@ -241,37 +208,23 @@ def recorded(checkout: Path, *arguments: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def compiled_by_both(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The kernels made of the same in both, in one order: what they are made of, and their hashes."""
-    before, after = ({json.dumps(kernel[:-1]): kernel for kernel in kernels} for kernels in (old, new))
-    shared = sorted(before.keys() & after.keys())
-    return [before[made_of] for made_of in shared], [after[made_of] for made_of in shared]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=Path, help="a checkout")
     parser.add_argument("new", type=Path, nargs="?", default=ROOT)
     parser.add_argument("--layers", type=int, default=200)
-    parser.add_argument("--compile", action="store_true", help="compare compiled kernels, not launches")
     parser.add_argument("--record", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.record:
-        record_kernels() if args.compile else record_launches(args.layers)
+        record_launches(args.layers)
         return 0
-    what = ["--compile"] if args.compile else ["--layers", str(args.layers)]
-    old, new = (recorded(checkout.resolve(), "--record", *what) for checkout in (args.old, args.new))
-    if args.compile:
-        summary = f"{len(old)} and {len(new)} kernels"
-        old, new = compiled_by_both(old, new)
-        summary += f", {len(old)} of them made of the same in both"
-    else:
-        launched = sum(len(run) for layer in old for key, run in layer.items() if key != "layer")
-        summary = f"{len(old)} layers, {launched} launches"
+    what = ["--record", "--layers", str(args.layers)]
+    old, new = (recorded(checkout.resolve(), *what) for checkout in (args.old, args.new))
+    launched = sum(len(run) for layer in old for key, run in layer.items() if key != "layer")
     differing = [(a, b) for a, b in zip_longest(old, new) if a != b]
     for a, b in differing[:SHOWN]:
         print(f"old: {json.dumps(a)[:2000]}\nnew: {json.dumps(b)[:2000]}\n")
-    print(f"{summary}; {len(differing)} differ")
+    print(f"{len(old)} layers, {launched} launches; {len(differing)} differ")
     return 1 if differing else 0
 
 

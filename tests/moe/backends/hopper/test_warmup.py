@@ -22,6 +22,7 @@ from turnout.moe.backends.hopper import fragments, fragments_fp8, weights
 from turnout.moe.backends.hopper.runner import HopperRunner
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
+from turnout.vocabulary import Layout
 
 META = torch.device("meta")
 MOST = 8192
@@ -43,7 +44,13 @@ def packed(format: str, *shape: int) -> PackedTensor:
     )
 
 
-def make_runner(spec: MoESpec, count: int, activations: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_runner(
+    spec: MoESpec,
+    count: int,
+    activations: str,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout = Layout.TOKENS,
+) -> Any:
     """The runner for Hopper, of an H200's size, with weights that hold nothing."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -52,7 +59,7 @@ def make_runner(spec: MoESpec, count: int, activations: str, monkeypatch: pytest
     monkeypatch.setattr(weights.Matrix, "_load_rows", lambda *_, **__: None)
     phases = {
         name: PhasePlan(
-            phase=name, runner="hopper", dispatcher="none", layout="tokens", wire_format="bf16",
+            phase=name, runner="hopper", dispatcher="none", layout=layout, wire_format="bf16",
             reduce="none", max_tokens=MOST,
         )
         for name in ("prefill", "decode")
