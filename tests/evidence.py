@@ -1,7 +1,7 @@
-"""What a test on GPUs shows, written into its junit XML: the machine, the commit, and of its parameters those
-that name a runner, a dispatcher or a number format.
+"""What a test on GPUs shows, written into its junit XML, from which tools/gpu_tests.py reads it.
 
-tools/gpu_tests.py reads it back.
+That is the machine, the commit, and of the test's parameters those that name a runner, a dispatcher or a
+number format.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def cases(dispatcher: str, ep: int, tp: int, **fields: Any) -> Iterator[Case]:
         yield replace(apart, weights="nvfp4", wire="nvfp4")
         yield replace(apart, weights="nvfp4", activation_format="nvfp4", wire="nvfp4")
     declared = DISPATCHERS[dispatcher]
-    if apart.device == "cuda" and "fp8" in declared.combine_formats:  # between CPUs: test_chunks.py
+    if apart.device == "cuda" and "fp8" in declared.combine_formats:  # between CPUs: test_in_flight.py
         yield replace(apart, back="fp8")
         yield replace(apart, weights="mxfp4", wire="fp8", back="fp8")
     if apart.device == "cuda" and declared.in_chunks:

@@ -1,6 +1,6 @@
-"""Run by test_latent_rows.py with TRITON_INTERPRET=1: what stands between the products of latent attention,
-next to the same composed by torch; prints JSON. In float32: the interpreter cuts off what bfloat16 does not
-hold.
+"""Run by test_latent_rows.py with TRITON_INTERPRET=1: rows of latent attention against torch's; prints JSON.
+
+They are what stands between the products. In float32: the interpreter cuts off what bfloat16 does not hold.
 """
 
 from __future__ import annotations
