@@ -1,6 +1,6 @@
 """Whether GPU kernels compile to the same PTX as before, on a machine without a GPU:
 
-    python -m tools.compiled_kernels record OLD.json [--quick] [--only PATTERN] [--ptxas]
+    python -m tools.compiled_kernels record OLD.json [--each N] [--only PATTERN] [--ptxas]
     python -m tools.compiled_kernels compare OLD.json NEW.json
 
 `record` asks for the kernels of this checkout and compiles each variant for an H100 or H200, as far as PTX:
@@ -9,8 +9,9 @@ of tile configurations and the rule do, the exchanges over NVLink, and what only
 the variants whose PTX differs, and those that only one record has; it exits with 1 if there are any. Lines
 and names of files do not count, nor does the kernel's name.
 
---quick takes the first variant of each kernel; --only those of kernels whose module and name match a regular
-expression; --ptxas also assembles them, for registers and spills, and `compare` shows where these differ.
+--each takes no more than N variants of each kernel; --only those of kernels whose module and name match a
+regular expression; --ptxas also assembles them, for registers and spills, and `compare` shows where these
+differ.
 """
 
 from __future__ import annotations
@@ -132,19 +133,13 @@ def timed_by_tools() -> None:
     """Asks for the kernels that no model takes by default, but tools time next to those that it does."""
     from tests.kernels.common.test_warmup import b16
     from tools.dense_fp8 import TILES
-    from turnout.kernels.common import streams
     from turnout.kernels.hopper import dense_fp8
 
-    S, H = 4, 4096
+    H = 4096
     weight, scale = torch.empty(H, H, dtype=torch.float8_e4m3fn), torch.empty(H // 128, H)
     for tile in TILES:
         if isinstance(tile, dense_fp8.Tile):
             dense_fp8.parts(b16(128, H), weight, scale, tile)
-    fn, base, parts = torch.empty(24, S * H), torch.empty(24), torch.empty(3)
-    for cut in (streams.Cut(1, 1, ahead=True), streams.Cut(4, 1, 8, ahead=True)):
-        for added in (None, (torch.empty(7, S), b16(8, 7, H))):
-            eps = {"eps": 1e-6, "norm_eps": 1e-6, "gain_eps": 1e-6}
-            streams.connect(b16(7, S, H), added, fn, base, parts, b16(H), iterations=20, cut=cut, **eps)
 
 
 def of_experts() -> None:
@@ -207,17 +202,21 @@ def of_nvlink() -> None:
     batched_experts.weigh(y, ids, places, torch.empty(64, 8))
 
 
-def variants(only: str, quick: bool) -> list[Variant]:
-    """What this checkout asks for, in one order."""
+def variants(only: str, each: int) -> list[Variant]:
+    """What this checkout asks for, in one order. each: of a kernel so many at most, apart from each other; 0:
+    all."""
     with torch.inference_mode(), early_launches(), asking() as found:
         for ask in (outside_experts, timed_by_tools, of_experts, of_nvlink):
             ask()
-    chosen: dict[str, Variant] = {}
+    by_name: dict[str, list[Variant]] = {}
     for made_of, variant in sorted(found.items()):
         name = made_of.split("(")[0]
         if re.search(only, name):
-            chosen.setdefault(name if quick else made_of, variant)
-    return list(chosen.values())
+            by_name.setdefault(name, []).append(variant)
+    return [
+        variant for of_one in by_name.values()
+        for variant in of_one[:: -(-len(of_one) // (each or len(of_one)))]
+    ]  # fmt: skip
 
 
 def ptx(variant: Variant) -> tuple[str, int]:
@@ -286,7 +285,7 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     recording = verbs.add_parser("record")
     recording.add_argument("file", type=Path)
-    recording.add_argument("--quick", action="store_true")
+    recording.add_argument("--each", type=int, default=0, metavar="N")
     recording.add_argument("--only", default="", metavar="PATTERN")
     recording.add_argument("--ptxas", action="store_true")
     comparing = verbs.add_parser("compare")
@@ -294,7 +293,7 @@ def main() -> int:
     comparing.add_argument("new", type=Path)
     args = parser.parse_args()
     if args.verb == "record":
-        chosen = variants(args.only, args.quick)
+        chosen = variants(args.only, args.each)
         began = time.monotonic()
         content = record(chosen, args.ptxas)
         args.file.write_text(json.dumps(content, indent=1) + "\n")

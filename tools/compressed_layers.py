@@ -46,10 +46,8 @@ TILES = {
     "64 heads, 32 tokens": Tiles(64, 32, 8, 2, 1, shortest=64, narrow=True, parts=4),
 }
 CUTS = {
-    f"{steps} steps, {blocks} blocks, {warps} and {mixing} warps{', ahead' if ahead else ''}": streams.Cut(
-        steps, blocks, warps, mixing, ahead
-    )
-    for steps, warps, ahead in ((1, 4, False), (4, 4, False), (4, 4, True), (2, 4, True), (4, 2, True))
+    f"{steps} steps, {blocks} blocks, {warps} and {mixing} warps": streams.Cut(steps, blocks, warps, mixing)
+    for steps, warps in ((1, 4), (4, 4), (2, 4), (4, 2))
     for blocks, mixing in ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8))
 }
 Call = Callable[[], Any]

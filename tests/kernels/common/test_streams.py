@@ -16,7 +16,7 @@ from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
 from turnout.parallel.groups import SINGLE_RANK
 
-CASES = ["added", "parts", "many", "ahead", "embedding", "none"]
+CASES = ["added", "parts", "many", "cut", "embedding", "none"]
 CASES += ["turn", "turn-back", "turn-normed", "turn-parts", "divide", "divide-parts"]
 
 
@@ -32,16 +32,21 @@ def test_interpreted(results: dict[str, bool], case: str):
 
 def test_compiled_for_hopper():
     """At the sizes of DeepSeek-V4-Flash, with products on tensor cores."""
-    from turnout.kernels.common import streams
-    from turnout.kernels.common.streams import COLUMNS, MIXED, ROWS, STEPS, stream_mixture
+    from turnout.kernels.common.streams import (
+        COLUMNS,
+        MIXED,
+        ROWS,
+        STEPS,
+        stream_mixture,
+        stream_products,
+    )
 
     halves = dict.fromkeys(("x_ptr", "total_ptr", "gain_ptr", "mixed_ptr"), "*bf16")
     sizes = {"S": 4, "C": 24, "CP": 32, "PDL": True}
     for added, y, steps in ((0, "*bf16", 1), (1, "*bf16", STEPS), (8, "*fp32", 1)):
         constants = sizes | {"ADDED": added, "ROWS": ROWS, "COLUMNS": COLUMNS, "STEPS": steps}
-        for kernel in (streams.stream_products, streams.stream_products_ahead):
-            done = compiled(kernel, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
-            assert "mma.sync" in done.asm["ptx"]
+        done = compiled(stream_products, constants, warps=4, multiples=("H",), y_ptr=y, **halves)
+        assert "mma.sync" in done.asm["ptx"]
     constants = sizes | {"BP": 128, "ITERATIONS": 20, "BLOCK": MIXED, "eps": 1e-6, "norm_eps": 1e-6}
     for blocks, last in ((1, False), (8, False), (1, True)):
         more = {"BLOCKS": blocks, "LAST": last, "gain_eps": 1e-6}

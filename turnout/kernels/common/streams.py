@@ -30,15 +30,14 @@ SOME, STEPS = 64, 4  # tokens, from which on a program multiplies as many times 
 class Cut(NamedTuple):
     """How the work is cut up.
 
-    steps: a program multiplies as many times COLUMNS of each stream, with so many warps. ahead: it reads them
-    all before it stores any. blocks: of MIXED columns that a program mixes, `mixing` its warps.
+    steps: a program multiplies as many times COLUMNS of each stream, with so many warps. blocks: of MIXED
+    columns that a program mixes, `mixing` its warps.
     """
 
     steps: int
     blocks: int
     warps: int = 4
     mixing: int = 4
-    ahead: bool = False
 
 
 def cut_of(tokens: int, hidden: int) -> Cut:
@@ -99,76 +98,6 @@ def stream_products(
     for j in tl.static_range(S):
         for i in tl.static_range(j, S):
             tl.store(to + CP + j * S + i, pairs[j * S - j * (j - 1) // 2 + i - j], mask=known)
-
-
-@triton.jit(do_not_specialize=["N"])
-def stream_products_ahead(
-    x_ptr, post_ptr, y_ptr, fn_ptr, total_ptr, parts_ptr, N, H, B,
-    S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `stream_products`, but all of x and y is read before anything is stored, and streams' products with
-    each other are added up over columns at the end."""
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1) * (COLUMNS * STEPS) + tl.arange(0, COLUMNS)
-    c = tl.arange(0, CP)
-    EACH: tl.constexpr = ADDED + S
-    fn = _rows_of_fn(fn_ptr, first, c, H, S, C)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    known = n < N
-    products = tl.zeros([ROWS, CP], tl.float32)
-    pairs = ()
-    for _ in tl.static_range(S * (S + 1) // 2):
-        pairs += (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
-    read = ()
-    for step in tl.static_range(STEPS):
-        read += _rows_of_step(x_ptr, y_ptr, n, first + step * COLUMNS, known, N, H, S, ADDED)
-    for step in tl.static_range(STEPS):
-        h = first + step * COLUMNS
-        if step > 0:
-            fn = _rows_of_fn(fn_ptr, h, c, H, S, C)
-        held = known[:, None] & (h < H)[None, :]
-        y = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for part in tl.static_range(ADDED):
-            y += read[step * EACH + part].to(tl.float32)
-        streams = ()
-        for j in tl.static_range(S):
-            x = read[step * EACH + ADDED + j]  # type: ignore[var-annotated]
-            if ADDED > 0:
-                post = tl.load(post_ptr + n * S + j, mask=known, other=0.0)
-                x = (x.to(tl.float32) + post[:, None] * y).to(x_ptr.dtype.element_ty)
-                tl.store(total_ptr + (n[:, None] * S + j) * H + h[None, :], x, mask=held)
-            x = x.to(tl.float32)
-            products = tl.dot(x, fn[j], products, input_precision="tf32x3")
-            streams += (x,)
-        sums = ()
-        for j in tl.static_range(S):
-            for i in tl.static_range(j, S):
-                before = pairs[j * S - j * (j - 1) // 2 + i - j]  # type: ignore[var-annotated]
-                sums += (before + streams[j] * streams[i],)  # type: ignore[assignment]
-        pairs = sums
-    to = parts_ptr + (n * B + tl.program_id(1)) * (CP + S * S)
-    tl.store(to[:, None] + c[None, :], products, mask=known[:, None])
-    for j in tl.static_range(S):
-        for i in tl.static_range(j, S):
-            pair = tl.sum(pairs[j * S - j * (j - 1) // 2 + i - j], 1)
-            tl.store(to + CP + j * S + i, pair, mask=known)
-
-
-@triton.jit
-def _rows_of_step(x_ptr, y_ptr, n, h, known, N, H, S: tl.constexpr, ADDED: tl.constexpr):
-    """[ROWS, COLUMNS] of each part of y, then of each stream."""
-    held = known[:, None] & (h < H)[None, :]
-    found = ()
-    for part in tl.static_range(ADDED):
-        at = y_ptr + (part * N + n[:, None]) * H + h[None, :]
-        found += (tl.load(at, mask=held, other=0.0),)  # type: ignore[assignment]
-    for j in tl.static_range(S):
-        at = x_ptr + (n[:, None] * S + j) * H + h[None, :]
-        found += (tl.load(at, mask=held, other=0.0),)  # type: ignore[assignment]
-    return found
 
 
 @triton.jit
@@ -311,14 +240,10 @@ def _connected(
     early = launches_early(x_NSH.device)
     if N:
         grid = triton.cdiv(N, ROWS), B
-        given = (
+        stream_products[grid](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, cut.steps, early,
+            S, C, CP, count, ROWS, COLUMNS, cut.steps, early, num_warps=cut.warps, launch_pdl=early,
         )  # fmt: skip
-        if cut.ahead:
-            stream_products_ahead[grid](*given, num_warps=cut.warps, launch_pdl=early)
-        else:
-            stream_products[grid](*given, num_warps=cut.warps, launch_pdl=early)
         stream_mixture[(N, triton.cdiv(H, MIXED * cut.blocks))](
             total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,
             S, C, CP, triton.next_power_of_2(B), iterations, MIXED, cut.blocks, kept is None, early,
