@@ -8,7 +8,7 @@
         assert ranks(2).run(whole_sum, torch.ones(3))[0] ...
 
 The processes are forked from a server that has torch and turnout imported, hence start in milliseconds.
-Groups are kept from case to case and made anew only where the sizes differ. A rank that fails, dies or
+Groups are kept from case to case and made again only where the sizes differ. A rank that fails, dies or
 takes too long ends all of its pool, which starts again when next used.
 """
 

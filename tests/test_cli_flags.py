@@ -1,7 +1,7 @@
 """The public command line, frozen: adding, renaming or dropping an option is a decision, made in
 cli_flags.txt. A name that anybody may have in a script stays.
 
-After a deliberate change: `python -m tests.test_cli_flags` writes the file anew.
+After a deliberate change: `python -m tests.test_cli_flags` writes the file again.
 """
 
 import dataclasses

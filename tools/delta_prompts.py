@@ -99,7 +99,7 @@ class Bench:
         self.mixed_BTX = mixed.to(device, dtype)
 
     def peer(self, name: str) -> RequestStates | str:
-        """A slot of each prompt, which begins it anew in each call; or why there is none."""
+        """A slot of each prompt, which begins it again in each call; or why there is none."""
         if name == "fla-core" and (FLA.lacking() or self.device.type != "cuda"):
             return FLA.lacking() or "runs on GPUs"
         place = Place(

@@ -10,7 +10,7 @@
 answer word problems alone: one with latent attention and a draft layer, one with layers of Gated DeltaNet,
 one with compressed attention, several residual streams and layers that route by token id.
 
-Training has two phases. The first is plain bf16. In the second every layer draws anew at each step
+Training has two phases. The first is plain bf16. In the second every layer draws at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
 weights serve all three. The schedule goes by elapsed time: a run ends when it is told to, on any GPU.
 docs/demo-model.md says how the shipped model was made.
@@ -91,7 +91,7 @@ class Trainer:
             self.model.compile_layers()
 
     def _resume(self, folder: Path) -> None:
-        """Parameters, amax and the place in the schedule; the optimisers start anew and warm up again."""
+        """Parameters, amax and the place in the schedule; the optimisers restart and warm up again."""
         load_parameters(self.model, folder)
         record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         self.amax = torch.tensor(record["amax"], device=self.device)
@@ -322,7 +322,7 @@ def main() -> None:
     verb = verbs.add_parser("export")
     verb.add_argument("parameters", type=Path)
     verb.add_argument("folder", type=Path, help="gets the bf16 checkpoint")
-    verb.add_argument("nvfp4", type=Path, help="is made anew")
+    verb.add_argument("nvfp4", type=Path, help="written over where it exists")
     verb.add_argument("--tokenizer", type=Path, default=ASSETS / "demo")
     verb.add_argument("--commit", required=True, help="that the run was started from")
     verb.add_argument("--date", required=True)

@@ -163,6 +163,6 @@ def _temporary() -> Path | None:
 @functools.cache
 def _say_once(wanted: str, folder: Path | None) -> None:
     if folder is None:
-        log.warning("neither %s nor any temporary folder can be written: kernels are compiled anew", wanted)
+        log.warning("neither %s nor any temporary folder can be written: kernels are compiled again", wanted)
     else:
         log.warning("%s cannot be written: compiled kernels are kept in %s; %s", wanted, folder, REMEDY)

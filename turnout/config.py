@@ -286,7 +286,7 @@ class ServerConfig(Config):
     max_request_bytes: int = server_flag(4 * 2**20, "largest request body", minimum=1024)
     max_request_restarts: int = server_flag(
         2,
-        "restarts of the ranks in a row that a request may see without getting on; then it is tried apart "
+        "restarts of the ranks in a row that a request may see without progress; then it is tried apart "
         "from others, and ends with an error if the ranks die again; 0: requests end when ranks die",
         minimum=0,
     )
@@ -310,7 +310,7 @@ class ServerConfig(Config):
     )
     enable_weight_keeper: bool = server_flag(
         False,
-        "on GPUs, keep prepared weights in a process of their own, so that ranks that start anew do not read "
+        "on GPUs, keep prepared weights in a process of their own, so that ranks that restart do not read "
         "them again, and have a process wait to become the next rank; takes 1 GB of each GPU",
     )
     startup_timeout: float = server_flag(600.0, "seconds for the engine to load before giving up", minimum=1)

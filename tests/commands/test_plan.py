@@ -161,7 +161,7 @@ def test_several_ranks_are_explained(model):
     assert code == 0
     assert "1 data-parallel group(s) of 8 for attention, 4 expert-parallel slice(s) of 2 for experts" in text
     rows = cells(text)
-    assert rows["sum over ranks owed by"] == ["the layer", "the layer"]
+    assert rows["sum over ranks made by"] == ["the layer", "the layer"]
     assert rows["tokens dispatched in"] == ["nothing is sent", "nothing is sent"]
     assert ["5", "0", "group 0, part 5 of 8", "64..95, part 1 of 2"] in cells(text, "Ranks").values()
     assert "shared expert" not in rows
@@ -171,7 +171,7 @@ def test_data_parallel_ranks_are_explained(model):
     flags = {"tp_size": 4, "dp_size": 2, "ep_size": 4, "enable_dp_attention": True}
     _, text = run(model(QWEN3_30B, max_dispatch_tokens_per_rank=3000, **flags), hardware="h200")
     assert "2 data-parallel group(s) of 2 for attention, 4 expert-parallel slice(s) of 1 for experts" in text
-    assert cells(text)["sum over ranks owed by"] == ["the dispatcher", "the dispatcher"]
+    assert cells(text)["sum over ranks made by"] == ["the dispatcher", "the dispatcher"]
     assert cells(text)["tokens dispatched in"] == ["bfloat16", "bfloat16"]
     assert ["3", "0", "group 1, part 1 of 2", "96..127"] in cells(text, "Ranks").values()
     bounds = cells(text, "Token bounds per rank")

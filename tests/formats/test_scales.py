@@ -198,7 +198,7 @@ def test_each_expert_keeps_the_half_that_has_the_larger_scale():
 
 
 def test_a_ratio_beyond_e4m3_saves_what_it_can():
-    """Block scales of at most 448 shrink by 2 ** 14 to subnormals: codes are rounded anew."""
+    """Block scales of at most 448 shrink by 2 ** 14 to subnormals: codes are rounded again."""
     gate = half(1.0)
     up = replace(half(1.01), global_scale=gate.global_scale * 2.0**-14)
     merged = scales.merge_gate_up(gate, up)

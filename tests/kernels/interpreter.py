@@ -15,7 +15,7 @@ def prepare() -> None:
     """Let kernels loop to bounds that are known at run time only, and call functions in less time.
 
     Such bounds are arrays of one element, which numpy 2.5 no longer takes for integers. And every call of a
-    function by a kernel replaced the language's functions anew, which took longer than most functions do:
+    function by a kernel replaced the language's functions again, which took longer than most functions do:
     now the launch of the kernel does it for all of them.
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang

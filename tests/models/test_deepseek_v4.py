@@ -176,7 +176,7 @@ def test_single_tokens_of_a_step_are_computed_together(
     ids=["chunks of 7", "drafts and snapshots"],
 )
 def test_the_engine_decodes_past_windows(chunk: int, flags: dict[str, Any], built: Built) -> None:
-    """Several requests at a time, some put back and computed anew, or behind a prefix that is known."""
+    """Several requests at a time, some put back and computed again, or behind a prefix that is known."""
     asked = [prompt(length, seed=length) for length in (120, 127, 128, 250)]
     asked[1] = asked[1][:7] * 18  # which drafts foretell
     sampling = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)

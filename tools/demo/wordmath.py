@@ -1,6 +1,6 @@
 """Grade-school word problems with worked answers: what the bundled model was trained on.
 
-    python -m tools.demo.wordmath        # writes the questions that the package ships anew
+    python -m tools.demo.wordmath        # writes the questions that the package ships
 
 Problems are drawn from templates (tools/demo/stories) and split by a hash of the template and the
 numbers in the question: a template with the same numbers is never in both splits, whatever the

@@ -13,7 +13,7 @@ is largest, ties going to the lowest place. The last tokens are in a ring by pos
 gates of those whose entries are not made yet. Both belong to the state slot of a request: what an earlier
 request left there is never read, since nothing before position 0 is. Rings are longer than what is read of
 them by the drafts of a step, so that drafts overwrite nothing that is needed if they are rejected; an entry
-made of rejected drafts is made anew when its window ends again, before any token sees it.
+made of rejected drafts is overwritten when its window ends again, before any token sees it.
 
 Sequences with one token in a step are computed together, those of similar length in a block, but for making
 entries: a step of 32 requests on a CPU would spend most of its time between small calls of torch.

@@ -213,7 +213,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def pack_together(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 tensors one behind the other, each from a multiple of 16 bytes on: Triton compiles a kernel anew
+    """int64 tensors one behind the other, each from a multiple of 16 bytes on: Triton compiles a kernel again
     for a pointer that is none."""
     parts = [tensor.reshape(-1) for tensor in tensors]
     return torch.cat([each for part in parts for each in (part, _GAP[: part.numel() % 2])])

@@ -4,7 +4,7 @@ A request has slots from its admission on: one for its state and, with drafts, o
 of them. A step leaves a state in every slot that it has a token for; the scheduler exchanges the first slot
 for that of the last draft that holds. A request that begins, at position 0, begins with zeros whatever its
 slot held, NaN included; so a slot is cleared by being used again, and a preempted request, which is computed
-anew, needs nothing else.
+again, needs nothing else.
 
 Legend: N tokens of a step, B requests of one token each, X = `DeltaNetSpec.mixed`, C channels of the
 convolution, W its width, Hv value heads, Dk/Dv sizes of key/value heads.

@@ -24,7 +24,7 @@ CONNECT_SECONDS = 10
 HELP = """\
 /help             this
 /new              forget the conversation
-/system TEXT      begin anew with this system message; without TEXT: none
+/system TEXT      begin again with this system message; without TEXT: none
 /undo             take back the last message and its answer
 /retry            another answer to the last message
 /history          the conversation so far

@@ -237,7 +237,7 @@ def _phases(engine_plan: EnginePlan) -> Table:
         "tokens dispatched in": [_wire_format(engine_plan, p) for p in phases],
         "GEMMs multiply with": [plan.activation_format for _ in phases],
         "weights are kept": [plan.weight_storage for _ in phases],
-        "sum over ranks owed by": [_owed_by(engine_plan, p) for p in phases],
+        "sum over ranks made by": [_summed_by(engine_plan, p) for p in phases],
         "most tokens of a batch": [f"{p.max_tokens:,}" for p in phases],
     }
     if engine_plan.description.dense.shared_experts and engine_plan.topology.tp_size > 1:
@@ -247,14 +247,14 @@ def _phases(engine_plan: EnginePlan) -> Table:
     return table
 
 
-def _owed_by(engine_plan: EnginePlan, phase: PhasePlan) -> str:
+def _summed_by(engine_plan: EnginePlan, phase: PhasePlan) -> str:
     if engine_plan.topology.tp_size == 1:
         return "none: one rank"
     return "the layer" if phase.reduce == Reduce.LAYER else "the dispatcher"
 
 
 def _wire_format(engine_plan: EnginePlan, phase: PhasePlan) -> str:
-    if _owed_by(engine_plan, phase) != "the dispatcher":
+    if _summed_by(engine_plan, phase) != "the dispatcher":
         return "nothing is sent"
     return engine_plan.compute_dtype if phase.wire_format == Format.BF16 else phase.wire_format
 

@@ -1,7 +1,7 @@
 """Configuration + config.json + hardware -> everything about a run that is decided before weights load.
 
 All that stands in the way is found here and raised together: flags that contradict the checkpoint or each
-other, MoE backends that cannot run it, memory that does not suffice.
+other, MoE backends that cannot run it, too little memory.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Copies:
     """Of this process, that were made so far. SIGCHLD is blocked while one is made."""
 
     def __init__(self, commands: socket.socket, *, can_fork: bool):
-        """can_fork: whether copies can be ranks, keepers and spares; otherwise ranks are made anew."""
+        """can_fork: whether copies can be ranks, keepers and spares; otherwise ranks start from nothing."""
         self._commands, self._can_fork = commands, can_fork
         self._weights = -1
         self._running: dict[int, int] = {}  # process id: its status pipe

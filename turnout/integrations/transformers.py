@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="turnout")
 
 Importing this registers the name; the runner is what `turnout.moe.plan` chooses for the device. It keeps
-its own copy of the weights, in its layout, and makes it anew when a parameter is replaced, moved or changed
+its own copy of the weights, in its layout, and makes it again when a parameter is replaced, moved or changed
 in place (changes through `.data` cannot be seen). For inference only: a backward pass is an error, and so
 is an expert MLP that Turnout does not compute. FP8 experts, which transformers registers apart, stay its own.
 
@@ -39,7 +39,7 @@ from turnout.vocabulary import ActivationKind, ComputeDtype, Format
 
 NAME = "turnout"
 REMEDY = 'use experts_implementation="eager" for this model'
-FIRST_TOKENS = 2048  # the batch planned for first; a larger one plans anew for the next power of two
+FIRST_TOKENS = 2048  # the batch planned for first; for a larger one, plans again for the next power of two
 DTYPES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",

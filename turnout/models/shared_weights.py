@@ -44,7 +44,7 @@ class SharedWeights:
 
     def __init__(self, descriptor: int, stamp: str, groups: Groups):
         """descriptor: of the memory, empty at first. groups: for the objects that hold some of them."""
-        # Opened anew, for a lock belongs to what was opened, and copies of a descriptor are one of these.
+        # Opened again, for a lock belongs to what was opened, and copies of a descriptor are one of these.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
         self._stamp = stamp

@@ -41,7 +41,7 @@ class CountWindow:
         now, totals = self._now(), self.totals()
         kept = self._snapshots
         if kept and (kept[-1][1].shape != totals.shape or (totals < kept[-1][1]).any()):
-            kept.clear()  # the ranks started anew
+            kept.clear()  # the ranks restarted
         while len(kept) > 1 and kept[1][0] <= now - self._seconds:
             kept.popleft()
         gained = totals - kept[0][1] if kept else totals

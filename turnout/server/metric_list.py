@@ -132,7 +132,7 @@ METRICS = (
     _total(
         "num_requests_waiting",
         Group.REQUESTS,
-        "Sequences in the queue, or waiting for ranks that start anew.",
+        "Sequences in the queue, or waiting for ranks that restart.",
         lambda view: view.total("num_waiting") + view.engine.ledger.num_parked,
     ),
     _labelled(
@@ -140,7 +140,7 @@ METRICS = (
         Group.REQUESTS,
         "Waiting sequences, by what the first of a rank's queue lacks: a place among --max-running-requests, "
         "KV pages, tokens of --max-prefill-tokens, or prompts of other ranks (--prefill-delayer); or "
-        "restart, while the ranks start anew.",
+        "restart, while ranks restart.",
         ("reason",),
         lambda view: [((reason,), count) for reason, count in waiting_by_reason(view).items()],
     ),
@@ -340,7 +340,7 @@ METRICS = (
     _total(
         "engine_restarts_total",
         Group.STARTS,
-        "Times that the ranks started anew.",
+        "Times that the ranks restarted.",
         lambda view: view.engine.restarts,
     ),
     _total(

@@ -120,7 +120,7 @@ def allow_many_connections(ranks: int) -> None:
 
 
 class Supervisor:
-    """Owns the three lives: the HTTP server's, the engine's, and the drain between them."""
+    """Runs the HTTP server and the engine, and drains between them."""
 
     def __init__(
         self,

@@ -160,7 +160,7 @@ def compare_layer(built: Built, theirs: MtpModel) -> None:
 
 @torch.inference_mode()
 def proposals(glm: tuple[Built, MtpModel], tokens: list[int], count: int) -> list[int]:
-    """What transformers' layer drafts after `tokens`, all of it computed anew for every draft."""
+    """What transformers' layer drafts after `tokens`, all of it computed again for every draft."""
     main, layer = glm[0].model, glm[1]
     hidden = main.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
     ids = list(tokens)
@@ -246,7 +246,7 @@ def compare_drafts(hybrid: tuple[Built, MtpModel]) -> EngineCore:
 
 @torch.inference_mode()
 def greedy(built: Built, prompt: list[int], count: int) -> list[int]:
-    """The likeliest tokens after `prompt`, by transformers, which sees all of them anew for each."""
+    """The likeliest tokens after `prompt`, by transformers, which sees all of them again for each."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(built.model(torch.tensor([ids])).logits[0, -1].argmax()))

@@ -15,7 +15,7 @@ import pytest
 
 from turnout.engine.messages import AddRequest, RequestOutput
 from turnout.engine.sampling_params import SamplingParams
-from turnout.server.supervise.ledger import GOT_ON, EngineFailed, Entry, Ledger, Sink
+from turnout.server.supervise.ledger import PROGRESS_OUTPUTS, EngineFailed, Entry, Ledger, Sink
 
 STRIKES = 2
 TOKENS = 6  # of every request
@@ -97,7 +97,7 @@ def suspected(*ids: str) -> Ledger:
 
 def get_on(ledger: Ledger, *entries: Entry) -> None:
     for entry in entries:
-        for _ in range(GOT_ON):
+        for _ in range(PROGRESS_OUTPUTS):
             give(ledger, entry, 1)
 
 
@@ -287,7 +287,7 @@ def test_killers_of_any_place_among_any_number_are_found_by_halves(killers: int,
 
     def ranks_died(computed: list[str]) -> list[Entry]:
         before = {id: entry.strikes for id, entry in ledger._entries.items()}
-        stuck = {id for id in computed if not ledger._entries[id].got_on}
+        stuck = {id for id in computed if not ledger._entries[id].progressed}
         blamed = die(computed)
         for id, entry in ledger._entries.items():
             assert entry.strikes == before[id] + (id in stuck)
@@ -326,7 +326,7 @@ def test_half_of_the_halvings_cost_no_death():
 
 
 def test_a_request_that_kills_only_when_it_decodes_is_found():
-    """Each time its known tokens are computed it gets one, which must not count as getting on."""
+    """Each time its known tokens are computed it gets one, which must not count as progress."""
     ledger = filled("a", "poison", "b")
     blamed, finished, deaths = simulate(
         ledger, lambda entry: entry.request.id == "poison" and entry.outputs == 1
@@ -340,11 +340,13 @@ def test_ranks_that_die_of_something_else_cost_no_request():
     steps = itertools.count(1)
     ledger = filled(*(str(i) for i in range(8)))
     add(ledger, "long", max_tokens=200)
-    blamed, finished, deaths = simulate(ledger, lambda entry: False, lambda: next(steps) % (GOT_ON + 1) == 0)
+    blamed, finished, deaths = simulate(
+        ledger, lambda entry: False, lambda: next(steps) % (PROGRESS_OUTPUTS + 1) == 0
+    )
     assert blamed == []
     assert finished["long"] == list(range(200))
     assert len(finished) == 9
-    assert deaths == 200 // GOT_ON - 1
+    assert deaths == 200 // PROGRESS_OUTPUTS - 1
 
 
 def test_a_token_costs_the_same_however_many_came_before():

@@ -3,7 +3,7 @@
 64 clients ask again as soon as they have their answers, of one to three sequences each, as those of
 tools.chaos do. The ranks compute as the scheduler lets them: decoding first, then prompts in order of
 submission. They take as long as four ranks took on two busy cores, so that a life is hardly long enough to
-compute anew what had been computed in the one before.
+compute again what had been computed in the one before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Simulation:
         self.blamed: list[str] = []
         self.killed = 0  # times that ranks died over a killer
         self.lives: list[int] = []  # that each answer took
-        self.oldest_got_on: list[bool] = []  # by death
+        self.oldest_progressed: list[bool] = []  # by death
         self.answers = [0] * CLIENTS
         self._draw, self._every, self._even = random.Random(seed), every, even
         self._deaths = deaths
@@ -100,7 +100,7 @@ class Simulation:
             self._now += STEP + TOKEN * sum(step.values())
             if self._now >= end:
                 self._deaths -= 1
-                self.oldest_got_on.append(oldest not in running or running[oldest][0].got_on)
+                self.oldest_progressed.append(oldest not in running or running[oldest][0].progressed)
                 return self._die(running)
             for id, computed in step.items():
                 running[id][1] -= computed
@@ -185,5 +185,5 @@ def test_the_oldest_request_gets_on_in_every_life():
     """Which bounds its wait by its own length, and so the wait of the one after it."""
     simulation = Simulation(0, deaths=100, every=3.0, even=True)
     simulation.run()
-    assert all(simulation.oldest_got_on)
-    assert len(simulation.oldest_got_on) == 100
+    assert all(simulation.oldest_progressed)
+    assert len(simulation.oldest_progressed) == 100

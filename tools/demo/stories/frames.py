@@ -406,7 +406,7 @@ def _sentences(texts: list[str], slots: dict[str, str]) -> str:
 
 
 def _numbers(d: Wording, frame: Frame) -> tuple[dict[str, int], list[Worked]] | None:
-    """Numbers drawn anew and the results of the work; None if one would be negative, broken or too large."""
+    """Numbers drawn again and the results of the work; None if one would be negative, broken or too large."""
     numbers: dict[str, int] = {
         letter: d.amount(low, high) if high > 60 else d.number(low, high)
         for letter, (low, high) in frame.ranges.items()

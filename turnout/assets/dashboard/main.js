@@ -44,7 +44,7 @@ function tick(told) {
   served ||= told.state === "ready";
   showState(told.state);
   const down = ["restarting", "failed"].includes(told.state);
-  showBanner(down && told.failure ? `${told.failure}${told.state === "restarting" ? ". The ranks start anew; requests wait and then go on." : ""}` : "");
+  showBanner(down && told.failure ? `${told.failure}${told.state === "restarting" ? ". The ranks restart; requests wait and then go on." : ""}` : "");
   tiles.show(told);
   charts.add(told.time, told, last);
   map.add(told.time, told.experts);

@@ -133,7 +133,7 @@ class DecodeGraphs:
         """Replay the graph of `size` for chunks that decode, of which there may be none."""
         captured, count = self._graphs[size], sum(chunk.length for chunk in chunks)
         rows = fields(chunks, self._attention, size, self._num_drawn)
-        # Pinned anew each time: a rank without tokens comes here again before the last copy is done.
+        # Pinned each time: a rank without tokens comes here again before the last copy is done.
         pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
         captured.rows_FB.copy_(pinned, non_blocking=True)
         captured.graph.replay()

@@ -3,7 +3,7 @@
 Matrix products sum in an order that depends on the number of rows, so the last bits of a request's logits
 depend on the other requests of a step and on how its prompt was cut into chunks. Where the two best logits
 are closer than such noise, the argmax would too, and with it all that follows. There the request's logits are
-computed anew: without other requests, from its first token, in blocks of a fixed size, with no cache. That
+computed again: without other requests, from its first token, in blocks of a fixed size, with no cache. That
 result is a function of its tokens only. Where the gap is just above the threshold, all computations agree on
 the larger one, as long as the noise is below half the threshold; so greedy output does not depend on the
 batch.

@@ -108,7 +108,7 @@ def compiling(threads: int) -> Iterator[None]:
         )  # fmt: skip
 
 
-Variant = tuple[Any, ...]  # a kernel, and all that Triton compiles it anew for
+Variant = tuple[Any, ...]  # a kernel, and all that Triton compiles it again for
 
 
 @contextmanager

@@ -46,7 +46,7 @@ PACKED = {
 }
 NVFP4_SCALE = np.float32(2.0**22)  # 2^14 for an e2m1 and 2^8 for an e4m3 (vectors.py)
 MXFP4_SCALE = np.float32(2.0**14)
-WIDENED_ROWS = 48  # rows from which bfloat16 panels are unpacked too, which each tile would widen anew
+WIDENED_ROWS = 48  # rows from which bfloat16 panels are unpacked too, which otherwise each tile would widen
 UNPACKED = 2**19  # bytes of panels that are unpacked at a time, so that those of gate and up fit an L2 cache
 
 

@@ -98,9 +98,9 @@ class WireNeed:
 class DispatcherCapability:
     """What a dispatcher emits and where it works.
 
-    exchange says whose tokens the runner gets to see, and with that who owes the sum over ranks:
+    exchange says whose tokens the runner gets to see, and with that who makes the sum over ranks:
     "gather":     those of all data-parallel groups, already summed by the combine. A single group's ranks
-                  hold the same tokens: then nothing moves, and the layer owes the sum
+                  hold the same tokens: then nothing moves, and the layer makes the sum
     "all_to_all": those that chose an expert of which this rank holds a part; already summed
 
     The name of a `family` stands for its members, one for each `mode`. made_for: phases that `auto` takes it

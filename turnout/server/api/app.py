@@ -163,7 +163,7 @@ def _control_routes(service: Service) -> APIRouter:
 
     @router.post("/restart")
     async def restart() -> Response:
-        """200 as soon as the ranks begin to start anew; /ready says when they serve."""
+        """200 as soon as the ranks begin to restart; /ready says when they serve."""
         service.restart()
         return json_response({"status": "restarting"})
 

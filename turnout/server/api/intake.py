@@ -112,7 +112,7 @@ def _busy() -> ApiError:
 
 
 class LargeBodies:
-    """The process of large bodies, started anew when it has ended."""
+    """The process of large bodies, started again when it has ended."""
 
     def __init__(self, start: Start):
         self._start_line = json.dumps(dataclasses.asdict(start)).encode() + b"\n"
@@ -158,7 +158,7 @@ class LargeBodies:
             )
             return None, (503, message, None, "busy")
         except (OSError, EOFError):
-            log.warning("the process that parses large requests has died; the next one starts it anew")
+            log.warning("the process that parses large requests has died; the next one starts it again")
             await self._end()
             message = "the process that parses large requests has died over this one; send less at once"
             return None, (503, message, None, "busy")

@@ -57,7 +57,7 @@ OPERATIONS = (
     Operation(path="/server_info", does="Configuration, plan and ranks.", answer=responses.ServerInfo),
     Operation(
         path="/restart",
-        does="Start the ranks anew, with the weights that are on disk then; requests wait, and go on.",
+        does="Restart the ranks, with the weights that are on disk then; requests wait, and go on.",
         answer=responses.Status,
         refusals=(403, 503),
         acts=True,

@@ -86,7 +86,7 @@ class Service:
         return tokenizer
 
     def check_open(self) -> Tokenizer:
-        """Raises ApiError 503 unless requests are taken, if only to wait for the ranks to start anew."""
+        """Raises ApiError 503 unless requests are taken, if only to wait for the ranks to restart."""
         if self.engine.failure:
             raise unavailable(f"the engine failed: {self.engine.failure}", "engine_failed")
         if self.draining:
@@ -128,7 +128,7 @@ class Service:
         return {"object": "scoring", "model": self.model_name, "scores": found, "usage": usage}
 
     def reset_prefix_cache(self) -> None:
-        """Compute all prompts anew from now on. Raises ApiError 503 unless ready."""
+        """Compute all prompts again from now on. Raises ApiError 503 unless ready."""
         self.check_ready()
         self.engine.reset_prefix_cache()
 
@@ -198,7 +198,7 @@ class Service:
         return "ready" if self.engine.serving else "restarting"
 
     def restart(self) -> None:
-        """Start the ranks anew without losing a request. Raises ApiError 403 and 503."""
+        """Restart the ranks without losing a request. Raises ApiError 403 and 503."""
         self.check_key_is_set("/restart")
         self.check_ready()
         self.engine.restart()

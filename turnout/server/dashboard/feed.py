@@ -17,7 +17,7 @@ RETRY = b"retry: 1000\n\n"  # milliseconds until a browser tries again
 
 
 class Feed:
-    """Server-sent events: `about` first, and when the ranks have started anew; then `tick`."""
+    """Server-sent events: `about` first, and when the ranks have restarted; then `tick`."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -37,7 +37,7 @@ class Sampler:
         self._time = 0.0
 
     def about(self) -> dict[str, Any]:
-        """What stays the same until the ranks start anew."""
+        """What stays the same until the ranks restart."""
         service, config = self._service, self._service.config
         info = service.engine.ready.info if service.engine.ready else {}
         description = info.get("description", {})
@@ -130,5 +130,5 @@ def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
 
 
 def _rate(value: float, before: float | None, passed: float) -> float:
-    """Per second; 0 at first, and when a counter began anew."""
+    """Per second; 0 at first, and when a counter restarted."""
     return max(0.0, value - before) / passed if before is not None and passed else 0.0

@@ -1,10 +1,9 @@
-"""The engine as the server sees it, through all lives of its group of ranks.
+"""The engine as the server sees it, while its group of ranks may restart.
 
-When a rank fails, the group starts anew, which is the only way out of a collective that a rank has left.
+When a rank fails, the group restarts, which is the only way out of a collective that a rank has left.
 Requests wait meanwhile, and then go on where they were (ledger.py). What ends the engine for good: a user
 error while starting, a failure that a rank reports before anything was ever served (it would only happen
-again), several starts in a row that came to nothing, or a failure while the server is leaving and owes no
-answer any more.
+again), several failed starts in a row, or a failure while the server shuts down with all answers given.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ class EngineSupervisor:
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are taken: where they survive ranks, also while these start anew."""
+        """Whether requests are taken: where they survive ranks, also while these restart."""
         waits = self.config.max_request_restarts > 0 and self.started.is_set() and self.failure is None
         return waits or self.serving
 
     @property
     def last_failure(self) -> EngineFailed | None:
-        """Why the ranks had to start anew, if they ever had to."""
+        """Why the ranks had to restart, if they ever had to."""
         return (self._group and self._group.failure) or self._last_failure
 
     @property
@@ -174,7 +173,7 @@ class EngineSupervisor:
         return await self._group.stop_profile()
 
     def restart(self) -> None:
-        """Start the ranks anew; requests wait meanwhile. The engine must be serving."""
+        """Restart the ranks; requests wait meanwhile. The engine must be serving."""
         assert self._group is not None
         log.info("the ranks restart as they were told to, and %d requests wait", len(self.ledger))
         self._group.stop()
@@ -268,7 +267,7 @@ class EngineSupervisor:
         if self.ready and ready and ready.vocab_size != self.ready.vocab_size:
             raise UserError(
                 f"the model has {ready.vocab_size} token ids now, and had {self.ready.vocab_size} before: "
-                "only its weights may change on disk; start the server anew"
+                "only its weights may change on disk; restart the server"
             )
         if self.restarts:
             log.info("the ranks are ready again, and %d requests go on", len(self.ledger))

@@ -1,4 +1,4 @@
-"""One life of the group of ranks: from its processes' start until they are told to stop, or one fails.
+"""One start of the group of ranks: from its processes' start until they are told to stop, or one fails.
 
 The ranks run in processes of their own, so that Python code of the HTTP side never delays a step and this
 process needs no torch. Two ZeroMQ sockets carry messages.py: a ROUTER that names the rank it commands, and a

@@ -1,23 +1,25 @@
-"""What is owed to clients: every request that is not finished, through all lives of the group of ranks.
+"""Every request that is not finished, kept while the group of ranks restarts.
 
-A request is its prompt, its sampling parameters with a seed, and the tokens that its client got. That is all
-it takes to go on with it on other ranks as if nothing had happened.
+A request is its prompt, its sampling parameters with a seed, and the tokens that its client got. Other ranks
+need no more than that to continue it as if nothing had happened.
 
-A request that kills ranks must not do so for ever. Each of those that were being computed when ranks died
-gets a strike; for one that had got on since it was submitted it is the first one. Those that reach the limit
-are suspects, and tried by halves: the next ranks get the older half when all that they have already got on,
-and nothing more until the half got on too. If the ranks die meanwhile, that half is halved, and nothing
-counts against the other requests. If it got on, the ranks have died over the other half, which is then halved
-without a further death. One that they die over by itself goes first in the next life; if they die once more,
-it is to blame, and nothing else is lost: once might have another reason. One of n suspects that always kills
-costs log2(n) + 1 further restarts at most, of 64 between four and five on average. To try them one after the
-other would cost two, but as many trials as suspects, for which younger requests wait.
+A request that kills ranks must not do so for ever. Each request that was being computed when ranks died gets
+a strike; for one that had made progress since it was submitted, it is the first. Those that reach the limit
+are suspects, and a bisection finds the culprit: after all other requests have made progress, the ranks get
+the older half of the suspects, and nothing more until that half made progress too. If the ranks die first,
+that half is halved, and nothing counts against the other requests. If not, the reason is in the other half,
+which is halved without a further death. A request over which ranks die while it is tried by itself goes first
+after the restart; if they die once more, it is blamed and ends, and nothing else is lost. Once is not enough:
+that death might have another reason. One of n suspects that always kills costs at most log2(n) + 1 further
+restarts, of 64 between four and five on average. Trying suspects one after the other would cost two restarts,
+but as many trials as suspects, for which younger requests wait.
 
 Ranks also die for reasons that no request has, and who sent a SIGKILL cannot be known. Suspects are therefore
 not preferred: requests are submitted by age, so that a younger one delays an older one by no more than one
-trial. The oldest is computed from the start of every life, and no request waits for ever while
-lives suffice to get on. And whenever one gets on over which the ranks had died in its trial, it is certain
-that they die by chance, too: from then on it takes one more death to blame one, up to `MAX_DOUBT` more.
+trial. The oldest is computed from every start of the ranks, and no request waits for ever if the ranks live
+long enough for it to make progress. Whenever a request makes progress over which the ranks had died in its
+trial, they evidently die by chance too: from then on it takes one more death to blame one, up to `MAX_DOUBT`
+more.
 
 Pure: no clock, no sockets. One caller.
 """
@@ -33,7 +35,7 @@ import msgspec
 
 from turnout.engine.messages import AddRequest, RequestOutput
 
-GOT_ON = 2  # outputs: the step that computes the known tokens, and one that decodes
+PROGRESS_OUTPUTS = 2  # the step that computes the known tokens, and one that decodes
 BLAMED = 2  # deaths of ranks in trials of one request by itself
 MAX_DOUBT = 2  # more of them
 
@@ -55,23 +57,23 @@ Sink = Callable[[RequestOutput | EngineFailed], None]
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One request. lives: of the group, in which it was submitted. outputs: that the present ranks sent.
+    """One request. submissions: to how many groups of ranks. outputs: that the present ranks sent.
 
-    strikes: deaths of ranks without getting on in between. alone: of these, in trials of it by itself.
+    strikes: deaths of ranks without progress in between. alone: of these, in trials of it by itself.
     """
 
     request: AddRequest
     sink: Sink
     output_ids: list[int] = field(default_factory=list)  # that the client got
     outputs: int = 0
-    lives: int = 0
+    submissions: int = 0
     strikes: int = 0
     alone: int = 0
-    part: Part | None = None  # of the suspects, that it is tried with
+    part: Part | None = None  # the suspects that it is tried with
 
     @property
-    def got_on(self) -> bool:
-        return self.outputs >= GOT_ON
+    def progressed(self) -> bool:
+        return self.outputs >= PROGRESS_OUTPUTS
 
     def message(self) -> AddRequest:
         """What to tell ranks that know nothing of it."""
@@ -82,7 +84,7 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Suspects that are tried together. other: the half that must hold the reason if this one gets on."""
+    """Suspects that are tried together. other: the half that holds the reason if this one makes progress."""
 
     entries: list[Entry]
     other: Part | None = None
@@ -102,7 +104,7 @@ class Ledger:
         self._next_seed = first_seed
         self._entries: dict[str, Entry] = {}
         self._parked: dict[str, Entry] = {}  # those of them that are not submitted
-        self._unproven: dict[str, Entry] = {}  # those that are, and have not got on
+        self._unproven: dict[str, Entry] = {}  # those that are, and made no progress yet
         self._on_trial: Part | None = None  # all of these, while there are any
         self._doubt = 0  # deaths over one request that had another reason, as far as they count
 
@@ -126,7 +128,7 @@ class Ledger:
     def due(self) -> list[Entry]:
         """What to submit now to ranks that serve, which afterwards counts as submitted.
 
-        Everything, oldest first, up to the first suspect; its part by itself once all others have got on.
+        Everything, oldest first, up to the first suspect; its part by itself once all others made progress.
         """
         if self._on_trial:
             return []
@@ -140,19 +142,19 @@ class Ledger:
             del self._parked[entry.request.id]
             self._unproven[entry.request.id] = entry
             entry.outputs = 0
-            entry.lives += 1
-            if entry.lives > 1:
+            entry.submissions += 1
+            if entry.submissions > 1:
                 self.resumed += 1
                 self.replayed_tokens += len(entry.request.prompt_ids) + len(entry.output_ids)
         return due
 
     def delivered(self, entry: Entry, output: RequestOutput) -> bool:
-        """Note what goes to a client; whether more may be `due` thereby."""
+        """Note what goes to a client; whether more may be `due` then."""
         entry.output_ids += output.token_ids
-        if entry.got_on and output.finish_reason is None:  # as most of them: all else was noted before
+        if entry.progressed and output.finish_reason is None:  # as most of them: all else was noted before
             return False
         entry.outputs += 1
-        if entry.got_on:  # also if ranks die in a later step that is not its own
+        if entry.progressed:  # also if ranks die in a later step that is not its own
             if entry.alone:
                 self._doubt = min(self._doubt + 1, MAX_DOUBT)
             entry.strikes = entry.alone = 0
@@ -160,13 +162,13 @@ class Ledger:
         if output.finish_reason is not None:
             self._forget(entry)
             return bool(self._parked)
-        if not entry.got_on or entry.request.id not in self._unproven:
+        if not entry.progressed or entry.request.id not in self._unproven:
             return False
         self._proven(entry)
         return bool(self._parked)
 
     def abort(self, ids: Iterable[str]) -> bool:
-        """Forget requests, of which some may be unknown; whether more may be `due` thereby."""
+        """Forget requests, of which some may be unknown; whether more may be `due` then."""
         for entry in [self._entries[id] for id in ids if id in self._entries]:
             self._forget(entry)
         return bool(self._parked)
@@ -200,10 +202,10 @@ class Ledger:
 
     def _strike(self, computed: Sequence[Entry]) -> list[Entry]:
         """Count strikes; the one request that is to blame, if it is certain."""
-        stuck = [entry for entry in computed if not entry.got_on]
+        stuck = [entry for entry in computed if not entry.progressed]
         over = stuck if self._on_trial and stuck else computed
         for entry in over:
-            entry.strikes = 1 if entry.got_on else entry.strikes + 1
+            entry.strikes = 1 if entry.progressed else entry.strikes + 1
         self._halve([entry for entry in over if entry.strikes >= self._max_strikes])
         if not self._on_trial or len(stuck) != 1:
             return []
@@ -225,7 +227,7 @@ class Ledger:
         self._proven(entry)
 
     def _proven(self, entry: Entry) -> None:
-        """It got on, or is no more. The last one ends a trial, after which it is the other half's turn."""
+        """It made progress, or ended. The last one ends a trial; the other half is next."""
         self._unproven.pop(entry.request.id, None)
         if self._on_trial and not self._unproven:
             other, self._on_trial = self._on_trial.other, None

@@ -1,4 +1,4 @@
-"""The rank processes of one host, for one life of the group: start them, notice exits, leave nothing behind.
+"""The rank processes of one host, for one start of the group: start them, notice exits, leave nothing behind.
 
 Each rank's standard input brings its orders and stays open: when it ends, whoever started the rank is gone,
 and the rank leaves too, however its parent died. A private folder holds the files that the ranks share.
@@ -33,7 +33,7 @@ log = logging.getLogger("turnout.server")
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one life of the group meet the server, and each other.
+    """Where the ranks of one start of the group meet the server, and each other.
 
     number:      of this life; part of the ranks' names, so that none is taken for an earlier one
     commands:    ZeroMQ address of the server's ROUTER. events: of its PULL.

@@ -4,7 +4,7 @@
 2  a user error: the head cannot be reached, or refuses this rank
 
 Each runs the ordinary rank process when told to, and again for each start of the group. If its connection
-ends, the process ends too, and the rank dials in anew. Those of one `turnout rank` share a fork server: its
+ends, the process ends too, and the rank dials in again. Those of one `turnout rank` share a fork server: its
 imports, and the weights that it keeps, are there once.
 """
 

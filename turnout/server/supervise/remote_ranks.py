@@ -48,7 +48,7 @@ class RemoteRank:
         self._on_exit: OnExit | None = None
 
     def place(self, rank: int, config: ServerConfig, gpus: str) -> None:
-        """What to be in the next life: `rank` of `config`, on a host whose ranks use `gpus`."""
+        """What to be at the next start: `rank` of `config`, on a host whose ranks use `gpus`."""
         self.ranks, self._config, self._gpus = range(rank, rank + 1), config, gpus
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
@@ -132,8 +132,8 @@ class RemoteRanks:
             ) from None
 
     async def placed(self) -> tuple[ServerConfig, list[RemoteRank]]:
-        """The last ranks of the next life, all that do not run under this process, once enough have come; and
-        the configuration with the number of their hosts. Raises UserError in the end."""
+        """The last ranks of the next start, all that do not run under this process, once enough have come;
+        and the configuration with the number of their hosts. Raises UserError in the end."""
         if not self._secret:
             return self._config, []
         seconds, said = self._config.startup_timeout, ""
@@ -172,7 +172,7 @@ class RemoteRanks:
                 connection.cancel()
 
     def _choose(self) -> tuple[int, list[RemoteRank]] | None:
-        """On how many hosts the next life is, and its ranks that dialled in; None if more have to come."""
+        """On how many hosts the next start is, and its ranks that dialled in; None if more have to come."""
         config, there = self._config, self._there()
         if config.distributed_executor_backend == "mp":  # the ranks of the first host run under this process
             return on_hosts(there, config.nnodes - 1, config.tp_size // config.nnodes, config.nnodes)

@@ -6,9 +6,9 @@ Two things can be wrong, and each has its deadline:
   ranks that answer 64 requests with drafts, on two cores of an AMD EPYC whose load was 11 to 15: at most
   0.3 s between two. `SILENT_SECONDS` is ten times that, for a rank given up by mistake costs some seconds and
   no request. While a rank loads or compiles, libraries hold Python's lock for longer (1.1 s was seen).
-* All processes run, and none gets on: no layer, collective, step or phase begins. How long that may take
-  depends on the model and the machine (in the same measurement 0.4 s of a forward, and 6.4 s of a rank that
-  was ready before the other), so it is measured: the longest pause of this group so far, of warm-up and
+* All processes run, and none makes progress: no layer, collective, step or phase begins. How long that may
+  take depends on the model and the machine (in the same measurement 0.4 s of a forward, and 6.4 s of a rank
+  that was ready before the other), so it is measured: the longest pause of this group so far, of warm-up and
   compilation too, times `PATIENCE`, and at least `WAITING_SECONDS`.
 """
 
@@ -31,7 +31,7 @@ BETWEEN_LOOKS = (
 
 @dataclass(frozen=True)
 class Stall:
-    """`rank` keeps a group with work from getting on; `runs` tells whether its process runs at all."""
+    """`rank` keeps a group with work from making progress; `runs` tells whether its process runs at all."""
 
     rank: int
     reading: Reading
@@ -54,7 +54,7 @@ class Watchdog:
         self._timeout = timeout
         self._readings: dict[int, Reading] = {}
         self._beat: dict[int, float] = {}  # when each rank's heart was last seen to have beaten
-        self._moved = 0.0  # when any rank last got on, or there was nothing to do
+        self._moved = 0.0  # when any rank last made progress, or there was nothing to do
         self._looked: float | None = None
         self._clock = 0.0  # seconds under observation
 

@@ -28,7 +28,7 @@ _kept: dict[str, ModuleType] = {}  # ours, between uses
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The library with the substitutes in it, imported anew without the parts that take seconds."""
+    """The library with the substitutes in it, imported again without the parts that take seconds."""
     others = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
     sys.modules.update(_kept)
     try:

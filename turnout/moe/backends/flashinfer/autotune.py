@@ -6,7 +6,7 @@ the runner is given tokens made up here, spread evenly over all experts. So noth
 times, and its choice is everyone's: ranks whose tactics differ would wait for the slowest.
 
 What was chosen is kept in one file for each library version, device, layer and parallel layout;
-FlashInfer itself refuses a file from another environment. Delete the file to tune anew.
+FlashInfer itself refuses a file from another environment. Delete the file to tune again.
 """
 
 from __future__ import annotations
