@@ -5,9 +5,9 @@
 Of DeepSeek-V3's and DeepSeek-V4-Flash's matrices, in CUDA graphs, with weights that left the cache: us of a
 product whose parts rows.py adds up, as the next norm does. Ways: `rows`, row_gemm.py as models call it, and
 with other tiles (rows x outputs x columns, warps, stages); `specialised`, hopper/dense_fp8.py (rows, groups x
-blocks of 64 outputs, stages, and parts). Every way's result is compared with float64 products of the decoded
-weights first, also of shapes that fill no tile. `bytes_us`: the weights at the rate of a copy; `products_us`:
-at 790 TFLOP/s.
+blocks of 64 outputs, stages, and parts); `planned`, what that file chooses among both. Every way's result is
+compared with float64 products of the decoded weights first, also of shapes that fill no tile. `bytes_us`: the
+weights at the rate of a copy; `products_us`: at 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -84,24 +84,18 @@ def ways(rows_: int, outputs: int, inputs: int) -> Iterator[tuple[str, Way]]:
         return dense_fp8.parts(x, weight, scale, tile, count)
 
     yield "rows", partial(by_rows, None)
+    yield "planned", dense_fp8.parts
     for tile in ROW_TILES:
         yield (
             f"rows {tile.rows}x{tile.outputs}x{tile.columns},{tile.warps},{tile.stages}",
             partial(by_rows, tile),
         )
     for one in TILES:
-        if one.rows > 64 and one.rows >= 2 * rows_:
+        if not dense_fp8.suits(one, rows_):
             continue
-        for count in counts(one, rows_, outputs, inputs):
+        for count in dense_fp8.counts(one, rows_, outputs, inputs):
             name = f"specialised {one.rows},{one.groups}x{one.blocks},{one.stages} P{count}"
             yield name, partial(specialised, one, count)
-
-
-def counts(tile: dense_fp8.Tile, rows_: int, outputs: int, inputs: int) -> list[int]:
-    """Of parts: as many as there are programs for in one wave, in two, and in three."""
-    tiles = -(-outputs // tile.outputs) * -(-rows_ // tile.rows)
-    most = -(-inputs // BLOCK)
-    return sorted({max(1, min(most, waves * dense_fp8.PROGRAMS // tiles, 16)) for waves in (1, 2, 3)})
 
 
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:

@@ -94,6 +94,12 @@ def tile_of_parts(rows: int, outputs: int) -> Tile:
     return FEW_OUTPUTS if tile.rows == FEW_OUTPUTS.rows and outputs <= PROGRAMS * tile.outputs else tile
 
 
+def part_count(tile: Tile, rows: int, outputs: int, inputs: int) -> int:
+    """Into how many pieces a product in parts cuts its inputs: as many as keep multiprocessors at work."""
+    most = PROGRAMS // max(1, -(-outputs // tile.outputs) * -(-rows // tile.rows))
+    return max((c for c in range(2, most + 1) if inputs % (c * tile.columns) == 0), default=1)
+
+
 def linear(
     x_NK: Tensor,
     weight_MK: Tensor,
@@ -117,9 +123,7 @@ def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, group: int, tile: T
     multiprocessors at work. weight, scale, group: as in `linear`. tile: instead of what suits N."""
     (N, K), M = x_NK.shape, len(weight_MK)
     tile = tile or tile_of_parts(N, M)
-    most = PROGRAMS // max(1, -(-M // tile.outputs) * -(-N // tile.rows))
-    count = max((c for c in range(2, most + 1) if K % (c * tile.columns) == 0), default=1)
-    y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)
+    y_PNM = torch.empty(part_count(tile, N, M, K), N, M, dtype=torch.float32, device=x_NK.device)
     return _multiply(x_NK, weight_MK, scale_GM, group, None, y_PNM, tile)
 
 

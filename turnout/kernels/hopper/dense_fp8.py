@@ -12,6 +12,8 @@ Legend: N rows, K inputs, M outputs, P parts, G groups of 128 inputs that share 
 
 from __future__ import annotations
 
+from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -28,11 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from turnout.kernels.common import row_gemm
 from turnout.kernels.hopper.schedule import advance
 
 GROUP = 128  # inputs that share a scale, and of a step
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
 PROGRAMS = 132  # an H100's multiprocessors
+MOST_PARTS = 16
 
 
 class Tile(NamedTuple):
@@ -47,6 +51,21 @@ class Tile(NamedTuple):
     @property
     def outputs(self) -> int:
         return 64 * self.groups * self.blocks
+
+
+# Of a program, us of a step of 128 inputs; then us of a program, of a MB of parts that is written and added
+# up, and of a product; and how much more of a product by row_gemm.py, whose tile for few outputs is the last.
+# As python -m tools.fit_dense_fp8 fits them to what tools/dense_fp8.py measured on an H200.
+STEP_US: dict[Tile | row_gemm.Tile, float] = {
+    Tile(64, 2, 2, 4): 1.446,
+    Tile(64, 3, 2, 3): 1.848,
+    Tile(128, 2, 1, 4): 0.948,
+    Tile(128, 3, 1, 4): 1.275,
+    Tile(128, 4, 1, 3): 1.703,
+    Tile(256, 2, 1, 2): 1.396,
+    row_gemm.FEW_OUTPUTS: 1.065,
+}
+PROGRAM_US, MB_US, PRODUCT_US, BY_ROWS_US = 1.048, 0.22, 2.429, 0.597
 
 
 @gluon.jit
@@ -248,13 +267,69 @@ def multiply_rows_specialised(
         )  # fmt: skip
 
 
-def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, tile: Tile, count: int | None = None) -> Tensor:
+def suits(tile: Tile | row_gemm.Tile, rows: int) -> bool:
+    """Whether less than half of its rows would be empty, or it is of the fewest; of row_gemm.py's, whether it
+    has so many."""
+    fits = tile.rows <= 64 or tile.rows < 2 * rows
+    return rows <= tile.rows if isinstance(tile, row_gemm.Tile) else fits
+
+
+def counts(tile: Tile | row_gemm.Tile, rows: int, outputs: int, inputs: int) -> list[int]:
+    """Numbers of parts to choose among: as many as there are programs for in one wave, in two, and in three.
+    Of a tile of row_gemm.py, the one that it takes."""
+    if isinstance(tile, row_gemm.Tile):
+        return [row_gemm.part_count(tile, rows, outputs, inputs)]
+    tiles = -(-outputs // tile.outputs) * -(-rows // tile.rows)
+    most = min(-(-inputs // GROUP), MOST_PARTS)
+    return sorted({max(1, min(most, waves * PROGRAMS // tiles)) for waves in (1, 2, 3)})
+
+
+def terms(tile: Tile | row_gemm.Tile, count: int, rows: int, outputs: int, inputs: int) -> list[float]:
+    """How many steps, programs in turn, MB of parts, products, and products by row_gemm.py."""
+    programs = -(-outputs // tile.outputs) * -(-rows // tile.rows) * count
+    waves, groups = -(-programs // PROGRAMS), -(-inputs // GROUP)
+    by_rows = isinstance(tile, row_gemm.Tile)
+    return [waves * -(-groups // count), waves, count * rows * outputs * 8e-6, 1, by_rows]
+
+
+@cache
+def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile | row_gemm.Tile, int]:
+    """The tile, and the number of parts, that should take least."""
+    shape, us = (rows, outputs, inputs), {}
+    for tile, step in STEP_US.items():
+        for count in counts(tile, *shape) if suits(tile, rows) else ():
+            constants = step, PROGRAM_US, MB_US, PRODUCT_US, BY_ROWS_US
+            us[tile, count] = sum(map(mul, terms(tile, count, *shape), constants))
+    return min(us, key=us.__getitem__)
+
+
+def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
+    """Whether `parts` takes these on this GPU: rows in bfloat16, scales of 128 inputs each, and places that
+    the TMA reads from."""
+    if not x_NK.is_cuda or torch.cuda.get_device_capability(x_NK.device)[0] != 9:
+        return False
+    kinds = x_NK.dtype == torch.bfloat16 and x_NK.stride(1) == 1 and group == GROUP
+    places = x_NK.data_ptr() | x_NK.stride(0) * 2 | weight_MK.data_ptr() | weight_MK.shape[1]
+    return kinds and places % ALIGNED == 0
+
+
+def parts(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    scale_GM: Tensor,
+    tile: Tile | row_gemm.Tile | None = None,
+    count: int | None = None,
+) -> Tensor:
     """float32 [P, N, M], whose sum over the first is x @ weight.T; see `runs`.
 
-    weight: e4m3; scale: float32, of 128 inputs each; both contiguous. count: P, instead of as many pieces as
-    keep multiprocessors at work.
+    weight: e4m3; scale: float32, of 128 inputs each; both contiguous. tile, count: None: those of `plan`;
+    count alone None: as many parts as keep multiprocessors at work.
     """
     (N, K), M = x_NK.shape, len(weight_MK)
+    if tile is None:
+        tile, count = plan(N, M, K)
+    if isinstance(tile, row_gemm.Tile):
+        return row_gemm.parts(x_NK, weight_MK, scale_GM, GROUP, tile)
     tiles = -(-M // tile.outputs), -(-N // tile.rows)
     groups = -(-K // GROUP)
     count = count or min(groups, max(1, PROGRAMS // (tiles[0] * tiles[1])))
