@@ -15,27 +15,23 @@ interpreter.
 
 from __future__ import annotations
 
-import argparse
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.kernel_timing import device_of, device_parser, keep, line, seconds_of
 from turnout.attention.backends.flash_attn_4.declaration import BACKEND, PACKAGE
 from turnout.attention.backends.flash_attn_4.prompts import FlashAttn4Prompts
 from turnout.attention.backends.triton.paged import StepAttention, TritonAttention
 from turnout.attention.capability import Chosen
 from turnout.attention.kinds import AttentionSpec, cache_groups
 from turnout.attention.torch import additive, attend_chunk, visible
-from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.engine.scheduler.request import GroupPages
-from turnout.parallel.hardware import L2_BYTES, cpu_name
+from turnout.parallel.hardware import L2_BYTES
 
 PEERS = ("triton", BACKEND.name, "sdpa")
 MOST_LAYERS = 64
@@ -247,47 +243,15 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     return row
 
 
-def seconds_of(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Of a run: on the device, and of the host to launch it."""
-    if device.type == "cpu":
-        began = time.perf_counter()
-        run()
-        return (time.perf_counter() - began,) * 2
-    from triton.testing import do_bench_cudagraph
-
-    run()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    host = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return do_bench_cudagraph(run, rep=100) / 1e3, host
-
-
-def interpret_kernels() -> None:
-    """Have Triton, which is not imported yet, interpret kernels."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tests.kernels import interpreter
-
-    interpreter.prepare()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = device_parser(__doc__)
     parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
     parser.add_argument("--shapes", nargs="+", help="parts of shapes' names; default: all")
     parser.add_argument("--requests", type=int, default=1 << 20, help="at most so many")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of a context at most so many")
     parser.add_argument("--attention-tp", type=int, default=1, help="with the heads of one of so many ranks")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    check_output(options.output)
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        interpret_kernels()
+    device = device_of(options)
     chosen = (
         case.within(options.requests, options.tokens, options.attention_tp)
         for case in cases()
@@ -298,12 +262,9 @@ def main() -> None:
         bench = Bench(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         for name in options.peers:
             rows.append(measure(bench, name))
-            values = rows[-1].items()
-            print(*(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values), flush=True)
+            print(line(rows[-1]), flush=True)
         del bench
-    if options.output:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-        save(result("attention", rows, device=name, driver=gpu_driver()), options.output)
+    keep("attention", rows, options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ waited for longer than 10 s.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -32,6 +31,7 @@ import psutil
 from tests.server.namespaces import Namespace, connect
 from tests.server.processes import free_port
 from tools import chaos
+from tools.command_line import parser_for
 from tools.ranks import MODES, chaos_options, finish
 from turnout.bench.results import check_output
 from turnout.config import ServerConfig, load
@@ -238,9 +238,7 @@ def late(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("model", nargs="?", default="demo")
     chaos_options(parser, clients=32)
     parser.add_argument("--site", choices=["hosts", "ray"], default="hosts")

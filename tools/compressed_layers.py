@@ -10,10 +10,8 @@ by Cut, compared with torch's composition; and the rotation of heads, and gates.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,19 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.results import gpu_driver, result, save
+from tools.command_line import parser_for
+from tools.kernel_timing import BYTES_PER_S, compile_ahead, keep
 from turnout.bench.timing import on_gpu
 from turnout.kernels.attention import compressed
 from turnout.kernels.attention.latent import Tiles
 from turnout.kernels.common import rows, streams, turned
-from turnout.kernels.common.compilation import compilers, recording, submit
 from turnout.models.blocks import Norm
 from turnout.models.spec import StreamSpec
 from turnout.models.streams import StreamWeights
 
 HEADS, DIM, WINDOW, HIDDEN, STREAMS = 64, 512, 128, 4096, 4
 CONTEXT, PROMPT = 8192, 1024
-BYTES_PER_S = 4.2e12  # of a copy on an H200
 TOLERANCE = 2e-2  # of bfloat16 results of size 1
 COPIES = 3  # of what is read, taken in turn
 MANY = 32  # rows, from which on connections are cut up in several ways
@@ -192,6 +189,12 @@ def cases(counts: list[int], seed: int) -> list[Callable[[], list[Case]]]:
     ]
 
 
+def launch_all(made: list[Callable[[], list[Case]]]) -> None:
+    for make in made:
+        for case in make():
+            case.calls[0]()
+
+
 def measure(case: Case) -> dict[str, Any]:
     wrong = case.error()
     row = {"what": case.what, "rows": case.rows, "way": case.way, "error": wrong}
@@ -211,30 +214,22 @@ def table(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     made = cases(options.rows, time.time_ns() % 2**31)
     with torch.inference_mode():
-        with recording() as records:
-            for case in (case for make in made for case in make()):
-                case.calls[0]()
-        with compilers() as pool:
-            wait(submit(pool, records))
-        print(f"{len(records)} kernels after {time.monotonic() - started:.0f} s", flush=True)
+        kernels = compile_ahead(partial(launch_all, made))
+        print(f"{kernels} kernels after {time.monotonic() - started:.0f} s", flush=True)
         found = [measure(case) for make in made for case in make()]
     table(found)
     wrong_ones = [(r["what"], r["rows"], r["way"], r["error"]) for r in found if not r["error"] < TOLERANCE]
     print(
         f"{time.monotonic() - started:.0f} s; worst {max(r['error'] for r in found):.1e}; wrong: {wrong_ones}"
     )
-    if options.output:
-        device = torch.cuda.get_device_name()
-        save(result("compressed_layers", found, device=device, driver=gpu_driver()), options.output)
+    keep("compressed_layers", found, options)
     if wrong_ones:
         raise SystemExit(1)
 

@@ -30,6 +30,8 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tools.command_line import parser_for
+from tools.kernel_timing import BYTES_PER_S
 from tools.timeline import busy
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
@@ -45,7 +47,6 @@ from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
-BYTES_PER_S = 4.2e12  # what an H200 copies, measured
 KERNELS = 16  # listed per row, those that take most
 # Of a step, by what kernels are called: the first that is found.
 PARTS = {
@@ -300,9 +301,7 @@ def _kernels(seen: profile, times: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="decoded in graphs")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from tools.attention import interpret_kernels
+from tools.kernel_timing import device_of, device_parser, keep, line, relative_error
 from turnout.attention.backends.fla_core.declaration import PACKAGE as FLA
 from turnout.attention.capability import Place
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.interface import Attention
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.states import RequestStates, request_states, state_size, window_size
-from turnout.bench.results import check_output, gpu_driver, result, save
-from turnout.packages import versions_of
-from turnout.parallel.hardware import cpu_name
 from turnout.registry import ATTENTION_BACKENDS, load
 
 PEERS = ("triton", "fla-core", "torch")
@@ -206,10 +202,6 @@ def recurrence(
     return normed.flatten(-2) * F.silu(z), S
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
-
-
 def chosen_cases(options: argparse.Namespace) -> tuple[Case, ...]:
     """CASES, or the one that options name."""
     if options.heads is None:
@@ -227,26 +219,15 @@ def chosen_cases(options: argparse.Namespace) -> tuple[Case, ...]:
     )
 
 
-def show(row: dict[str, Any]) -> None:
-    print(*(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = device_parser(__doc__)
     parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
     parser.add_argument("--heads", type=int, nargs=2, metavar=("KEYS", "VALUES"), help="of one case")
     parser.add_argument("--head-dim", type=int, default=128, help="of that case")
     parser.add_argument("--requests", type=int, default=2, help="of that case")
     parser.add_argument("--tokens", type=int, default=2048, help="of that case")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    check_output(options.output)
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        interpret_kernels()
+    device = device_of(options)
     rows = []
     for case in chosen_cases(options):
         bench = Bench(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -254,13 +235,9 @@ def main() -> None:
             wanted = bench.reference()
             for name in options.peers:
                 rows.append({"peer": name, **vars(case), **bench.measure(name, wanted)})
-                show(rows[-1])
+                print(line(rows[-1]), flush=True)
         del bench
-    if options.output:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-        content = result("delta_prompts", rows, device=name, driver=gpu_driver())
-        content["versions"] |= versions_of([FLA.distribution])
-        save(content, options.output)
+    keep("delta_prompts", rows, options, [FLA.distribution])
 
 
 if __name__ == "__main__":

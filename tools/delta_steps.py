@@ -13,20 +13,24 @@ interpreter.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tools.attention import interpret_kernels, seconds_of
-from tools.decode_steps import BYTES_PER_S
-from tools.delta_prompts import Case, recurrence, relative_error, show
+from tools.delta_prompts import Case, recurrence
+from tools.kernel_timing import (
+    BYTES_PER_S,
+    device_of,
+    device_parser,
+    keep,
+    line,
+    relative_error,
+    seconds_of,
+)
 from turnout.attention.kinds import StateGroup
 from turnout.attention.states import RequestStates, Rows
-from turnout.bench.results import check_output, gpu_driver, result, save
-from turnout.parallel.hardware import L2_BYTES, cpu_name
+from turnout.parallel.hardware import L2_BYTES
 from turnout.registry import ATTENTION_BACKENDS, load
 
 PEERS = ("triton", "torch")
@@ -92,20 +96,13 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = device_parser(__doc__)
     parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
     parser.add_argument("--heads", type=int, nargs=2, metavar=("KEYS", "VALUES"), help="of no model")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    check_output(options.output)
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        interpret_kernels()
+    device = device_of(options)
     rows = []
     for model, key_heads, value_heads in [("", *options.heads)] if options.heads else MODELS:
         for requests in options.requests:
@@ -114,10 +111,8 @@ def main() -> None:
             with torch.no_grad():
                 for name in options.peers:
                     rows.append(bench.measure(name))
-                    show(rows[-1])
-    if options.output:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-        save(result("delta_steps", rows, device=name, driver=gpu_driver()), options.output)
+                    print(line(rows[-1]), flush=True)
+    keep("delta_steps", rows, options)
 
 
 if __name__ == "__main__":

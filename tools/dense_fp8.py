@@ -12,10 +12,8 @@ weights at the rate of a copy; `products_us`: at 790 TFLOP/s.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.results import gpu_driver, result, save
+from tools.command_line import parser_for
+from tools.kernel_timing import BYTES_PER_S, PRODUCTS_PER_S, compile_ahead, keep
 from turnout.bench.timing import on_gpu
 from turnout.formats.fp8 import BLOCK, encode_blocks
 from turnout.kernels.common import row_gemm, rows
-from turnout.kernels.common.compilation import compilers, recording, submit
 from turnout.kernels.hopper import dense_fp8
 from turnout.parallel.hardware import L2_BYTES
 
-BYTES_PER_S, FLOPS = 4.2e12, 790e12  # of a copy, and of bf16 products, on an H200
 MOST_COPIES = 16
 BOUND = 1e-3  # of a result's error, by the root of the mean square of all
 MATRICES = {  # outputs, inputs
@@ -141,23 +138,22 @@ def measure(name: str, counts_: list[int]) -> list[dict[str, Any]]:
             if wrong[label] < BOUND:
                 times[label] = on_gpu([partial(sums, way, x, *weight) for weight in copies])[0]
         row = {"matrix": name, "outputs": M, "inputs": K, "rows": count, "ways": times, "errors": wrong}
-        bounds = {"bytes_us": M * K / BYTES_PER_S * 1e6, "products_us": 2 * M * K * count / FLOPS * 1e6}
+        bounds = {
+            "bytes_us": M * K / BYTES_PER_S * 1e6,
+            "products_us": 2 * M * K * count / PRODUCTS_PER_S * 1e6,
+        }
         found.append(row | bounds)
     return found
 
 
-def compile_all(names: list[str], counts_: list[int]) -> int:
-    """In a process for each core; how many kernels."""
-    with recording() as records:
-        for count, M, K in [*((c, *MATRICES[name]) for name in names for c in counts_), *ODD]:
-            x = torch.empty(count, K, device="cuda", dtype=torch.bfloat16)
-            data = torch.empty(M, K, device="cuda", dtype=torch.float8_e4m3fn)
-            scale = torch.empty(-(-K // BLOCK), M, device="cuda")
-            for _, way in ways(count, M, K):
-                sums(way, x, data, scale)
-    with compilers() as pool:
-        wait(submit(pool, records))
-    return len(records)
+def launch_all(names: list[str], counts_: list[int]) -> None:
+    """Every way of every product, on what memory holds."""
+    for count, M, K in [*((c, *MATRICES[name]) for name in names for c in counts_), *ODD]:
+        x = torch.empty(count, K, device="cuda", dtype=torch.bfloat16)
+        data = torch.empty(M, K, device="cuda", dtype=torch.float8_e4m3fn)
+        scale = torch.empty(-(-K // BLOCK), M, device="cuda")
+        for _, way in ways(count, M, K):
+            sums(way, x, data, scale)
 
 
 def table(found: list[dict[str, Any]]) -> None:
@@ -189,9 +185,7 @@ def by_tile(found: list[dict[str, Any]], names: list[str], counts_: list[int]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 192, 256])
     parser.add_argument("--matrices", nargs="+", choices=list(MATRICES), default=list(MATRICES))
     parser.add_argument("--seed", type=int, default=None, help="of random inputs; another one each time")
@@ -200,7 +194,7 @@ def main() -> None:
     torch.manual_seed(time.time_ns() % 2**32 if options.seed is None else options.seed)
     started = time.monotonic()
     with torch.inference_mode():
-        kernels = compile_all(options.matrices, options.rows)
+        kernels = compile_ahead(partial(launch_all, options.matrices, options.rows))
         print(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
         odd: list[dict[str, Any]] = [{"shape": shape, "errors": errors(*shape)} for shape in ODD]
         for one in odd:
@@ -215,9 +209,7 @@ def main() -> None:
     checked += [(f"{one['matrix']} {one['rows']}", one["errors"]) for one in found]
     wrong = {(way, what) for what, by_way in checked for way, error in by_way.items() if not error < BOUND}
     print(f"{time.monotonic() - started:.0f} s; wrong: {sorted(wrong) if wrong else 'none'}")
-    if options.output:
-        device = torch.cuda.get_device_name()
-        save(result("dense_fp8", found, device=device, driver=gpu_driver()), options.output)
+    keep("dense_fp8", found, options)
     if wrong:
         raise SystemExit(1)
 

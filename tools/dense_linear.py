@@ -10,7 +10,6 @@ next) and `parts_added`, `rows` (row_gemm.py); of FP8 weights also `decoded` (an
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.results import gpu_driver, result, save
+from tools.command_line import parser_for
+from tools.kernel_timing import BYTES_PER_S, keep
 from turnout.bench.timing import on_gpu
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
@@ -32,7 +32,6 @@ from turnout.models.shares import whole
 from turnout.parallel.hardware import L2_BYTES
 from turnout.vocabulary import Format
 
-BYTES_PER_S = 4.2e12  # of a copy on an H200
 MOST_COPIES = 64
 MATRICES = {  # outputs, inputs
     "qkv of Qwen3-30B-A3B": (5120, 2048),
@@ -98,9 +97,7 @@ def measure(name: str, format: str, counts: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 1024])
     parser.add_argument("--matrices", nargs="+", choices=list(MATRICES), default=list(MATRICES))
     parser.add_argument("--formats", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"])
@@ -114,9 +111,7 @@ def main() -> None:
             for format in options.formats
             for row in measure(name, format, options.rows)
         ]
-    if options.output:
-        device = torch.cuda.get_device_name()
-        save(result("dense_linear", found, device=device, driver=gpu_driver()), options.output)
+    keep("dense_linear", found, options)
 
 
 if __name__ == "__main__":

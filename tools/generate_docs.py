@@ -9,7 +9,6 @@ and the results in docs/performance.md and docs/notes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from tools import gpu_tests, interface, launchers
 from tools.architectures import architectures
 from tools.backend_tables import backends, dispatchers, runners
+from tools.command_line import parser_for
 from tools.fitting import fitting
 from tools.format_tables import WRITERS, formats
 from tools.grafana import grafana
@@ -35,9 +35,7 @@ BEGIN, END = "<!-- generated: {} -->", "<!-- end generated -->"
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if out of date")
     check = parser.parse_args(arguments).check
     stale = {

@@ -11,7 +11,6 @@ into the XML.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tools.command_line import parser_for
 from tools.tables import table
 from turnout.bench.results import check_output, default_path
 from turnout.errors import UserError
@@ -35,9 +35,7 @@ Tests = dict[str, dict[str, str]]  # by pytest's id: outcome, and what of COMBIN
 
 
 def main(arguments: Sequence[str] | None = None, results: Path = ROOT / "benchmarks" / "results") -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.xml", help="one machine, one commit")
     parser.add_argument("--commit", default="", help="the commit that ran, where the machine had no git")
     parser.add_argument("--output", type=Path, help="another file to add to")

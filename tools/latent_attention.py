@@ -22,26 +22,21 @@ interpreter.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tools.attention import interpret_kernels, seconds_of
-from turnout.bench.results import check_output, gpu_driver, result, save
-from turnout.parallel.hardware import cpu_name
+from tools.kernel_timing import BYTES_PER_S, PRODUCTS_PER_S, device_of, device_parser, keep, line, seconds_of
 
 if TYPE_CHECKING:
     from turnout.kernels.attention.latent import Tiles
 
 LATENT, ROPE, PAGE = 512, 64, 16
 SCALE = 192**-0.5
-BYTES_PER_S, PRODUCTS_PER_S = 4.2e12, 790e12
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
 BOUND = 2e-2  # of values near 1 in bfloat16
 
@@ -225,26 +220,18 @@ def sparse_gains(rows: list[dict[str, Any]]) -> list[str]:
 
 def told(row: dict[str, Any]) -> str:
     tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
-    values = {k: v for k, v in row.items() if k != "tiles"}.items()
-    return " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values) + f": {tiles}"
+    return line({k: v for k, v in row.items() if k != "tiles"}) + f": {tiles}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = device_parser(__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--num-heads", type=int, nargs="+", default=[128, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--chosen", type=int, default=0, help="of a context, by sparse attention")
     parser.add_argument("--known", action="store_true", help="only the tiles that are chosen now")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    check_output(options.output)
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        interpret_kernels()
+    device = device_of(options)
     from turnout.kernels.attention.latent import tiles_for
 
     torch.manual_seed(0)
@@ -261,9 +248,7 @@ def main() -> None:
                     del bench
     print("Best:", *map(told, best(rows)), *sparse_gains(rows), "CHOICES:", sep="\n")
     print(*(f"    {choice}," for choice in choices(rows)), sep="\n", flush=True)
-    if options.output:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-        save(result("latent_attention", rows, device=name, driver=gpu_driver()), options.output)
+    keep("latent_attention", rows, options)
 
 
 if __name__ == "__main__":

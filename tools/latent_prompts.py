@@ -14,22 +14,18 @@ over some rows; tiles that miss BOUND, or that the GPU has no room for, are repo
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tools.attention import interpret_kernels, seconds_of
+from tools.kernel_timing import device_of, device_parser, keep, line, seconds_of
 from turnout.attention.backends.flash_attn_4 import latent as flash_attn_4
 from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
 from turnout.attention.latent import Attend, attend, attend_expanded
 from turnout.attention.up_projection import UpProjection
-from turnout.bench.results import check_output, gpu_driver, result, save
-from turnout.parallel.hardware import cpu_name
 
 if TYPE_CHECKING:
     from turnout.kernels.attention.latent_prefill import Tiles
@@ -147,18 +143,11 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = device_parser(__doc__)
     parser.add_argument("--num-heads", type=int, help="of one case, of DeepSeek's sizes")
     parser.add_argument("--tokens", type=int, default=4096, help="of that case")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    check_output(options.output)
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        interpret_kernels()
+    device = device_of(options)
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for case in (Case(options.num_heads, 128, 128, 2, options.tokens),) if options.num_heads else CASES:
@@ -167,12 +156,8 @@ def main() -> None:
         known = [("triton", sizes) for sizes in ours] + [("torch", None)]
         for name, sizes in known if PACKAGE.lacking() else [*known, ("flash-attn-4", None)]:
             rows.append(bench.measure(name, sizes))
-            print(
-                " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
-            )
-    if options.output:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-        save(result("latent_prompts", rows, device=name, driver=gpu_driver()), options.output)
+            print(line(rows[-1]))
+    keep("latent_prompts", rows, options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Legend: T tokens of a rank, H hidden, E experts.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +24,7 @@ from torch import multiprocessing as processes
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from tools.command_line import parser_for
 from tools.timeline import on_gpu, recorded
 from turnout.bench.results import gpu_driver, result, save
 from turnout.errors import PlanRefused
@@ -198,9 +198,7 @@ def run(rank: int, size: int, init_method: str, output: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -24,7 +24,6 @@ says is text.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -40,6 +39,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from tools.command_line import parser_for
 from tools.released_tensors import RELEASED, linear
 from turnout.checkpoint.encoders import PROJECTIONS, Encoder, ExpertLayer, Fp8, Mxfp4, Nvfp4
 from turnout.checkpoint.experts import ExpertShape
@@ -309,9 +309,7 @@ def _stays(entry: Entry) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", type=Path, help="config.json of any model that transformers knows")
     parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="of experts; GPT-OSS, V4: MXFP4")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from tools.command_line import parser_for
 from turnout.bench.results import result, save
 from turnout.parallel.hardware import cpu_name
 
@@ -22,9 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def ranks_parser(description: str | None, *, mode: str) -> argparse.ArgumentParser:
     """Takes a model and one of MODES, `mode` unless another is given."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(description)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--mode", choices=MODES, default=mode, help="ranks, and how they share the work")
     return parser

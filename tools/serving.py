@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.command_line import parser_for
 from turnout.bench.results import result, save
 from turnout.bench.serve import ServeBench, measure, place
 from turnout.config import ServerConfig, load
@@ -49,9 +50,7 @@ def rows(model: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--input-len", type=int, default=128)

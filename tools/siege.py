@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from tools.attacks import ATTACKS, CLIENTS, PATIENCE, Found, Target, connected, status, streaming
+from tools.command_line import parser_for
 from turnout.bench.events import post
 from turnout.bench.results import check_output, result, save
 from turnout.config import ServerConfig, load
@@ -187,9 +188,7 @@ def siege(base_url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument(
         "--base-url", default="", help="of a server on this machine, instead of one of its own"

@@ -9,7 +9,6 @@ often as large ones. Exits with 1 if `turnout:kernels_compiled_after_ready_total
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -21,6 +20,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from tools.command_line import parser_for
 from turnout.bench.events import post
 from turnout.bench.results import result, save
 from turnout.bench.serve import place
@@ -83,9 +83,7 @@ async def soak(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("base_url")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--most-tokens", type=int, default=2000)

@@ -10,7 +10,6 @@ profiles of a server in the same way. The prompt comes alone; then --requests of
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import zlib
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tools.command_line import parser_for
 from tools.decode_steps import log_start
 from tools.timeline import joined, panels_of_profile, svg, trace
 from turnout import LLM
@@ -68,9 +68,7 @@ def _answer(core: EngineCore, profiler: Profiler, requests: int, prompt: int, le
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=10)

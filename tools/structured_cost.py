@@ -10,12 +10,12 @@ without a prefix cache. Ends with status 1 beyond a bar. Takes about a minute an
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.command_line import parser_for
 from turnout.bench.results import check_output, result, save
 from turnout.bench.serve import ServeBench, measure, place
 from turnout.config import ServerConfig, load
@@ -95,9 +95,7 @@ def _row(measured: str, found: list[tuple[float, float]], concurrency: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("model")
     parser.add_argument("--first-tokens", type=int, default=80, help="pairs of single requests")
     parser.add_argument("--rounds", type=int, default=12, help=f"pairs of {CONCURRENCY} requests at once")

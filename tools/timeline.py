@@ -18,7 +18,6 @@ chrome://tracing or Perfetto.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from tools.command_line import parser_for
 from turnout.engine.profiling import PIDS, STEP
 from turnout.vocabulary import Phase
 
@@ -267,9 +267,7 @@ def _text(x: int, y: int, text: str, *, anchor: str = "start") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON: results or profiles")
     parser.add_argument("--steps", type=int, default=10, help="of decoding, in a panel")
     parser.add_argument("--rank", type=int, default=0, help="whose steps of a profile")

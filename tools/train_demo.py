@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tools.command_line import parser_for
 from tools.demo import fakequant, measure
 from tools.demo.chat import END, PAD, prompt
 from tools.demo.data import IGNORE, LONGEST, Batch, batches
@@ -312,9 +313,7 @@ def calibration(model: TrainingModel, amax: list[list[float]]) -> dict[str, Inpu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     verbs = parser.add_subparsers(required=True)
     verb = verbs.add_parser("tokenizer")
     verb.add_argument("folder", type=Path)

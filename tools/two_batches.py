@@ -25,6 +25,7 @@ import torch
 from torch import multiprocessing as processes
 from torch.profiler import ProfilerActivity, profile
 
+from tools.command_line import parser_for
 from tools.timeline import on_gpu, recorded
 from turnout import LLM
 from turnout.bench.results import gpu_driver, result, save
@@ -165,9 +166,7 @@ def run(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--world-size", type=int, default=2)

@@ -11,7 +11,6 @@ are multiplied with another's show, and so do weights that do not sum to 1.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tools.command_line import parser_for
 from turnout.checkpoint.writer import new_folder, write_json
 from turnout.errors import UserError
 
@@ -98,9 +98,7 @@ def upcycle(model: PreTrainedModel, out: Path, *, experts: int, top_k: int, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
