@@ -83,7 +83,7 @@ class SelfCheck:
         batches up to the budget's maximum. Raises UserError for what cannot be checked."""
         self._engine_plan, self._extent, self._device = engine_plan, extent, device
         capability = RUNNERS[engine_plan.plan.prefill.runner]
-        if "tokens" not in capability.layouts:
+        if Layout.TOKENS not in capability.layouts:
             raise UserError(
                 f"--verify {extent}: runner {capability.name} takes tokens from its dispatcher only; "
                 "use --verify off"

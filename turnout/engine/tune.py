@@ -39,6 +39,7 @@ from turnout.moe.tune import TOKENS, times
 from turnout.moe.verify import Inputs
 from turnout.parallel.groups import SINGLE_RANK
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Layout
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def _measure(engine_plan: EnginePlan, plans: dict[str, MoEPlan], progress: Progr
     inputs = inputs.to(device, getattr(torch, engine_plan.compute_dtype))
     runners: dict[str, Runner] = {}
     for name, plan in plans.items():
-        if "tokens" not in RUNNERS[name].layouts:
+        if Layout.TOKENS not in RUNNERS[name].layouts:
             continue
         if RUNNERS[name].tuning is not None:
             plan = replace(plan, tiles=_tune_tiles(engine_plan, name, plan, own, inputs, progress))

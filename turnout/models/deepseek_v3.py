@@ -8,15 +8,14 @@ from turnout.models.reading import (
     read_dense_size,
     read_draft_layers,
     read_first_dense,
-    read_grouped_routing,
-    read_moe,
+    read_grouped_moe,
     read_shape,
+    read_shared_experts,
 )
 from turnout.models.rope import Rope, read_rope
-from turnout.models.spec import DecoderSpec, LatentProjections, SharedExpert, TensorNames
+from turnout.models.spec import DecoderSpec, LatentProjections, TensorNames
 
 NAMES = TensorNames(shared_expert="shared_experts")
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
@@ -48,8 +47,7 @@ def read_deepseek(
         layer=_read_attention(fields, rope),
     )
     moe_layers = read_first_dense(fields, shape.num_layers, default=first_dense)
-    moe = read_moe(fields, experts=EXPERTS, routing=read_grouped_routing(fields, EXPERTS, scaling_factor))
-    shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
+    moe = read_grouped_moe(fields, scaling_factor)
     fields.choice("moe_layer_freq", (1,), default=1)
     fields.unused("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp")  # of training
     query_rank = fields.integer("q_lora_rank", 0, minimum=0)
@@ -63,7 +61,7 @@ def read_deepseek(
         names=NAMES,
         latent=LatentProjections(query_rank=query_rank),
         dense_intermediate_size=read_dense_size(fields, moe_layers, shape.num_layers),
-        shared_expert=SharedExpert(intermediate_size=shared, gated=False) if shared else None,
+        shared_expert=read_shared_experts(fields, moe.intermediate_size),
         correction_bias=True,
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),

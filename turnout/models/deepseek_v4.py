@@ -7,13 +7,12 @@ from typing import Any
 
 from turnout.attention.kinds import CompressedSpec
 from turnout.models.fields import ConfigFields
-from turnout.models.reading import read_moe, read_shape
+from turnout.models.reading import read_moe, read_shape, read_shared_experts
 from turnout.models.rope import DEFAULT_THETA, Rope, read_rope
 from turnout.models.spec import (
     COMPRESSED_ROPE,
     CompressedProjections,
     DecoderSpec,
-    SharedExpert,
     Skipped,
     StreamSpec,
     TensorNames,
@@ -64,7 +63,6 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     rates = _read_rates(fields, count)
     moe = read_moe(fields, experts=EXPERTS, routing=_read_routing(fields))
     limit = fields.number("swiglu_limit", 10.0)
-    shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
     fields.choice("vision_n_layers", (0,), default=0)
     fields.choice("attention_bias", (False,), default=False)
     fields.choice("mlp_bias", (False,), default=False)
@@ -104,7 +102,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         hash_layers=_read_hash_layers(fields, count),
         mlp_limit=limit,
         renames=RENAMES,
-        shared_expert=SharedExpert(intermediate_size=shared, gated=False) if shared else None,
+        shared_expert=read_shared_experts(fields, moe.intermediate_size),
         correction_bias=True,
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),

@@ -8,17 +8,16 @@ from turnout.models.reading import (
     read_dense_size,
     read_draft_layers,
     read_first_dense,
-    read_grouped_routing,
+    read_grouped_moe,
     read_head_dim,
-    read_moe,
     read_shape,
+    read_shared_experts,
 )
 from turnout.models.rope import read_rope
-from turnout.models.spec import DecoderSpec, SharedExpert, TensorNames
+from turnout.models.spec import DecoderSpec, TensorNames
 from turnout.vocabulary import QKNorm
 
 NAMES = TensorNames(shared_expert="shared_experts")
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def read_spec(fields: ConfigFields) -> DecoderSpec:
@@ -26,9 +25,8 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
     shape = read_shape(fields, architecture="Glm4MoeForCausalLM", max_positions=rope.max_positions)
     check_no_windows(fields, rope.max_positions)
     moe_layers = read_first_dense(fields, shape.num_layers, default=1)
-    moe = read_moe(fields, experts=EXPERTS, routing=read_grouped_routing(fields, EXPERTS, scaling_factor=1.0))
+    moe = read_grouped_moe(fields, scaling_factor=1.0)
     draft_layers = read_draft_layers(fields, NAMES, shape.num_layers)
-    shared = fields.integer("n_shared_experts", 1, minimum=0) * moe.intermediate_size
     return DecoderSpec(
         shape=shape,
         moe=moe,
@@ -39,7 +37,7 @@ def read_spec(fields: ConfigFields) -> DecoderSpec:
         qkv_bias=fields.flag("attention_bias", False),  # never on the output projection
         qk_norm=QKNorm.HEAD if fields.flag("use_qk_norm", False) else QKNorm.NONE,
         dense_intermediate_size=read_dense_size(fields, moe_layers, shape.num_layers),
-        shared_expert=SharedExpert(intermediate_size=shared, gated=False) if shared else None,
+        shared_expert=read_shared_experts(fields, moe.intermediate_size),
         correction_bias=True,
         router_float32=True,
         tied_embeddings=fields.flag("tie_word_embeddings", False),

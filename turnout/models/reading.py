@@ -14,7 +14,7 @@ from turnout.attention.kinds import AttentionSpec
 from turnout.errors import UserError
 from turnout.models.fields import ConfigFields
 from turnout.models.interface import ModelShape
-from turnout.models.spec import Skipped, TensorNames
+from turnout.models.spec import SharedExpert, Skipped, TensorNames
 from turnout.moe.spec import MoESpec, Routing
 from turnout.vocabulary import RoutingKind
 
@@ -101,8 +101,19 @@ def _num_experts(fields: ConfigFields, names: tuple[str, ...]) -> int:
     return fields.integer(own)
 
 
-def read_grouped_routing(fields: ConfigFields, experts: tuple[str, ...], scaling_factor: float) -> Routing:
-    """DeepSeek-V3's: sigmoid scores, the best of some groups of experts. experts: see `read_moe`."""
+def read_shared_experts(fields: ConfigFields, size: int) -> SharedExpert | None:
+    """DeepSeek-V3's: `n_shared_experts` of `size` each, without a gate, as one expert of all their rows."""
+    count = fields.integer("n_shared_experts", 1, minimum=0)
+    return SharedExpert(intermediate_size=count * size, gated=False) if count else None
+
+
+def read_grouped_moe(fields: ConfigFields, scaling_factor: float) -> MoESpec:
+    """DeepSeek-V3's: sigmoid scores, the best of some groups of experts. scaling_factor: the family's own."""
+    experts = ("n_routed_experts", "num_local_experts", "num_experts")
+    return read_moe(fields, experts=experts, routing=_read_grouped_routing(fields, experts, scaling_factor))
+
+
+def _read_grouped_routing(fields: ConfigFields, experts: tuple[str, ...], scaling_factor: float) -> Routing:
     fields.choice("scoring_func", ("sigmoid",), default="sigmoid")
     fields.choice("topk_method", ("noaux_tc",), default="noaux_tc")
     num_experts = _num_experts(fields, experts)

@@ -56,7 +56,7 @@ def tune(
     world: all ranks; the first of them times. folder: for the kept file. Raises UserError where a rank cannot
     take over what the first one chose.
     """
-    if "tokens" not in {plan.phase(phase).layout for phase in PHASES}:
+    if Layout.TOKENS not in {plan.phase(phase).layout for phase in PHASES}:
         return
     chosen = ""
     if world.rank == 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import (
     MULTIPROCESSORS,
     SHARED_BYTES,
@@ -25,17 +25,23 @@ from turnout.moe.backends.hopper.tile_config import (
     LayerTiles,
     TileConfig,
 )
+from turnout.vocabulary import Format
 
 MEMORY_BPUS = 4.2e6  # bytes per us
 L2_BPUS = 5.5e6
-PRODUCTS_PUS = {"packed": 660e6, "bf16": 750e6}  # operations per us
+PRODUCTS_PUS: dict[str, float] = {PACKED: 660e6, Format.BF16: 750e6}  # operations per us
 DECODED_PUS = 12.9e6  # 4-bit weights: 2.3 instructions each on 128 lanes of a multiprocessor at 1.75 GHz
 LATENCY_US = 0.9  # of a load, under load
 STEP_US = 0.12  # of a turn of the loop: a barrier, a product, its wait
 START_US = 1.5
 REGISTERS = 65536
 KEPT_WIDTHS, KEPT_CONFIGS, KEPT_ALIKE, WITHIN = 2, 5, 2, 1.7  # alike: of the same block_n and num_warps
-WEIGHT_BYTES = {"bf16": 2, "mxfp4": 0.53, "nvfp4": 0.5625, "int4": 0.5625}
+WEIGHT_BYTES: dict[str, float] = {
+    Format.BF16: 2,
+    Format.MXFP4: 0.53,
+    Format.NVFP4: 0.5625,
+    Format.INT4: 0.5625,
+}
 
 
 def worth_timing(
@@ -78,7 +84,7 @@ def modelled_us(shape: LayerShape, config: TileConfig, tokens: int, *, first: bo
         read / L2_BPUS,
         read / in_flight,
         even * operations / PRODUCTS_PUS[shape.weights],
-        even * programs * config.block_n * K / DECODED_PUS if shape.weights == "packed" else 0.0,
+        even * programs * config.block_n * K / DECODED_PUS if shape.weights == PACKED else 0.0,
         waves * (START_US + steps * STEP_US * (1 + 0.5 * (config.block_k // 64 - 1))),
     )
     # A program alone on its multiprocessor decodes, waits and multiplies by turns.
@@ -125,7 +131,7 @@ def _tiles(shape: LayerShape, tokens: int, width: int) -> tuple[float, float]:
 def _resident(shape: LayerShape, config: TileConfig, *, first: bool) -> int:
     """Programs that one multiprocessor holds."""
     threads = 32 * config.num_warps
-    others = 48 * config.block_n // 64 if shape.weights == "packed" else 64
+    others = 48 * config.block_n // 64 if shape.weights == PACKED else 64
     registers = threads * min(255, config.block_n * config.block_m // threads + others)
     shared = config.shared_bytes(shape, first=first) + 2048
     return max(1, min(SHARED_BYTES // shared, REGISTERS // registers, 16))

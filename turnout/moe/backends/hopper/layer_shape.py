@@ -11,9 +11,9 @@ from turnout.formats.spec import FORMATS
 from turnout.moe.spec import RankShape
 from turnout.vocabulary import Format
 
-W4A8 = "w4a8"  # MXFP4 weights by FP8 activations
+PACKED, W4A8 = "packed", "w4a8"  # 4-bit weights by bf16 activations; MXFP4 weights by FP8 activations
 # By `LayerShape.weights`: raise it when tables must be measured again with the kernels that take those.
-REVISIONS = {"packed": 10, "bf16": 6, "fp8": 3, W4A8: 4}
+REVISIONS = {PACKED: 10, Format.BF16: 6, Format.FP8: 3, W4A8: 4}
 # The most pairs of a batch that are not sorted, each being a tile of its own; 4-bit weights take less time to
 # read twice. And the least part of them that goes to experts which no other pair chose.
 UNSORTED_PAIRS, UNSORTED_PAIRS_PACKED = 16, 40
@@ -26,9 +26,9 @@ class LayerShape(RankShape):
 
     @property
     def weights(self) -> str:
-        """The form in which kernels take the weights: "packed" (4 bits), "bf16", "fp8" or W4A8."""
+        """The form in which kernels take the weights: PACKED, "bf16", "fp8" or W4A8."""
         bits = FORMATS[Format(self.format)].bits if self.format != W4A8 else 0
-        return "packed" if bits == 4 else self.format
+        return PACKED if bits == 4 else self.format
 
     def rows(self, *, first: bool) -> int:
         """Weight rows N of GEMM1 (`first`) or GEMM2."""
@@ -41,7 +41,7 @@ class LayerShape(RankShape):
     def unsorted(self, tokens: int, distinct: float = DISTINCT) -> bool:
         """Whether pairs are few, and at least the part `distinct` of them goes to experts of its own, as
         expected of even routes: sorting them would cost more than it saves."""
-        most = UNSORTED_PAIRS_PACKED if self.weights == "packed" else UNSORTED_PAIRS
+        most = UNSORTED_PAIRS_PACKED if self.weights == PACKED else UNSORTED_PAIRS
         pairs, untouched = tokens * self.top_k, (1 - self.top_k / self.num_experts) ** tokens
         return pairs <= most and self.num_experts * (1 - untouched) >= distinct * pairs
 

@@ -10,7 +10,7 @@ No torch here. Legend: N weight rows, K columns.
 from __future__ import annotations
 
 from turnout.moe.backends.hopper.launch import Gemm
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import MIN_TOKENS, Choices, LayerTiles, TileConfig, chunks
 
 FEW_TOKENS = 4  # of an expert in the mean, up to which this kernel is fastest
@@ -31,7 +31,7 @@ class FewTokens(TileConfig, frozen=True, tag="few_tokens"):
 
     split_k: int = 1
 
-    weights = ("packed",)
+    weights = (PACKED,)
     batch_invariant = False
 
     @classmethod

@@ -36,7 +36,7 @@ WIDER_PROGRAMS = 2 * MULTIPROCESSORS
 class Fp8(Tiled, frozen=True, tag="fp8"):
     """The tile configuration of the GEMM of FP8 weights by FP8 activations."""
 
-    weights = ("fp8",)
+    weights = (Format.FP8,)
 
     @classmethod
     def rules(cls) -> Rules[Tiled]:

@@ -26,7 +26,7 @@ WORTH_TIMING = 8  # the same, from which on it may be
 class Fp8Sorted(TileConfig, frozen=True, tag="fp8_sorted"):
     """There is one configuration: the kernel's code has its sizes."""
 
-    weights = ("fp8",)
+    weights = (Format.FP8,)
     persistent = True
     sorts_rows = True
 

@@ -6,14 +6,14 @@ import math
 
 from turnout.moe.backends.hopper.kernels.tiled import Tiled
 from turnout.moe.backends.hopper.launch import Gemm
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import Rules
 
 
 class Packed(Tiled, frozen=True, tag="packed"):
     """The tile configuration of the GEMM of 4-bit weights."""
 
-    weights = ("packed",)
+    weights = (PACKED,)
 
     @classmethod
     def rules(cls) -> Rules[Tiled]:

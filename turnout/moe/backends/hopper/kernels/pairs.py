@@ -10,15 +10,15 @@ import math
 
 from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper.launch import Batch, Gemm
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig, chunks
 from turnout.vocabulary import Format
 
 PAIR = 1  # tokens of a tile
 # Pairs are sorted where a smaller part of them goes to experts of their own: 4 tokens of GPT-OSS-20B, of
 # which 0.83 do, take 66 us sorted and 61 unsorted (MXFP4).
-DISTINCT = {"packed": 0.8, "bf16": 0.87}
-BLOCK_K = {"packed": 256, "bf16": 128}
+DISTINCT = {PACKED: 0.8, Format.BF16: 0.87}
+BLOCK_K = {PACKED: 256, Format.BF16: 128}
 MOST_AHEAD = 4
 # Strips of 16 weight rows of GEMM1, over this rank's pairs, from which on its programs are of two or of four;
 # of four only where they have so many times as many columns.
@@ -40,7 +40,7 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
     split_k: int = 1
     late: bool = False
 
-    weights = ("packed", "bf16")
+    weights = (PACKED, Format.BF16)
     most_pairs = 64  # two for each lane of a warp
     batch_invariant = False
     adds_pairs = True

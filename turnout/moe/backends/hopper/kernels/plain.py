@@ -8,6 +8,7 @@ from turnout.moe.backends.hopper.kernels.tiled import Tiled, programs
 from turnout.moe.backends.hopper.launch import Gemm
 from turnout.moe.backends.hopper.layer_shape import LayerShape
 from turnout.moe.backends.hopper.tile_config import MULTIPROCESSORS, LayerTiles, Rules
+from turnout.vocabulary import Format
 
 # Where programs fill the multiprocessors at most once, rows as long as this (columns) gain from tiles with
 # more of them in flight: 46 us instead of 59 for 2 tokens of DeepSeek-V3 on one of eight ranks, 38 for 42 for
@@ -18,7 +19,7 @@ LONG = 6144
 class Plain(Tiled, frozen=True, tag="plain"):
     """The tile configuration of the GEMM of bf16 weights."""
 
-    weights = ("bf16",)
+    weights = (Format.BF16,)
 
     @classmethod
     def rules(cls) -> Rules[Tiled]:

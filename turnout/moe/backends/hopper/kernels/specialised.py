@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 from turnout.moe.backends.hopper.launch import Gemm, boxes_of
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig
 from turnout.vocabulary import Format
 
 WARPS = 12
 EPILOGUE_BYTES = 6 * 1024  # of shared memory, for results and barriers
-ABOVE = {"packed": 64, "bf16": 48}  # mean tokens of an expert, from which on the first of CHOICES is best
+ABOVE = {PACKED: 64, Format.BF16: 48}  # mean tokens of an expert, from which on the first of CHOICES is best
 
 
 class Specialised(TileConfig, frozen=True, tag="specialised"):
     """The tile configuration of the GEMM whose warps divide loading and multiplying."""
 
-    weights = ("packed", "bf16")
+    weights = (PACKED, Format.BF16)
     persistent = True
 
     @classmethod
@@ -31,7 +31,7 @@ class Specialised(TileConfig, frozen=True, tag="specialised"):
 
     def own_refusal(self, shape: LayerShape) -> str:
         n, m = self.block_n, self.block_m
-        widths = (64, 128, 144, 160) if shape.weights == "packed" else (64, 128, 256)
+        widths = (64, 128, 144, 160) if shape.weights == PACKED else (64, 128, 256)
         if self.num_warps != WARPS or self.block_k not in (64, 128) or not 3 <= self.num_stages <= 12:
             return f"num_warps {self.num_warps}, block_k {self.block_k}, num_stages {self.num_stages}"
         if n not in (128, 256) or m not in widths or n * m > 256 * 160:
@@ -39,11 +39,11 @@ class Specialised(TileConfig, frozen=True, tag="specialised"):
         return ""
 
     def shared_bytes(self, shape: LayerShape, *, first: bool) -> int:
-        weights = self.block_n // 64 * (2048 + 256) if shape.weights == "packed" else 128 * self.block_n
+        weights = self.block_n // 64 * (2048 + 256) if shape.weights == PACKED else 128 * self.block_n
         return self.num_stages * self.block_k // 64 * (weights + 128 * self.block_m) + EPILOGUE_BYTES
 
     def widest_first(self, shape: LayerShape) -> bool:
-        return shape.weights == "packed"
+        return shape.weights == PACKED
 
     def launch(self, g: Gemm) -> None:
         from turnout.kernels.hopper.gemm_specialised import expert_gemm_specialised
@@ -72,6 +72,6 @@ class Specialised(TileConfig, frozen=True, tag="specialised"):
 
 # block_n, block_m, block_k, num_stages, num_warps, group_m
 CHOICES = {
-    "packed": (Specialised(256, 128, 128, 4, WARPS, 8), Specialised(256, 144, 128, 4, WARPS, 8)),
-    "bf16": (Specialised(256, 128, 64, 4, WARPS, 8), Specialised(128, 256, 64, 4, WARPS, 8)),
+    PACKED: (Specialised(256, 128, 128, 4, WARPS, 8), Specialised(256, 144, 128, 4, WARPS, 8)),
+    Format.BF16: (Specialised(256, 128, 64, 4, WARPS, 8), Specialised(128, 256, 64, 4, WARPS, 8)),
 }
