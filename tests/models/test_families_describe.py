@@ -203,7 +203,7 @@ def test_deepseek_v3_runs_on_16_h100_with_steps_of_few_prompt_tokens() -> None:
     flags = {"tp_size": 16, "dp_size": 16, "ep_size": 16, "nnodes": 2, "enable_dp_attention": True}
     code, text = plan("deepseek-v3", "h100", **flags)
     assert code == 0, text
-    assert "--max-prefill-tokens 512: with more" in text
+    assert "--max-prefill-tokens 512: the plan refuses more: the model does not fit in memory" in text
     (tokens,) = re.findall(r"│ KV cache +│ +([\d,]+) │", text)
     assert int(tokens.replace(",", "")) > 50_000
     code, text = plan("deepseek-v3", "h100", max_prefill_tokens=2048, **flags)
