@@ -50,9 +50,23 @@ def test_each_load_has_a_row(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert rows[2]["tokens_per_s"] > 0
 
 
+def test_answers_are_compared_from_their_first_tokens_on():
+    assert decode_steps.agreeing_tokens([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]) == 2
+    assert decode_steps.agreeing_tokens([[1]], [[2]]) == 0
+
+
+def test_fewer_launches_are_measured_in_graphs_alone(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A CPU has none."""
+    flags = ["--device", "cpu", "--requests", "1", "--eager", "--prefill", "--fewer-launches"]
+    monkeypatch.setattr(sys, "argv", ["decode_steps", str(tiny_folder), *flags])
+    monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "256")
+    with pytest.raises(UserError, match="decode graphs"):
+        decode_steps.main()
+
+
 def test_contexts_that_are_not_computed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Decode steps compute every layer over caches full of noise, and prompts before them none."""
-    options = Namespace(device="cpu", requests=[2], eager=[], prefill=[], context=200)
+    options = Namespace(device="cpu", requests=[2], eager=[], prefill=[], context=200, fewer_launches=False)
     monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "512")
     bench = decode_steps.Bench(str(tiny_folder), options)
     core = bench._llm._open()

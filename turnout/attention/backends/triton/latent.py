@@ -35,7 +35,13 @@ class TritonLatent(LatentAttention):
         return LatentStep(self, decoding, chunks)
 
     def rows(
-        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+        self,
+        slots_N: Tensor,
+        table_NP: Tensor,
+        ends_N: Tensor,
+        states_N: Tensor | None = None,
+        *,
+        apart: bool = False,
     ) -> Attention:
         return LatentRows(self, slots_N, table_NP, ends_N)
 
@@ -47,7 +53,13 @@ class TritonSparseLatent(SparseLatentAttention):
         return SparseLatentStep(self, decoding, chunks)
 
     def rows(
-        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+        self,
+        slots_N: Tensor,
+        table_NP: Tensor,
+        ends_N: Tensor,
+        states_N: Tensor | None = None,
+        *,
+        apart: bool = False,
     ) -> Attention:
         return SparseLatentRows(self, slots_N, table_NP, ends_N)
 

@@ -24,9 +24,15 @@ class TritonAttention(PagedAttention):
         return StepAttention(self, decoding, chunks)
 
     def rows(
-        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
+        self,
+        slots_N: Tensor,
+        table_NP: Tensor,
+        ends_N: Tensor,
+        states_N: Tensor | None = None,
+        *,
+        apart: bool = False,
     ) -> Attention:
-        return RowAttention(self, slots_N, table_NP, ends_N)
+        return RowAttention(self, slots_N, table_NP, ends_N, apart)
 
 
 class StepAttention(StoredAttention):
