@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
-from turnout.packages import Package, _is_at_least
+from turnout.packages import NUMBA, Package, _is_at_least
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,12 @@ from turnout.packages import Package, _is_at_least
 )
 def test_releases_are_compared(found: str, minimum: str, enough: bool):
     assert _is_at_least(found, minimum) is enough
+
+
+def test_what_the_project_requires_is_what_backends_ask_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    assert f">={NUMBA.minimum}" == str(required[NUMBA.distribution])
 
 
 def test_what_is_installed_here_is_found():

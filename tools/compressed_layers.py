@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tools.command_line import parser_for
-from tools.kernel_timing import BYTES_PER_S, compile_ahead, keep
+from tools.kernel_timing import BYTES_PER_S, PROCESSORS, compile_ahead, keep
 from turnout.bench.timing import on_gpu
 from turnout.kernels.attention import compressed
 from turnout.kernels.attention.latent import Tiles
@@ -90,7 +90,7 @@ def attention(kind: str, count: int, way: str, seed: int) -> list[Case]:
         counts = torch.full((count,), entries, device="cuda", dtype=torch.int32)
         made.append((drawn(count, HEADS, DIM), recent, ends, states, cache, places.int(), counts, sinks))
     fixed: dict[str, Any] = {"seen": WINDOW, "page": page, "longest": entries, "scale": DIM**-0.5}
-    fixed |= {"processors": 132, "first": 0 if ring else CONTEXT - count - WINDOW, "tiles": TILES[way]}
+    fixed |= {"processors": PROCESSORS, "first": 0 if ring else CONTEXT - count - WINDOW, "tiles": TILES[way]}
 
     def call(q: Tensor, recent: Tensor, ends: Tensor, states: Tensor, *rest: Tensor) -> Tensor:
         return compressed.attend(q, recent, ends, states if ring else None, *rest, **fixed)

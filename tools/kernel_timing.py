@@ -1,7 +1,7 @@
 """What tools that time kernels share: where they run, compiling ahead, timing, errors, and results.
 
-Rates of an H200, with which times are compared: BYTES_PER_S of a copy, PRODUCTS_PER_S of bfloat16 products
-(a multiplication and an addition are two).
+Of an H200, with which times are compared: BYTES_PER_S of a copy, PRODUCTS_PER_S of bfloat16 products (a
+multiplication and an addition are two), and its PROCESSORS.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 from tools.command_line import parser_for
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.packages import versions_of
-from turnout.parallel.hardware import cpu_name
+from turnout.parallel.hardware import PRESETS, cpu_name
 
 BYTES_PER_S, PRODUCTS_PER_S = 4.2e12, 790e12
+PROCESSORS = PRESETS["h200"].multiprocessors
 
 
 def device_parser(description: str | None) -> argparse.ArgumentParser:

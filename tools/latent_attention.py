@@ -30,7 +30,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tools.kernel_timing import BYTES_PER_S, PRODUCTS_PER_S, device_of, device_parser, keep, line, seconds_of
+from tools.kernel_timing import (
+    BYTES_PER_S,
+    PROCESSORS,
+    PRODUCTS_PER_S,
+    device_of,
+    device_parser,
+    keep,
+    line,
+    seconds_of,
+)
 
 if TYPE_CHECKING:
     from turnout.kernels.attention.latent import Tiles
@@ -112,7 +121,7 @@ class Bench:
             self.page, self.table = 1, self._chosen()
         self.ends = torch.full((case.requests,), case.read, device=device)
         self.q = torch.randn(case.requests, case.num_heads, LATENT + ROPE, **rest)
-        self.processors = 132
+        self.processors = PROCESSORS
         if on_gpu:
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.ragged = self.ends - 7 * torch.arange(case.requests, device=device) % case.read

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,4 +78,14 @@ def _is_at_least(found: str, minimum: str) -> bool:
 
 
 TRITON = Package(module="triton", distribution="triton", minimum="3.6", install="pip install 'triton>=3.6'")
-NUMBA = Package(module="numba", distribution="numba", minimum="0.61", install="pip install 'numba>=0.61'")
+NUMBA = Package(module="numba", distribution="numba", minimum="0.68", install="pip install 'numba>=0.68'")
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on `device`: on CUDA, where any version of Triton is installed."""
+    return device.type == "cuda" and _triton_is_here()
+
+
+@cache
+def _triton_is_here() -> bool:
+    return _is_here(TRITON.module)

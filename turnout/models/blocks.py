@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Protocol
 
@@ -27,6 +26,7 @@ from turnout.models.dense import Dense, Linear, gated_product, linear, normed_pr
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished, InFlight
+from turnout.packages import runs_triton
 from turnout.parallel.groups import SINGLE_RANK, Group
 from turnout.vocabulary import Phase
 
@@ -39,7 +39,7 @@ def one_kernel(device: torch.device, dtype: torch.dtype, size: int) -> ModuleTyp
 
     size: of what they go through; on a CPU it must be a multiple of 16.
     """
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if runs_triton(device):
         from turnout.kernels.common import rows
 
         return rows
@@ -144,7 +144,7 @@ class RotaryEmbedding:
         scaling = F.pad(torch.full_like(self._frequencies, rope.scaling), (0, still), value=1.0)
         self._scaling_D, self._signs_D = scaling.repeat(2), torch.cat((-scaling, scaling))
         self._scaled, self._dtype = rope.scaling != 1, dtype
-        self._by_kernel = device.type == "cuda" and find_spec("triton") is not None
+        self._by_kernel = runs_triton(device)
 
     def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [N] -> (cos, sin), each [N, 1, D]; sin carries the sign of the rotation."""

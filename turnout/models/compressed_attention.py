@@ -11,7 +11,6 @@ groups of outputs, Z rows of each group's projection, Hi/Di number/size of index
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from turnout.models.dense import Dense, Linear, product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import CompressedProjections
 from turnout.models.weights import Weights
+from turnout.packages import runs_triton
 from turnout.parallel.groups import Group
 
 
@@ -52,7 +52,7 @@ def turned(
 
 
 def _by_kernel(x: Tensor) -> bool:
-    return x.device.type == "cuda" and find_spec("triton") is not None
+    return runs_triton(x.device)
 
 
 class TurnAt:

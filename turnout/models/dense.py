@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -23,6 +22,7 @@ from turnout.formats.fp8 import DTYPE as E4M3
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.common import rowwise
 from turnout.models.shares import Share
+from turnout.packages import runs_triton
 
 # Numbers of rows that kernels/hopper/dense_fp8.py multiplies. range(65, 257) by its products alone, from 33
 # on but for two shapes; no whole model has run with it yet.
@@ -102,7 +102,7 @@ def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrices in FP8 stay so on this device, in models that compute in `dtype`."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return runs_triton(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def linear(x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None = None) -> Tensor:
@@ -152,7 +152,7 @@ def normed_product(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """(x + delta, its norm, parts [P, N, M] of the latter's product) of one row on a GPU, where `multiply` is
     `linear`; None elsewhere."""
-    if multiply is not linear or len(x_NH) != 1 or x_NH.device.type != "cuda" or not find_spec("triton"):
+    if multiply is not linear or len(x_NH) != 1 or not runs_triton(x_NH.device):
         return None
     from turnout.kernels.common.normed_row import normed_parts
 

@@ -14,7 +14,6 @@ part, Dv of a value, Lq/Lc ranks of queries and of the latent vector, C = Lc + D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +28,7 @@ from turnout.models.dense import Dense, Linear, linear, ordered_rows, product
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import LatentProjections
 from turnout.models.weights import Weights
+from turnout.packages import runs_triton
 from turnout.parallel.groups import Group
 
 EPS = 1e-6  # of norms in these layers, whatever the others have
@@ -101,7 +101,7 @@ class LatentAttention(Mixer):
         self._latent_norm, self._up, self._out = latent_norm, up, out
         sizes = spec.latent_dim, spec.rope_dim
         self._sizes = [len(down) - sum(sizes), *sizes]
-        self._on_gpu = down.device.type == "cuda" and find_spec("triton") is not None
+        self._on_gpu = runs_triton(down.device)
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H]; or, for a norm that adds them up (`Norm.of_sum`), parts [P, N, H]."""

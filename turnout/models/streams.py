@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from turnout.models.decoder import Flow
 from turnout.models.interface import Step
 from turnout.models.spec import StreamSpec
 from turnout.moe.in_flight import InFlight
+from turnout.packages import runs_triton
 
 # To streams: post [N, S] times what a block gave, [N, H] or parts [P, N, H] of it; None: nothing.
 Added = tuple[Tensor, Tensor] | None
@@ -72,7 +72,7 @@ class StreamWeights:
 
     @property
     def _by_kernels(self) -> bool:
-        return self.fn.device.type == "cuda" and find_spec("triton") is not None
+        return runs_triton(self.fn.device)
 
     def _eps(self, norm: Norm) -> dict[str, Any]:
         return {"eps": self.spec.eps, "norm_eps": self.norm_eps, "gain_eps": norm.eps}

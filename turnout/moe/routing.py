@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from turnout.kernels import cpu
 from turnout.kernels.common import fewer_launches
 from turnout.moe.spec import Routing
+from turnout.packages import runs_triton
 from turnout.vocabulary import RoutingKind
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
@@ -137,7 +137,7 @@ def _one_kernel(
     roots = routing.kind == RoutingKind.SQRT_SOFTPLUS_TOPK
     by_sigmoid = routing.kind == RoutingKind.SIGMOID_TOPK or roots
     of_all = routing.kind == RoutingKind.SOFTMAX_TOPK
-    if device.type == "cuda" and find_spec("triton") is not None and num_experts <= FUSED_EXPERTS:
+    if runs_triton(device) and num_experts <= FUSED_EXPERTS:
         from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
 
         if experts_of_token is not None:

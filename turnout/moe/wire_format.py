@@ -9,7 +9,6 @@ Legend: T tokens, H hidden, k top-k, W words of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
+from turnout.packages import runs_triton
 from turnout.vocabulary import Format
 
 WORD = 8  # bytes
@@ -72,7 +72,7 @@ class Wire:
         self._parts = row_of(*columns, (torch.int32, k), (torch.float32, k))
         self.words = self._parts[-1].stop
         whole = self.format != Format.BF16 or H * dtype.itemsize % WORD == 0
-        self._fused = device.type == "cuda" and whole and bool(find_spec("triton"))
+        self._fused = whole and runs_triton(device)
 
     def encode(self, x_TH: Tensor) -> Hidden:
         """x [T, H], any float dtype, in the format of this wire."""

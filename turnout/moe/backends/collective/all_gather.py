@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from turnout.moe.backends.collective.results import Results, own_share
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
+from turnout.packages import runs_triton
 from turnout.parallel.groups import shares
 
 
@@ -40,7 +40,7 @@ class AllGatherExchange:
         self.wire, self._results = Wire(setup), Results(setup)
         self._groups = setup.groups
         self._dtype = setup.dtype
-        self._fused = setup.device.type == "cuda" and bool(find_spec("triton"))
+        self._fused = runs_triton(setup.device)
 
     def send(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, tokens: Sequence[int]

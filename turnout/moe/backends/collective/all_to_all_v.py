@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 from turnout.moe.backends.collective.results import Results, own_share
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
+from turnout.packages import runs_triton
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AllToAllVExchange:
         self.wire, self._results = Wire(setup), Results(setup)
         self._groups = groups
         self._dtype = setup.dtype
-        self._fused = device.type == "cuda" and bool(find_spec("triton"))
+        self._fused = runs_triton(device)
         self._experts_per_slice = setup.plan.num_local_experts
         slice_of_rank = [rank // groups.topology.expert_tp for rank in range(groups.world.size)]
         self._slice_R = torch.tensor(slice_of_rank, dtype=torch.int32, device=device)
