@@ -1,4 +1,4 @@
-"""A step without tokens, as ranks that only keep others company have it, is an ordinary step."""
+"""A step without tokens, which ranks have that only take part in collectives, is an ordinary step."""
 
 from __future__ import annotations
 

@@ -66,24 +66,24 @@ def test_a_bare_file_or_a_folder(tmp_path):
     assert read_config(path) == read_config(tmp_path) == {"model_type": "qwen3_moe"}
 
 
-def modelopt_folder(folder, inside=None, beside=None):
+def modelopt_folder(folder, inside=None, own_file=None):
     (folder / "config.json").write_text(json.dumps({"quantization_config": inside} if inside else {}))
-    if beside is not None:
-        (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    if own_file is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(own_file))
     return folder
 
 
 def test_modelopt_file_completes_the_configuration(tmp_path):
     record = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    config = read_config(modelopt_folder(tmp_path, beside={"quantization": record}))
+    config = read_config(modelopt_folder(tmp_path, own_file={"quantization": record}))
     assert config["quantization_config"] == {"quant_method": "modelopt", **record}
     assert parse_quantization(config).method == "modelopt"
 
 
 def test_where_both_speak_the_configuration_counts(tmp_path):
     inside = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
-    beside = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}
-    assert read_config(modelopt_folder(tmp_path, inside, beside))["quantization_config"] == inside
+    own_file = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}
+    assert read_config(modelopt_folder(tmp_path, inside, own_file))["quantization_config"] == inside
 
 
 def test_two_records_that_contradict_each_other(tmp_path):
@@ -95,7 +95,7 @@ def test_two_records_that_contradict_each_other(tmp_path):
 
 def test_modelopt_file_without_a_record(tmp_path):
     with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: has no object named quantization"):
-        read_config(modelopt_folder(tmp_path, beside={"quantization": "NVFP4"}))
+        read_config(modelopt_folder(tmp_path, own_file={"quantization": "NVFP4"}))
 
 
 # parse_quantization

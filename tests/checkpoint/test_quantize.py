@@ -178,10 +178,10 @@ def test_calibrated_input_scales_are_amax_over_six_times_448(quantized):
 
 def test_nvfp4_declares_itself_as_modelopt_does(quantized):
     inside = config_of(quantized / "nvfp4")["quantization_config"]
-    beside = json.loads((quantized / "nvfp4" / "hf_quant_config.json").read_text())
+    own_file = json.loads((quantized / "nvfp4" / "hf_quant_config.json").read_text())
     excluded = ["lm_head", *(f"model.layers.{i}.{m}" for i in (0, 1) for m in ("mlp.gate", "self_attn*"))]
     fp4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    assert inside.pop("producer") == beside.pop("producer")
+    assert inside.pop("producer") == own_file.pop("producer")
     assert inside == {
         "config_groups": {
             "group_0": {"input_activations": fp4, "weights": fp4, "targets": ["Linear"]},
@@ -190,7 +190,7 @@ def test_nvfp4_declares_itself_as_modelopt_does(quantized):
         "quant_algo": "NVFP4",
         "quant_method": "modelopt",
     }
-    assert beside == {
+    assert own_file == {
         "quantization": {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": None,

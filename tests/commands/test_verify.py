@@ -167,7 +167,7 @@ def test_from_the_command_line(tiny_folder: Path):
 
 
 def test_the_verdict_comes_first_and_refusals_are_counted(tiny_folder: Path):
-    """Two lines say what passed and by what margin; what nobody asked for is listed with --all only."""
+    """Two lines say what passed and by what margin; what was not asked for is listed with --all only."""
     code, text = printed(tiny_folder, moe_runner_backend="torch")
     assert code == 0
     lines = text.splitlines()

@@ -35,7 +35,7 @@ SAFE = [
     for name, d in DISPATCHERS.entries.items()
     if d.exchange == "all_to_all" and d.graph_safe and not any(package.lacking() for package in d.requires)
 ]
-ARRANGEMENTS: dict[str, dict[str, Any]] = {
+PARALLEL_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "none"},
     "tp": {"moe_a2a_backend": "none"},
     "dp in turns": {
@@ -100,9 +100,9 @@ def share(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 @pytest.mark.timeout(TIMEOUT + 30)
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("name", PARALLEL_LAYOUTS)
 def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], name: str):
-    config = Config(**SETTINGS, tp_size=2, ep_size=2, **ARRANGEMENTS[name])
+    config = Config(**SETTINGS, tp_size=2, ep_size=2, **PARALLEL_LAYOUTS[name])
     found = ranks(2).run(on_rank, config, timeout=TIMEOUT)
     assert [own["graphs"] for own in found] == [[1, 2, 4, 8]] * 2
     assert found[0]["tokens"] == found[1]["tokens"]
@@ -110,7 +110,7 @@ def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], n
     assert share(found[0]["tokens"], alone["tokens"]) >= SAME
     assert found[0]["steps"] == found[1]["steps"]
     if config.dp_size == 2:
-        assert found[1]["idle"] > 10, "the second rank keeps the first one's only request company"
+        assert found[1]["idle"] > 10, "the second rank takes part in steps of the first one's only request"
         if found[0]["tokens"] == alone["tokens"]:  # then padding was never routed
             assert sum(own["routed"] for own in found) == alone["routed"]
 
@@ -120,7 +120,7 @@ def test_graphs_of_two_gpus_answer_as_one(ranks: Pools, alone: dict[str, Any], n
 def test_a_shared_expert_during_the_others_changes_no_bit(ranks: Pools, tmp_path: Path, name: str):
     """Whole where tokens are sent, a share of the sum where they do not."""
     write_model(tmp_path, QWEN2_MOE, dtype=torch.bfloat16)
-    settings = SETTINGS | ARRANGEMENTS[name] | {"model": str(tmp_path), "tp_size": 2, "ep_size": 2}
+    settings = SETTINGS | PARALLEL_LAYOUTS[name] | {"model": str(tmp_path), "tp_size": 2, "ep_size": 2}
     found = {
         overlap: ranks(2).run(
             on_rank, Config(**settings, disable_shared_expert_overlap=not overlap), timeout=TIMEOUT

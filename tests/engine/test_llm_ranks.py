@@ -24,7 +24,7 @@ from turnout.engine.ranks.rendezvous import check_launch
 from turnout.errors import UserError
 
 SETTINGS = {"device": "cpu", "num_threads": 1, "load_progress": False, "max_total_tokens": 2048}
-ARRANGEMENTS = [
+PARALLEL_LAYOUTS = [
     {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True},
     {"tp_size": 2, "ep_size": 2},
 ]
@@ -76,7 +76,7 @@ def started(rank: Rank, config: Config) -> LLM:
     return LLM.from_config(config, place)
 
 
-@pytest.mark.parametrize("sizes", ARRANGEMENTS, ids=["dp 4", "tp 2"])
+@pytest.mark.parametrize("sizes", PARALLEL_LAYOUTS, ids=["dp 4", "tp 2"])
 def test_every_rank_gets_what_a_single_rank_answers(ranks: Pools, folder: Path, sizes: dict):
     with LLM(str(folder), **SETTINGS) as llm:
         alone = calls(llm)
@@ -112,7 +112,7 @@ def with_prompts_of_its_own(rank: Rank, config: Config) -> tuple[str, bool]:
 
 
 def test_ranks_that_are_asked_different_things_say_so(ranks: Pools, folder: Path):
-    config = Config(model=str(folder), **SETTINGS, **ARRANGEMENTS[1])
+    config = Config(model=str(folder), **SETTINGS, **PARALLEL_LAYOUTS[1])
     told = ranks(2).run(with_prompts_of_its_own, config)
     message = "ranks 0 and 1 were given different prompts or parameters: every rank must make the same calls"
     assert told == [(message, True)] * 2

@@ -25,7 +25,7 @@ MODELS = {
     ),
     "tied, odd vocabulary": (QWEN3_MOE, {"tie_word_embeddings": True, "vocab_size": 387}),
 }
-ARRANGEMENTS = {
+PARALLEL_LAYOUTS = {
     "alone": {},
     "tp 2": {"tp_size": 2},
     "tp 4, KV heads repeated": {"tp_size": 4, "ep_size": 2},
@@ -77,9 +77,9 @@ def folder(request, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("name", PARALLEL_LAYOUTS)
 def test_a_rank_holds_what_was_planned(folder, name):
-    config = Config(model=str(folder), **ARRANGEMENTS[name])
+    config = Config(model=str(folder), **PARALLEL_LAYOUTS[name])
     for rank in (0, config.tp_size - 1):
         engine_plan = resolve(config, HOST, rank=rank)
         model = load_model(

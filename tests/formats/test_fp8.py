@@ -38,7 +38,7 @@ def test_every_bfloat16_converts_as_in_ml_dtypes_up_to_the_largest_value():
     x = torch.cat([every_bfloat16(), around([0.0, 2.0**-10, 2.0**-9, 3 * 2.0**-10, 2.0**-6, 17.0, 19.0])])
     x = x[~(x.abs() > 448)]
     codes = fp8.saturate(x).view(torch.uint8)
-    nan = x.isnan()  # the sign of a NaN is nobody's business
+    nan = x.isnan()  # the sign of a NaN says nothing
     assert torch.equal(codes[~nan], to_codes(x[~nan], E4M3))
     assert fp8.saturate(x)[nan].float().isnan().all()
 

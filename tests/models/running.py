@@ -24,7 +24,7 @@ from turnout.models import describe, load_model
 from turnout.models.interface import Model, ProgressFn, Step
 from turnout.models.shared_weights import SharedWeights
 from turnout.moe.budget import Budget
-from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.parallel.groups import SINGLE_RANK, Groups
 from turnout.parallel.hardware import detect
 from turnout.parallel.topology import Topology
@@ -53,7 +53,7 @@ def plan_for(config: dict, dtype: str, device: str, topology: Topology, **option
             dp_size=topology.dp_size,
         ),
         hardware=detect(device),
-        request=Wishes(**options),
+        request=PlanRequest(**options),
         compute_dtype=dtype,
     )
 

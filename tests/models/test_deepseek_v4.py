@@ -243,7 +243,7 @@ def test_as_released(experts: str, built: Built, tmp_path: Path, monkeypatch: py
     assert error(same, reference(built.model, ids)) > 10 * BOUND  # the rounding shows
     assert error(stored, same) <= 1e-3 * float(same.abs().max())
     check_bytes(tmp_path / "stored", kept_in_fp8(tmp_path / "stored", monkeypatch))
-    model = load(tmp_path / "stored", activation_format="bf16")
+    model = load(tmp_path / "stored", moe_activation_dtype="bf16")
     assert error(PlainAttention(model).logits(("a", ids))[0], same) <= 1e-3 * float(same.abs().max())
 
 

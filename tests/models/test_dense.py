@@ -127,7 +127,7 @@ def test_families_whose_rows_are_ordered_anew(
     save(built.folder, tensors)
     theirs = dequantised(built, written.weights, tmp_path / "plain")
     check_bytes(built.folder, kept(built.folder, monkeypatch))
-    assert relative(run(built.folder, activation_format="bf16"), reference(theirs, IDS)) <= BOUND
+    assert relative(run(built.folder, moe_activation_dtype="bf16"), reference(theirs, IDS)) <= BOUND
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_as_published(name: str, format: str, tmp_path: Path) -> None:
         with edit_config(built.folder) as config:
             config["quantization_config"]["modules_to_not_convert"] = NOT_CONVERTED[name, format]
     theirs = dequantised(built, written.weights, tmp_path / "plain")
-    assert relative(run(built.folder, activation_format="bf16"), reference(theirs, PROMPT)) <= BOUND
+    assert relative(run(built.folder, moe_activation_dtype="bf16"), reference(theirs, PROMPT)) <= BOUND
 
 
 KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa"
@@ -123,7 +123,7 @@ def test_as_quantize_writes_it(name: str, format, tmp_path: Path) -> None:
     theirs = reference(built.model, PROMPT)
     # The rounding shows, less where the config clamps experts' outputs to little.
     assert relative(theirs, plain) > (2 if name == "deepseek_v4" else 10) * BOUND
-    assert relative(run(tmp_path / "out", activation_format="bf16"), theirs) <= BOUND
+    assert relative(run(tmp_path / "out", moe_activation_dtype="bf16"), theirs) <= BOUND
 
 
 def round_experts(gate_up: Tensor, down: Tensor, name: str, format) -> None:

@@ -48,7 +48,7 @@ def test_heads_that_do_not_begin_where_blocks_of_fp8_do(name: str, tmp_path: Any
     small = [n for n in tensors if n.endswith(("in_proj_b.weight_scale_inv", "in_proj_ba.weight_scale_inv"))]
     assert small
     theirs = dequantised(built, written.weights, tmp_path / "plain")
-    check(ranks, built.folder, expected_logits(theirs), 2, {"ep_size": 2}, activation_format="bf16")
+    check(ranks, built.folder, expected_logits(theirs), 2, {"ep_size": 2}, moe_activation_dtype="bf16")
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_four_ranks(sizes: dict[str, int], dispatcher: str, model: Any, ranks: P
     """Shared experts are a shard of the sum, or whole; tokens go to the ranks of their experts."""
     folder, expected = model
     torch.manual_seed(0)
-    check(ranks, folder, expected, 4, sizes, dispatcher=dispatcher)
+    check(ranks, folder, expected, 4, sizes, moe_a2a_backend=dispatcher)

@@ -53,7 +53,7 @@ def run(folder: Path, **options: str) -> Tensor:
 @pytest.mark.parametrize("format", FORMATS)
 def test_experts_in_every_format(format: str, storage: str, tmp_path: Path) -> None:
     written = write_checkpoint(tmp_path, format, shards=2, moe_intermediate_size=96)
-    ours = run(tmp_path, weight_storage=storage, activation_format="bf16")
+    ours = run(tmp_path, moe_weight_storage=storage, moe_activation_dtype="bf16")
     assert relative(ours, reference(written.model, IDS)) <= BOUND
 
 
@@ -71,7 +71,7 @@ def test_dense_layers_too(base: str, format: str, tmp_path: Path) -> None:
 def test_modules_of_several_formats(format: str, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
     written = write_checkpoint(tmp_path, format, BASES["qwen2"], dense=True, **sizes)
-    assert relative(run(tmp_path, activation_format="bf16"), reference(written.model, IDS)) <= BOUND
+    assert relative(run(tmp_path, moe_activation_dtype="bf16"), reference(written.model, IDS)) <= BOUND
 
 
 def test_quantisation_is_visible_in_the_logits(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_quantised_activations(format: str, tmp_path: Path) -> None:
     changes the logits much more.
     """
     written = write_checkpoint(tmp_path, format, QWEN2_MOE)
-    ours = run(tmp_path, activation_format="nvfp4")
+    ours = run(tmp_path, moe_activation_dtype="nvfp4")
     weight_only = reference(written.model, IDS)
     quantize_activations(written)
     theirs = reference(written.model, IDS)

@@ -64,7 +64,7 @@ def publish(built: Built, folder: Path) -> None:
 def test_published_mxfp4(storage: str, tmp_path: Path) -> None:
     built = build(tmp_path / "bf16", FAMILIES["gpt_oss"], seed=1)
     publish(built, tmp_path / "mxfp4")
-    model = load(tmp_path / "mxfp4", weight_storage=storage, activation_format="bf16")
+    model = load(tmp_path / "mxfp4", moe_weight_storage=storage, moe_activation_dtype="bf16")
     (logits,) = PlainAttention(model).logits(("a", IDS))
     assert error(logits, reference(built.model, IDS)) <= BOUND
 

@@ -111,7 +111,7 @@ def test_tokens_that_are_sent(name: str, dispatcher: str, model: Any, ranks: Poo
     """Each rank sees some of the tokens, and a shared expert only its own."""
     folder, expected = model
     size, sizes = TOPOLOGIES[name]
-    check(ranks, folder, expected, size, sizes, dispatcher=dispatcher)
+    check(ranks, folder, expected, size, sizes, moe_a2a_backend=dispatcher)
 
 
 @pytest.mark.parametrize("name", ["tp4", "tp4 ep2", "dp2 tp2 ep4"])
@@ -155,7 +155,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_quantised_weights(name: str, storage: str, quantized: Any, ranks: Pools) -> None:
     folder, expected = quantized
     size, sizes = TOPOLOGIES[name]
-    check(ranks, folder, expected, size, sizes, weight_storage=storage, activation_format="bf16")
+    check(ranks, folder, expected, size, sizes, moe_weight_storage=storage, moe_activation_dtype="bf16")
 
 
 @pytest.mark.multigpu

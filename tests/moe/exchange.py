@@ -1,4 +1,4 @@
-"""The layer between ranks: one case per (dispatcher, formats, arrangement), run by `run` on every rank.
+"""The layer between ranks: one case per (dispatcher, formats, parallel layout), run by `run` on every rank.
 
 Every rank draws the whole layer and everyone's tokens from the same seeds, takes its part of both, and
 compares what the layer gives it with the float32 reference over all experts.

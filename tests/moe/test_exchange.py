@@ -1,6 +1,6 @@
-"""The layer between ranks, through every dispatcher, in every format and arrangement, against the reference.
+"""The layer between ranks, through every dispatcher, in every format and parallel layout.
 
-Sizes of 1 to 8 ranks; all cases of one arrangement run in one pool. tests/moe/exchange.py has them.
+Sizes of 1 to 8 ranks; all cases of one parallel layout run in one pool. tests/moe/exchange.py has them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
 from turnout.moe.reference import experts_reference
 from turnout.moe.wire_format import Wire
 
-ARRANGEMENTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2)]
+PARALLEL_LAYOUTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2)]
 LAYOUTS = {name: DISPATCHERS[name].layout for name in LOCAL_DISPATCHERS}
 
 
-@pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
+@pytest.mark.parametrize(("ep", "tp"), PARALLEL_LAYOUTS)
 @pytest.mark.parametrize("dispatcher", LOCAL_DISPATCHERS)
 def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
     check(ranks(ep * tp), list(cases(dispatcher, ep, tp)), thorough=ep * tp <= 2)

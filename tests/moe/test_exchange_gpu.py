@@ -13,12 +13,12 @@ from turnout.parallel.groups import shares
 pytestmark = pytest.mark.multigpu
 
 GPUS = max(2, torch.cuda.device_count())
-ARRANGEMENTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2) if 1 < ep * tp <= GPUS]
+PARALLEL_LAYOUTS = [(ep, tp) for ep in (1, 2, 4) for tp in (1, 2) if 1 < ep * tp <= GPUS]
 TIMEOUT = 240  # seconds: kernels are loaded and NCCL connects
 
 
 @pytest.mark.timeout(TIMEOUT + 30)
-@pytest.mark.parametrize(("ep", "tp"), ARRANGEMENTS)
+@pytest.mark.parametrize(("ep", "tp"), PARALLEL_LAYOUTS)
 @pytest.mark.parametrize("dispatcher", [*LOCAL_DISPATCHERS, "nvlink", "nvlink-experts"])
 def test_the_layer_against_the_reference(ranks: Pools, dispatcher, ep, tp):
     some = list(exchange_cases(dispatcher, ep, tp, device="cuda"))

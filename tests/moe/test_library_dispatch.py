@@ -100,7 +100,7 @@ def check_padding(rank: Rank, dispatcher: str) -> None:
     batch, state = sends.dispatch(x_TH, ids_TK, weights_TK, tokens)
     if declared.layout == "tokens":
         real = sum(count - len(range(2 if rank else 0, count, 3)) for rank, count in enumerate(tokens))
-        assert int((batch.topk_ids >= 0).any(1).sum()) <= real, "rows that nobody sent go to experts"
+        assert int((batch.topk_ids >= 0).any(1).sum()) <= real, "rows that no rank sent go to experts"
     y_TH = sends.combine(runner(batch), state)
     ref_TH = experts_reference(x_TH.float().nan_to_num(), ids_TK, weights_TK, experts, spec.activation)
     torch.testing.assert_close(y_TH.float(), ref_TH, rtol=0.05, atol=0.1)

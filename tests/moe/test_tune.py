@@ -14,7 +14,7 @@ from tests.moe.made_up import BUDGET, CPU, SPEC, dispatcher, runner
 from turnout.moe import plan
 from turnout.moe.backends.torch.runner import TorchRunner
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.plan import Wishes
+from turnout.moe.plan import PlanRequest
 from turnout.moe.planning import measured
 from turnout.moe.planning.measured import Measured
 from turnout.moe.planning.runner_by_batch_size import means
@@ -80,13 +80,13 @@ def test_files_that_do_not_count_are_left_aside_with_a_warning(
     assert str(file) in caplog.text
 
 
-def planned(means_of: dict[str, float], **wishes: str):
+def planned(means_of: dict[str, float], **request: str):
     return plan(
         SPEC,
         topology=Topology(),
         budget=BUDGET,
         hardware=CPU,
-        request=Wishes(**wishes),
+        request=PlanRequest(**request),
         compute_dtype="float32",
         runners=[runner("oak", preference=10), runner("elm"), runner("fir")],
         dispatchers=[dispatcher()],
@@ -106,9 +106,9 @@ def test_auto_takes_the_runner_measured_best_and_says_so():
 
 
 def test_what_is_asked_for_is_taken_whatever_was_measured():
-    wished = planned({"oak": 100, "elm": 60}, runner="oak")
-    assert wished.prefill.runner == "oak"
-    assert "asked for" in wished.reasons[0]
+    asked = planned({"oak": 100, "elm": 60}, moe_runner_backend="oak")
+    assert asked.prefill.runner == "oak"
+    assert "asked for" in asked.reasons[0]
 
 
 def test_the_slower_of_two_runners_is_measured_as_such(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,7 @@ def poisson(rates: list[float], seconds: float, seed: int = 0) -> list[Arrival]:
 @dataclass
 class Seen:
     """waits: steps from each request's arrival to its first chunk. held: the longest run of steps in which a
-    rank admitted nobody though the first of its queue had room."""
+    rank admitted no request though the first of its queue had room."""
 
     steps: int = 0
     uneven: int = 0

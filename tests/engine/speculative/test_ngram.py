@@ -246,7 +246,7 @@ def test_only_accepted_tokens_are_reused_by_other_requests() -> None:
 
 
 def test_drafts_displace_nobody() -> None:
-    """As many pages as plain decoding needs: nobody is preempted, and nobody waits longer."""
+    """As many pages as plain decoding needs: no request is preempted, and none waits longer."""
     model = Chatterbox(3, vocabulary=3)
     messages = [request(str(i), [5, 6, 7, i], max_tokens=29, ignore_eos=True) for i in range(4)]
     plain = make_core(model, num_pages=32, max_context=33, disable_prefix_cache=True)

@@ -1,7 +1,7 @@
 """Dispatcher "nvlink" on CPUs: its kernels in Triton's interpreter, between processes that share memory.
 
-What they compute, in every format and arrangement; that they compile for Hopper, few enough registers for as
-many programs as are launched; and what becomes of a peer that does not come. Between GPUs:
+What they compute, in every format and layout of ranks; that they compile for Hopper, few enough registers for
+as many programs as are launched; and what becomes of a peer that does not come. Between GPUs:
 tests/moe/backends/nvlink/test_nvlink_gpu.py.
 """
 

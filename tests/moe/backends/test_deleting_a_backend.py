@@ -13,7 +13,7 @@ from turnout.kernels.cpu import jit
 
 ROOT = Path(__file__).parents[3]
 
-# A small layer, planned and computed in a copy of the package, against the oracle; and a name nobody has.
+# A small layer, planned and computed in a copy of the package, against the oracle; and a name of none.
 LAYER = """
 import sys
 import torch

@@ -11,7 +11,7 @@ from tests.moe.made_up import BLACKWELL, HOPPER
 from turnout.errors import PlanRefused
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.plan import MoEPlan, Wishes, plan
+from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.spec import Activation, MoESpec
 from turnout.parallel.hardware import Hardware
 from turnout.parallel.topology import Topology
@@ -42,7 +42,7 @@ def made(
     topology: Topology = FOUR,
     hardware: Hardware = BLACKWELL,
     limits: dict[str, int] | None = None,
-    **wishes: str,
+    **request: str,
 ) -> MoEPlan:
     given = {"chunked_prefill_size": 512, "max_prefill_tokens": 2048, "max_running_requests": 64}
     budget = Budget.from_limits(**(given | (limits or {})), dp_size=topology.dp_size)
@@ -51,7 +51,7 @@ def made(
         topology=topology,
         budget=budget,
         hardware=hardware,
-        request=Wishes(**wishes),
+        request=PlanRequest(**request),
         compute_dtype="bfloat16",
         num_layers=2,
     )
@@ -69,7 +69,7 @@ def refused(*args, **kwargs) -> dict[tuple[str, str], str]:
     return found
 
 
-# What the flags of the three published arrangements come to: dispatcher, layout and wire by phase.
+# What the flags of the three published parallel layouts come to: dispatcher, layout and wire by phase.
 ACCEPTED = {
     "none": [("none", "tokens", "nvfp4"), ("none", "tokens", "nvfp4")],
     "flashinfer": [("flashinfer", "tokens", "nvfp4"), ("flashinfer", "tokens", "nvfp4")],
@@ -79,7 +79,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("dispatcher", ACCEPTED)
 def test_cutedsl_behind_each_dispatcher(dispatcher: str):
-    accepted = made(runner="flashinfer_cutedsl", dispatcher=dispatcher)
+    accepted = made(moe_runner_backend="flashinfer_cutedsl", moe_a2a_backend=dispatcher)
     phases = [(p.dispatcher, p.layout, p.wire_format) for p in (accepted.prefill, accepted.decode)]
     assert phases == ACCEPTED[dispatcher]
     assert {accepted.prefill.runner, accepted.decode.runner} == {"flashinfer_cutedsl"}
@@ -92,7 +92,9 @@ def test_cutedsl_with_experts_in_parts_leaves_the_sum_to_the_layer():
     """EP 1 and EP = TP of one group: nothing moves, and a shared expert is a part of the sum."""
     for ep in (1, 4):
         accepted = made(
-            topology=Topology(tp_size=4, ep_size=ep), runner="flashinfer_cutedsl", dispatcher="none"
+            topology=Topology(tp_size=4, ep_size=ep),
+            moe_runner_backend="flashinfer_cutedsl",
+            moe_a2a_backend="none",
         )
         assert (accepted.prefill.reduce, accepted.decode.reduce) == ("layer", "layer")
         assert accepted.shared_expert == "sharded"
@@ -102,7 +104,7 @@ def test_cutedsl_with_experts_in_parts_leaves_the_sum_to_the_layer():
 @pytest.mark.parametrize("dispatcher", ["flashinfer", "deepep"])
 def test_ranks_that_are_not_one_to_one_are_told_how(dispatcher: str):
     two = replace(FOUR, dp_size=2, ep_size=2)
-    found = refused(topology=two, runner="flashinfer_cutedsl", dispatcher=dispatcher)
+    found = refused(topology=two, moe_runner_backend="flashinfer_cutedsl", moe_a2a_backend=dispatcher)
     asked = "--dp-size 2 and --ep-size 2 with --tp-size 4"
     remedies = {remedy for (_, what), remedy in found.items() if what == asked}
     assert remedies == {
@@ -112,35 +114,37 @@ def test_ranks_that_are_not_one_to_one_are_told_how(dispatcher: str):
 
 def test_fp8_on_the_wire_never_reaches_kernels_for_nvfp4():
     for dispatcher in ("flashinfer", "deepep"):
-        found = refused(runner="flashinfer_cutedsl", dispatcher=dispatcher, dispatch_format="fp8")
+        found = refused(
+            moe_runner_backend="flashinfer_cutedsl", moe_a2a_backend=dispatcher, moe_dispatch_dtype="fp8"
+        )
         pairs = [remedy for (who, _), remedy in found.items() if "flashinfer_cutedsl with" in who]
         assert pairs
         assert all("--moe-dispatch-dtype auto" in remedy for remedy in pairs)
 
 
 def test_low_latency_is_for_the_masked_route_alone():
-    masked = {"dispatcher": "deepep", "dispatcher_mode": "low_latency"}
+    masked = {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}
     small = {"chunked_prefill_size": 256, "max_prefill_tokens": 256}
-    accepted = made(runner="flashinfer_cutedsl", limits=small, **masked)
+    accepted = made(moe_runner_backend="flashinfer_cutedsl", limits=small, **masked)
     assert {accepted.prefill.layout, accepted.decode.layout} == {"batched_experts"}
     for name in ("flashinfer_trtllm", "flashinfer_cutlass"):
-        found = refused(runner=name, limits=small, **masked)
+        found = refused(moe_runner_backend=name, limits=small, **masked)
         assert (
             f"runner {name} with dispatcher deepep-low-latency",
             "layout 'batched_experts', which the dispatcher emits",
         ) in found
-    found = refused(runner="flashinfer_cutedsl", **masked)  # prefill steps of 2048 tokens
+    found = refused(moe_runner_backend="flashinfer_cutedsl", **masked)  # prefill steps of 2048 tokens
     assert ("dispatcher deepep-low-latency", "prefill steps of 2048 tokens on a rank") in found
 
 
 def test_capacity_is_held_against_the_largest_step_with_drafts():
     limits = {"max_running_requests": 512, "draft_tokens": 8, "max_dispatch_tokens_per_rank": 2048}
-    found = refused(runner="flashinfer_cutedsl", dispatcher="flashinfer", limits=limits)
+    found = refused(moe_runner_backend="flashinfer_cutedsl", moe_a2a_backend="flashinfer", limits=limits)
     assert (
         "use --max-dispatch-tokens-per-rank 4096 or more"
         in found["budget", "--max-dispatch-tokens-per-rank 2048"]
     )
-    assert made(dispatcher="flashinfer", limits=limits | {"max_dispatch_tokens_per_rank": 4096})
+    assert made(moe_a2a_backend="flashinfer", limits=limits | {"max_dispatch_tokens_per_rank": 4096})
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -148,9 +152,9 @@ def test_all_that_is_wrong_is_said_at_once():
         replace(GPT_OSS, expert_bias=True),
         hardware=HOPPER,
         topology=replace(FOUR, dp_size=2),
-        runner="flashinfer_cutedsl",
-        dispatcher="flashinfer",
-        dispatch_format="nvfp4",
+        moe_runner_backend="flashinfer_cutedsl",
+        moe_a2a_backend="flashinfer",
+        moe_dispatch_dtype="nvfp4",
         limits={"max_dispatch_tokens_per_rank": 8},
     )
     who = "runner flashinfer_cutedsl"
@@ -167,7 +171,7 @@ def test_all_that_is_wrong_is_said_at_once():
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp_size=2), Topology(tp_size=4, ep_size=4), FOUR])
 def test_mxfp4_on_hopper_takes_gpt_oss_in_any_arrangement(topology: Topology):
-    accepted = made(GPT_OSS, topology=topology, hardware=HOPPER, runner="flashinfer_mxfp4")
+    accepted = made(GPT_OSS, topology=topology, hardware=HOPPER, moe_runner_backend="flashinfer_mxfp4")
     assert accepted.weight_storage == "packed"
     assert accepted.activation_format == "bf16"
     assert accepted.workspace_bytes > 0
@@ -183,14 +187,14 @@ def test_what_cutlass_runs_depends_on_format_and_architecture():
         (replace(qwen, format="fp8"), HOPPER),
         (calibrated, BLACKWELL),
     ):
-        assert made(spec, topology=one, hardware=hardware, runner=name).prefill.runner == name
-    found = refused(replace(qwen, format="fp8"), topology=one, runner=name)
+        assert made(spec, topology=one, hardware=hardware, moe_runner_backend=name).prefill.runner == name
+    found = refused(replace(qwen, format="fp8"), topology=one, moe_runner_backend=name)
     assert (f"runner {name}", "fp8 expert weights on b200 (compute capability 10.0)") in found
-    found = refused(calibrated, topology=one, hardware=HOPPER, runner=name)
+    found = refused(calibrated, topology=one, hardware=HOPPER, moe_runner_backend=name)
     assert (f"runner {name}", "nvfp4 expert weights on h200 (compute capability 9.0)") in found
     weight_only = replace(calibrated, quantized_activations=False)
     assert (f"runner {name}", "--moe-activation-dtype bf16") in refused(
-        weight_only, topology=one, runner=name
+        weight_only, topology=one, moe_runner_backend=name
     )
 
 

@@ -44,7 +44,7 @@ def test_a_gather_over_groups_counts_everyones_tokens_and_has_summed():
 
 
 def test_a_shared_expert_is_sharded_only_if_the_layer_sums_in_both_phases():
-    """It takes one kind of weights, and under an all-to-all nobody would sum its shards."""
+    """It takes one kind of weights, and under an all-to-all no rank would sum its shards."""
     ash = dispatcher("ash", made_for=frozenset({"prefill"}))
     yew = dispatcher("yew", exchange="all_to_all", preference=2, layout="batched_experts")
     topology, both = Topology(tp_size=4, ep_size=4), runner(layouts=TOKENS | EXPERTS)

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a clear 4xx in OpenAI's shape, and nobody else notices."""
+"""Whatever a client sends, it gets a clear 4xx in OpenAI's shape, and no other client notices."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_the_end_of_a_prompt_can_be_asked_for(client: openai.OpenAI):
 def test_a_request_has_the_name_that_its_client_gave(client: openai.OpenAI):
     ask = {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 8}
     with client.completions.create(**ask, stream=True, extra_body={"rid": "mine/1"}) as stream:
-        # Names need not be unique, and one that is in use harms nobody.
+        # Names need not be unique, and one that is in use does no harm.
         again = client.completions.create(**ask, extra_body={"request_id": "mine/1"})
         assert {again.id, *(part.id for part in stream)} == {"mine/1"}
     assert client.completions.create(**ask).id.startswith("cmpl-")

@@ -112,7 +112,7 @@ def test_every_token_is_counted_at_its_experts(root: str, http: httpx.Client):
     before = expert_tokens(http)
     body = {"prompt": [7, 8, 9, 10, 11], "max_tokens": 4, "ignore_eos": True}
     assert http.post("/v1/completions", json=body).status_code == 200
-    due = 2 * 2 * (5 + 4 - 1)  # nobody attends to the last token
+    due = 2 * 2 * (5 + 4 - 1)  # no query attends to the last token
     assert eventually(lambda: sum(expert_tokens(http).values()) >= sum(before.values()) + due)
     after = expert_tokens(http)
     assert set(after) == {(str(layer), str(expert)) for layer in range(2) for expert in range(8)}

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: who is let in, what the feed says, and that nobody pays while nobody looks."""
+"""The dashboard over HTTP: who is let in, what the feed says, and that closed pages cost nothing."""
 
 from __future__ import annotations
 

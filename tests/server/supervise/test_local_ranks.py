@@ -152,7 +152,7 @@ def test_experts_are_counted_once(ready: Served):
     tokens, chosen = counted()
     complete(root, "x" * 50, max_tokens=11)
     assert eventually(lambda: counted()[0] == tokens + 61)
-    computed = 50 + 11 - 1  # nobody asked what follows the last token
+    computed = 50 + 11 - 1  # what follows the last token is not computed
     assert eventually(lambda: counted()[1] == chosen + 2 * 2 * computed), counted()
 
 

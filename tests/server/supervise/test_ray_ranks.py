@@ -111,7 +111,7 @@ def test_ranks_are_spread_evenly_over_the_fewest_hosts_that_have_room(tmp_path: 
 def test_one_command_on_a_machine_without_a_cluster(
     tiny_folder: Path, root: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """It starts one, with room for more ranks than there are cores, also where nobody said --device cpu."""
+    """It starts one, with room for more ranks than there are cores, also without --device cpu."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     four = ON_RAY | {"tp_size": 4, "dp_size": 4, "ep_size": 4, "device": "auto"}
     server = ServerProcess(tiny_config(tiny_folder, **four), show=False)

@@ -47,7 +47,7 @@ def assert_nothing_lost(row: dict[str, Any]) -> None:
 
 
 def test_no_answer_changes_while_ranks_fail(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Steps overlap, so that a forward fails while nobody has read the tokens of the one before."""
+    """Steps overlap, so that a forward fails before the tokens are read of the one before."""
     monkeypatch.setenv("TURNOUT_CLOCK_JUMPS", "86400")  # no deadline counts by the time of day
     kinds = ["exit", "restart"]
     ahead = config(folder, "dp2", overlap_schedule="on", speculative_algorithm="none")
@@ -122,7 +122,7 @@ def test_a_request_that_kills_ranks_ends_and_no_other(
         computed = min(
             sum(body.get("n", 1) for body in made.asked) + 1, fields.get("max_running_requests", 64)
         )
-        assert 4 <= int(died) <= 2 + math.log2(computed) + 1  # found by halves
+        assert 4 <= int(died) <= 2 + math.log2(computed) + 1  # found by bisection
         metrics = httpx.get(f"{made.root}/metrics", headers=chaos.HEADERS).text
         (ended,) = re.findall(r'request_success_total{finished_reason="error".*} (.*)', metrics)
         assert float(ended) == 1

@@ -146,7 +146,7 @@ class Simulation:
                 self._ask(request.client)
 
 
-UNTRIED = 10**6  # strikes, so that nobody is ever suspected
+UNTRIED = 10**6  # strikes, so that no request is ever suspected
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,7 +13,7 @@ from turnout.engine.ranks.rendezvous import rendezvous
 from turnout.errors import PlanRefused
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import DISPATCHERS
-from turnout.moe.plan import MoEPlan, PlanRequest, Wishes, plan
+from turnout.moe.plan import MoEPlan, PlanRequest, plan
 from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
@@ -28,7 +28,7 @@ def budget(prefill: int, dp_size: int) -> Budget:
 
 
 def planned(
-    spec: MoESpec = MODEL, ranks_count: int = 4, prefill: int = 512, machine: str = "h200", **wishes
+    spec: MoESpec = MODEL, ranks_count: int = 4, prefill: int = 512, machine: str = "h200", **asked
 ) -> MoEPlan:
     return plan(
         spec,
@@ -37,7 +37,7 @@ def planned(
         ),
         budget=budget(prefill, ranks_count),
         hardware=hardware.named(machine),
-        request=Wishes(**{"runner": "torch", "dispatcher": "deepep"} | wishes),
+        request=PlanRequest(**{"moe_runner_backend": "torch", "moe_a2a_backend": "deepep"} | asked),
         compute_dtype="bfloat16",
     )
 
@@ -48,8 +48,8 @@ def used(chosen: MoEPlan) -> tuple[str, str]:
 
 def test_deepep_takes_normal_kernels_in_prefill_and_low_latency_in_decode():
     assert used(planned()) == ("deepep-normal", "deepep-low-latency")
-    assert used(planned(dispatcher_mode="normal")) == ("deepep-normal",) * 2
-    assert used(planned(dispatcher_mode="low_latency")) == ("deepep-low-latency",) * 2
+    assert used(planned(deepep_mode="normal")) == ("deepep-normal",) * 2
+    assert used(planned(deepep_mode="low_latency")) == ("deepep-low-latency",) * 2
 
 
 def test_libraries_get_the_variables_they_read(monkeypatch):
@@ -66,9 +66,9 @@ def test_libraries_get_the_variables_they_read(monkeypatch):
 
 
 def test_low_latency_steps_have_at_most_1024_tokens():
-    assert used(planned(prefill=1024, dispatcher_mode="low_latency"))
+    assert used(planned(prefill=1024, deepep_mode="low_latency"))
     with pytest.raises(PlanRefused, match=r"prefill steps of 1025 tokens.*at most 1024.* to 1024 or less"):
-        planned(prefill=1025, dispatcher_mode="low_latency")
+        planned(prefill=1025, deepep_mode="low_latency")
     assert used(planned(prefill=1025)) == ("deepep-normal", "deepep-low-latency")
 
 
@@ -82,15 +82,15 @@ def test_sizes_without_low_latency_kernels_decode_with_normal_ones():
     assert "hidden size 2880: has kernels for 2048" in why
     assert not any("not by" in line for line in planned().reasons)
     with pytest.raises(PlanRefused, match="hidden size 2880: has kernels for 2048, 2560"):
-        planned(other, dispatcher_mode="low_latency")
+        planned(other, deepep_mode="low_latency")
 
 
 def test_what_cannot_be_sent_is_refused_with_all_reasons():
     with pytest.raises(PlanRefused) as caught:
-        planned(replace(MODEL, top_k=9), ranks_count=1, dispatcher="flashinfer")
+        planned(replace(MODEL, top_k=9), ranks_count=1, moe_a2a_backend="flashinfer")
     assert {r.asked for r in caught.value.refusals} >= {"--ep-size 1", "top-9 routing"}
     with pytest.raises(PlanRefused) as caught:
-        planned(replace(MODEL, hidden_size=960), prefill=2000, dispatcher_mode="low_latency")
+        planned(replace(MODEL, hidden_size=960), prefill=2000, deepep_mode="low_latency")
     asked = {r.asked for r in caught.value.refusals}
     assert asked >= {"hidden size 960", "prefill steps of 2000 tokens on a rank"}
     with pytest.raises(PlanRefused, match="use --dp-size 4 --ep-size 4 --enable-dp-attention"):
@@ -108,16 +108,16 @@ CALIBRATED = replace(MODEL, format="nvfp4", quantized_activations=True)
 
 
 def test_low_latency_kernels_send_no_nvfp4_from_hopper():
-    found = planned(CALIBRATED, dispatch_format="nvfp4")
+    found = planned(CALIBRATED, moe_dispatch_dtype="nvfp4")
     assert used(found) == ("deepep-normal",) * 2
     assert found.prefill.wire_format == found.decode.wire_format == "nvfp4"
     with pytest.raises(PlanRefused, match=r"sends bf16, fp8, nvfp4 on compute capability 10\.0, 10\.3; the"):
-        planned(CALIBRATED, dispatch_format="nvfp4", dispatcher_mode="low_latency")
+        planned(CALIBRATED, moe_dispatch_dtype="nvfp4", deepep_mode="low_latency")
 
 
 def test_low_latency_kernels_feed_masked_ones_nvfp4_on_blackwell():
-    wishes = {"runner": "flashinfer_cutedsl", "activation_format": "nvfp4"}
-    found = planned(CALIBRATED, machine="b200", **wishes)
+    asked = {"moe_runner_backend": "flashinfer_cutedsl", "moe_activation_dtype": "nvfp4"}
+    found = planned(CALIBRATED, machine="b200", **asked)
     assert used(found) == ("deepep-normal", "deepep-low-latency")
     assert found.decode.wire_format == found.prefill.wire_format == "nvfp4"
     assert found.decode.max_tokens % 128 == 0

@@ -2,7 +2,7 @@
 
 What is put in place is what needs a GPU: the compiled module, by what its source documents, and the memory
 that ranks map, by a file. All that the library's Python does with arguments and workspace stays its own. Rows
-that nobody sent hold NaN, and ids of experts. Writes are announced by a barrier where the kernels use flags.
+that no rank sent hold NaN, and ids of experts. Writes are announced by a barrier where the kernels use flags.
 """
 
 from __future__ import annotations

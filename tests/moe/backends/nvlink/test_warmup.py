@@ -36,7 +36,7 @@ class Share:
 
 
 def all_to_all(ranks: int, sharing: int, hidden: int, top_k: int, wire: Format, back: Format) -> Any:
-    """That of the last rank of `ranks`, over memory that nobody else has."""
+    """That of the last rank of `ranks`, over memory that no other rank has."""
     sizes = buffers.region_parts(
         hidden=hidden, top_k=top_k, ranks=ranks, capacity=CAPACITY, wire_formats=[wire],
         combine_format=back, itemsize=2,

@@ -123,7 +123,7 @@ def storage_of(runner: TorchRunner) -> list[int]:
 
 
 def encoded(wire: str, x: torch.Tensor, scale: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
-    """x as it travels, and the numbers that arrive."""
+    """x as it is sent, and the numbers that arrive."""
     if wire == "fp8":
         data, block = fp8.encode_activation(x)
         return Hidden(data=data, format="fp8", scale=block), fp8.decode_activation(data, block)
