@@ -60,7 +60,8 @@ WAYS: dict[str, dict[str, int]] = {  # of fewer launches
     "none": {},
     "attention": {"ATTENTION_ROWS": fewer_launches.MOST_ROWS},
     "routing": {"ROUTING_ROWS": 1},
-    "both": {"ATTENTION_ROWS": fewer_launches.MOST_ROWS, "ROUTING_ROWS": 1},
+    "counting": {"COUNTED_TOKENS": 256},
+    "all": {"ATTENTION_ROWS": fewer_launches.MOST_ROWS, "ROUTING_ROWS": 1, "COUNTED_TOKENS": 256},
     "none again": {},
 }
 PARTS = {

@@ -6,17 +6,19 @@ In float32: the interpreter cuts off what bfloat16 does not hold.
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 import triton
 
 from tests.kernels import interpreter
-from turnout.kernels.common import rows
+from turnout.kernels.common import fewer_launches, rows
 from turnout.kernels.common.gated_row import multiply_gated_row
 from turnout.kernels.common.normed_row import multiply_normed_row
 from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
-from turnout.kernels.common.routed_row import choose_by_counting, choose_of_normed_row
+from turnout.kernels.common.route_by_counting import choose_into
+from turnout.kernels.common.routed_row import choose_of_normed_row
 from turnout.kernels.common.rows import angles, gate, gated, norm, rotate
 from turnout.kernels.common.split_gemm import parts as parts_of
 from turnout.moe.routing import route, weigh
@@ -262,17 +264,13 @@ def routed_odd() -> bool:
     for logits in ([1.0, 1.0, 1.0, 1.0], [0.0, float("inf"), 0.0, 3.0], [1.0, float("nan"), 2.0, -1e38]):
         y, counts = torch.tensor([logits]), torch.zeros(4, dtype=torch.int64)
         ids, weights = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3)
-        choose_by_counting_alone[(1,)](y, ids, weights, counts, 4)
+        some = {"of_all": True, "renormalize": True, "scaling": 1.0, "real_T": None, "counts_E": counts}
+        choose_into(ids, weights, y, **some)
         own = torch.zeros(4, dtype=torch.int64)
         wanted = choose(y, 3, of_all=True, renormalize=True, scaling=1.0, real_T=None, counts_E=own)
         good &= torch.equal(ids, wanted[0]) and torch.equal(counts, own)
         good &= torch.allclose(weights, wanted[1], equal_nan=True)
     return good
-
-
-@triton.jit
-def choose_by_counting_alone(y_ptr, ids_ptr, weights_ptr, counts_ptr, E):
-    choose_by_counting(y_ptr, y_ptr, ids_ptr, weights_ptr, counts_ptr, 1.0, E, 1, 3, 4, 4, True, True, False)
 
 
 def gates(rows: int, size: int) -> bool:
@@ -343,6 +341,14 @@ results["routed-row"] = (
 )
 results["routed-odd"] = routed_odd()
 results["odd"] = odd()
+with patch.object(fewer_launches, "COUNTED_TOKENS", 9):
+    results["counted"] = (
+        chooses(9, 16, 4)
+        and chooses(1, 6, 2, renormalize=False)
+        and chooses(5, 128, 8, of_all=False)
+        and chooses(7, 40, 6, scaling=2.5, parts=True)
+        and odd()
+    )
 empty = torch.zeros(0, 8)
 results["none"] = norm(empty, torch.ones(8), 1e-6, empty)[1].shape == (0, 8)
 

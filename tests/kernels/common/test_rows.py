@@ -14,6 +14,7 @@ from tests.kernels import interpreted
 from tests.kernels.compiled import compiled, machine_code
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
+from turnout.kernels.common import fewer_launches
 from turnout.kernels.common.rowwise import product
 from turnout.models.dense import Fp8Weight, linear, normed_product
 from turnout.models.shares import whole
@@ -28,6 +29,7 @@ CASES = [
     "normed-product",
     "routed-row",
     "routed-odd",
+    "counted",
     "rotate",
     "rotate-only",
     "angles",
@@ -184,6 +186,26 @@ def test_choice_by_token_on_a_gpu(tokens: int):
     assert torch.equal(ids, wanted)
     assert torch.equal(counts, counted)
     torch.testing.assert_close(weights, shares, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 128])
+@pytest.mark.parametrize("kind", [RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX])
+def test_places_are_counted_on_a_gpu(kind: RoutingKind, tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """Exactly as the largest are taken in turn; logits in parts, some of them equal."""
+    torch.manual_seed(0)
+    logits = torch.randint(-9, 9, (8, tokens, 128), device="cuda") / 8
+    real = torch.rand(tokens, device="cuda") < 0.9
+    router = Router(Routing(kind=kind, renormalize=True), num_experts=128, top_k=8, device=logits.device)
+    found = []
+    for counted in (0, tokens):
+        monkeypatch.setattr(fewer_launches, "COUNTED_TOKENS", counted)
+        counts = torch.zeros(128, dtype=torch.int64, device="cuda")
+        found.append((*router(logits, real, counts), counts))
+    (wanted, shares, counted), (ids, weights, counts) = found
+    assert torch.equal(ids, wanted)
+    assert torch.equal(counts, counted)
+    torch.testing.assert_close(weights, shares, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

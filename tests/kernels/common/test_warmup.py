@@ -37,6 +37,7 @@ from turnout.kernels.attention import (
     prefill,
 )
 from turnout.kernels.common import (
+    fewer_launches,
     fp8_weights,
     gated_row,
     latent_rows,
@@ -110,7 +111,9 @@ def routing(size: int) -> None:
     real = torch.ones(size, dtype=torch.bool)
     for logits in (b16(size, E), torch.empty(8, size, E)):
         some = {"renormalize": True, "scaling": 1.0, "real_T": real, "counts_E": COUNTS}
-        route.choose(logits, 8, of_all=False, **some)
+        for counted in (0, MOST):
+            with patch.object(fewer_launches, "COUNTED_TOKENS", counted):
+                route.choose(logits, 8, of_all=False, **some)
         route.choose_sigmoid(logits, 8, bias_E=torch.empty(E), groups=8, kept=4, **some)
         table, tokens = torch.empty(9, 8, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
         route.choose_of_token(logits, 8, table_VK=table, token_ids_T=tokens, **some)

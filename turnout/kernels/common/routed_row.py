@@ -1,12 +1,11 @@
 """One row's residual sum, norm, product by a router's matrix and choice of experts, in one launch (Triton).
 
 As `multiply_normed_row` (normed_row.py), whose parts of logits a launch of its own adds up and chooses by
-(route.py). Here the last program to leave its parts does, which a counter tells it that it leaves at 0. It
-takes no largest logit k times in turn, each time waiting for sums across its threads: every expert counts
-those before it, all at once, which tells its place.
+(route.py). Here the last program to leave its parts does (route_by_counting.py), which a counter tells it
+that it leaves at 0.
 
 Legend: H hidden (the product's inputs), E experts, EP its power of two, k top-k, KP its power of two, P
-parts.
+parts of delta.
 """
 
 from __future__ import annotations
@@ -18,50 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.route_by_counting import MOST_EXPERTS, choose_by_counting
 from turnout.kernels.common.split_gemm import OUTPUTS, pieces
-
-MOST_EXPERTS = 128  # whose places one program counts: each is compared with each
-
-
-@triton.jit
-def choose_by_counting(
-    y_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E,
-    PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, OF_ALL: tl.constexpr,
-    RENORMALIZE: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """As `choose_experts`, of one token: ids [K], weights [K]; counts [E] += choices. y: parts [PARTS, E],
-    which other programs stored."""
-    e = tl.arange(0, EP)
-    j = tl.arange(0, KP)
-    logits = tl.load(y_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
-    for part in tl.static_range(1, PARTS):
-        logits += tl.load(y_ptr + part * E + e, mask=e < E, other=0.0, cache_modifier=".cg")
-    # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
-    left = tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf")))
-    # Others are rows, so that a thread adds up what it has compared.
-    ahead = (left[:, None] > left[None, :]) | ((left[:, None] == left[None, :]) & (e[:, None] < e[None, :]))
-    place = tl.sum(ahead.to(tl.int32), 0)
-    chosen = (place[:, None] == j[None, :]) & (j[None, :] < K)
-    best = tl.max(left, 0)
-    ids = tl.sum(tl.where(chosen, e[:, None], 0), 0)
-    tops = tl.sum(tl.where(chosen, left[:, None], 0.0), 0)
-    powers = tl.where(j < K, tl.exp(tops - best), 0.0)
-    whole = tl.sum(tl.exp(logits - best), 0)  # NaN if any logit is
-    if OF_ALL:
-        weights = powers / whole
-        if RENORMALIZE:
-            weights /= tl.sum(weights, 0)
-    else:
-        weights = powers / tl.sum(powers, 0) + 0 * whole
-    weights *= scaling
-    real = True
-    if PADDED:
-        real = tl.load(real_ptr) != 0
-        ids = tl.where(real, ids, -1)
-        weights = tl.where(real, weights, 0.0)
-    tl.store(ids_ptr + j, ids, mask=j < K)
-    tl.store(weights_ptr + j, weights, mask=j < K)
-    tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
 
 
 @triton.jit
@@ -108,7 +65,7 @@ def choose_of_normed_row(
     if before == tl.num_programs(0) * PIECES - 1:
         tl.store(done_ptr, 0)
         choose_by_counting(
-            y_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E,
+            y_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, E,
             PIECES, K, KP, EP, OF_ALL, RENORMALIZE, PADDED,
         )  # fmt: skip
 
