@@ -57,6 +57,23 @@ def move_on(taps, window_ptr, C, c, held, W: tl.constexpr, WP: tl.constexpr):
 
 
 @triton.jit
+def inverse_length(x):
+    """1 / |x| of a key or a query."""
+    return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def gated_norm(o, norm, z, DV: tl.constexpr, eps):
+    """The RMS norm of o [DV], by weights `norm`, times silu(z)."""
+    return o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm * z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
 def step_heads(
     mixed_ptr, slots_ptr, positions_ptr, windows_ptr, states_ptr, conv_ptr, decay_ptr, bias_ptr, norm_ptr,
     out_ptr, X, Hk, scale, eps,
@@ -91,8 +108,8 @@ def step_heads(
     k_taps = read_taps(row, window, C, ck, keys, keys & goes_on, W, WP)
     q = convolve(q_taps, conv_ptr, C, cq, keys, W, WP)
     k = convolve(k_taps, conv_ptr, C, ck, keys, W, WP)
-    q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    q *= scale * inverse_length(q)
+    k *= inverse_length(k)
     tl.debug_barrier()
     move_on(q_taps, window, C, cq, keys, W, WP)
     move_on(k_taps, window, C, ck, keys, W, WP)
@@ -108,15 +125,14 @@ def step_heads(
         v = convolve(v_taps, conv_ptr, C, cv, values, W, WP)
         tl.debug_barrier()
         move_on(v_taps, window, C, cv, values, W, WP)
-        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
-        state *= tl.exp(decay * soft)
+        state *= tl.exp(decay * softplus(a))
         d = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * d[None, :]
         tl.store(first + r * DK * DV, state, mask=both)
         o = tl.sum(state * q[:, None], 0)
         if r + 1 < R:
             state = tl.load(first + (r + 1) * DK * DV, mask=both & goes_on, other=0.0)
-        y = o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm * z / (1.0 + tl.exp(-z))
+        y = gated_norm(o, norm, z, DV, eps)
         tl.store(out_ptr + (b * Hv + g) * DV + j, y.to(out_ptr.dtype.element_ty), mask=values)
 
 
@@ -185,9 +201,9 @@ def step_columns(
     q = convolve(q_taps, conv_ptr, C, cq, keys, W, WP)
     k = convolve(k_taps, conv_ptr, C, ck, keys, W, WP)
     v = convolve(v_taps, conv_ptr, C, cv, values, W, WP)
-    q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
+    q *= scale * inverse_length(q)
+    k *= inverse_length(k)
+    soft = softplus(a)
     state *= tl.exp(tl.load(decay_ptr + g) * soft)
     d = (v - tl.sum(state * k[:, None], 0)) / (1.0 + tl.exp(-b_logit))
     state += k[:, None] * d[None, :]
@@ -197,24 +213,39 @@ def step_columns(
     # Whoever finds that all others are done sees what they left, and knows that they have read the window.
     if tl.atomic_add(done_ptr + b * Hk + h, 1, sem="acq_rel") == R * BLOCKS - 1:
         tl.store(done_ptr + b * Hk + h, 0)
-        q_taps = read_new_taps(row, window, part_stride, C, cq, keys, keys & goes_on, W, WP, PARTS)
-        k_taps = read_new_taps(row, window, part_stride, C, ck, keys, keys & goes_on, W, WP, PARTS)
+        end_heads(
+            row, window, o_ptr, norm_ptr, out_ptr, part_stride, C, Hk, b, h, cq, ck, keys, goes_on, eps,
+            R, DK, DV, DVP, W, WP, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def end_heads(
+    row, window, o_ptr, norm_ptr, out_ptr, part_stride, C, Hk, b, h, cq, ck, keys, goes_on, eps,
+    R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, W: tl.constexpr,
+    WP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Move the window of key head h and its value heads on, and norm what they gave, o [B, Hv, DV]. cq, ck:
+    the channels of the head's query and key, where `keys`."""
+    Hv = Hk * R
+    q_taps = read_new_taps(row, window, part_stride, C, cq, keys, keys & goes_on, W, WP, PARTS)
+    k_taps = read_new_taps(row, window, part_stride, C, ck, keys, keys & goes_on, W, WP, PARTS)
+    tl.debug_barrier()
+    move_on(q_taps, window, C, cq, keys, W, WP)
+    move_on(k_taps, window, C, ck, keys, W, WP)
+    n = tl.arange(0, DVP)
+    whole = n < DV
+    norm = tl.load(norm_ptr + n, mask=whole, other=0.0).to(tl.float32)
+    for r in tl.static_range(R):
+        head = (h * R + r) * DV + n
+        c = 2 * Hk * DK + head
+        o = tl.load(o_ptr + b * Hv * DV + head, mask=whole, other=0.0, cache_modifier=".cg")
+        z = read_sum(row + C + head, whole, part_stride, PARTS, window.dtype.element_ty).to(tl.float32)
+        taps = read_new_taps(row, window, part_stride, C, c, whole, whole & goes_on, W, WP, PARTS)
         tl.debug_barrier()
-        move_on(q_taps, window, C, cq, keys, W, WP)
-        move_on(k_taps, window, C, ck, keys, W, WP)
-        n = tl.arange(0, DVP)
-        whole = n < DV
-        norm = tl.load(norm_ptr + n, mask=whole, other=0.0).to(tl.float32)
-        for r in tl.static_range(R):
-            head = (h * R + r) * DV + n
-            c = 2 * Hk * DK + head
-            o = tl.load(o_ptr + b * Hv * DV + head, mask=whole, other=0.0, cache_modifier=".cg")
-            z = read_sum(row + C + head, whole, part_stride, PARTS, kind).to(tl.float32)
-            taps = read_new_taps(row, window, part_stride, C, c, whole, whole & goes_on, W, WP, PARTS)
-            tl.debug_barrier()
-            move_on(taps, window, C, c, whole, W, WP)
-            y = o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm * z / (1.0 + tl.exp(-z))
-            tl.store(out_ptr + b * Hv * DV + head, y.to(out_ptr.dtype.element_ty), mask=whole)
+        move_on(taps, window, C, c, whole, W, WP)
+        y = gated_norm(o, norm, z, DV, eps)
+        tl.store(out_ptr + b * Hv * DV + head, y.to(out_ptr.dtype.element_ty), mask=whole)
 
 
 def step(

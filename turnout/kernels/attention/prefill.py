@@ -64,6 +64,21 @@ def attend_block(
     return higher, total * shrink + tl.sum(p, 1), acc
 
 
+@triton.jit
+def attend_blocks(
+    q, best, total, acc, base_ptr, table_ptr, begin, stop, low, end, place_M, scale,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys in [begin, stop), TOKENS at a time; see `attend_block`."""
+    for at in range(begin, stop, TOKENS):
+        best, total, acc = attend_block(
+            q, best, total, acc, base_ptr, table_ptr, at, low, end, place_M, scale,
+            D, DP, PAGE, TOKENS, WINDOW, MASKED,
+        )  # fmt: skip
+    return best, total, acc
+
+
 @triton.jit(do_not_specialize=["P"])
 def attend_tiles(
     q_ptr, cache_ptr, tiles_ptr, table_ptr, sinks_ptr, out_ptr, scale, head_stride, P, Hkv,
@@ -101,36 +116,20 @@ def attend_tiles(
         low = tl.maximum(start - WINDOW + 1, 0)
         begin = low // TOKENS * TOKENS
         whole = tl.cdiv(tl.maximum(end - WINDOW, 0), TOKENS) * TOKENS  # no row's window begins later
-        for j in range(begin, tl.minimum(whole, end), TOKENS):
-            best, total, acc = attend_block(
-                q,
-                best,
-                total,
-                acc,
-                base,
-                pages,
-                j,
-                low,
-                end,
-                place_M,
-                scale,
-                D,
-                DP,
-                PAGE,
-                TOKENS,
-                WINDOW,
-                True,
-            )
+        best, total, acc = attend_blocks(
+            q, best, total, acc, base, pages, begin, tl.minimum(whole, end), low, end, place_M, scale,
+            D, DP, PAGE, TOKENS, WINDOW, True,
+        )  # fmt: skip
         begin = whole
         seen = tl.maximum(seen, whole)
-    for j in range(begin, seen, TOKENS):
-        best, total, acc = attend_block(
-            q, best, total, acc, base, pages, j, low, end, place_M, scale, D, DP, PAGE, TOKENS, WINDOW, False
-        )
-    for j in range(seen, end, TOKENS):
-        best, total, acc = attend_block(
-            q, best, total, acc, base, pages, j, low, end, place_M, scale, D, DP, PAGE, TOKENS, WINDOW, True
-        )
+    best, total, acc = attend_blocks(
+        q, best, total, acc, base, pages, begin, seen, low, end, place_M, scale,
+        D, DP, PAGE, TOKENS, WINDOW, False,
+    )  # fmt: skip
+    best, total, acc = attend_blocks(
+        q, best, total, acc, base, pages, seen, end, low, end, place_M, scale,
+        D, DP, PAGE, TOKENS, WINDOW, True,
+    )  # fmt: skip
     out = acc / total[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=held)
 

@@ -183,10 +183,9 @@ def dispatch_rows(
 ):  # fmt: skip
     """Send this rank's tokens and wait for everyone's.
 
-    x [T, H], in bf16 as int32 words; ids int32 and weights int32 (float32's bits) [T, K]; out_ids and
-    out_weights [room * R, K]. TP ranks in a row hold the same experts. WORDS: this rank has no more than
-    `few` tokens; ALL_WORDS: nor has any other.
-    """
+    x [T, H], in bf16 as int32 words; ids and weights (float32's bits) int32 [T, K]; out_ids and out_weights
+    [room * R, K]. TP ranks in a row hold the same experts. WORDS: this rank has no more than `few` tokens;
+    ALL_WORDS: nor has any other."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     r, k = tl.arange(0, RP), tl.arange(0, KP)
     address_R = tl.load(addresses_ptr + r, mask=r < RANKS, other=0)
@@ -201,37 +200,12 @@ def dispatch_rows(
         tl.store(at(address_R, count_at + RANK * 8, tl.int64), word_R, mask=r < RANKS)
     spread: tl.constexpr = PARTS if ALL_WORDS else 1  # programs to a row
     for item in range(program, room * spread, programs):
-        t = zero + item // spread
-        begin = item % spread
-        real = t < tokens
-        row = t * RANKS + RANK
-        id_K, slice_K = slices(ids_ptr, t, real, experts_per_slice, K, KP)
-        for part in range(PARTS // spread):
-            first = begin + part
-            if FORMAT == "bf16":
-                push_words(
-                    x_ptr + t * x_stride, address_R, slice_K, first, row, hidden_at, landing_at, real,
-                    RANK, RANKS, RP, TP, ROW, STRIDE, W, WORDS,
-                )  # fmt: skip
-            else:
-                push_quantized(
-                    x_ptr + t * x_stride, scale_ptr, address_R, slice_K, first, row, hidden_at, scales_at,
-                    landing_at, real, RANK, RANKS, RP, TP, H, STRIDE, W * (4 if FORMAT == "fp8" else 8),
-                    FORMAT, WORDS, INTERPRETED,
-                )  # fmt: skip
-        held_RK = (slice_K[None, :] == (r // TP)[:, None]) & (r < RANKS)[:, None]
-        if begin == 0:
-            push_meta(
-                weights_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k, id_K, slice_K, held_RK, t, row,
-                half, meta_at, real, RANK, RANKS, TP, K,
-            )  # fmt: skip
-        if not WORDS:
-            tl.debug_barrier()
-            wanted_R = (tl.max(held_RK.to(tl.int32), 1) > 0) & (r != RANK)
-            tl.atomic_xchg(
-                at(address_R, arrived_at + row * 8, tl.int64), tl.zeros([RP], tl.int64) + epoch,
-                mask=wanted_R, sem="release", scope="sys",
-            )  # fmt: skip
+        send_row(
+            x_ptr, ids_ptr, weights_ptr, scale_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k,
+            zero + item // spread, item % spread, tokens, experts_per_slice, x_stride, epoch, half,
+            meta_at, arrived_at, hidden_at, scales_at, landing_at,
+            RANK, RANKS, RP, TP, K, KP, H, ROW, STRIDE, PARTS // spread, W, FORMAT, WORDS, INTERPRETED,
+        )  # fmt: skip
     if tl.load(failed_ptr) != 0:
         limit = limit * 0
     began = now(INTERPRETED)
@@ -258,6 +232,47 @@ def dispatch_rows(
         wait_for_counts(
             here, failed_ptr, told_ptr, room, epoch, began, limit, count_at, RANKS, RP, INTERPRETED
         )
+
+
+@triton.jit
+def send_row(
+    x_ptr, ids_ptr, weights_ptr, scale_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k, t, begin,
+    tokens, experts_per_slice, x_stride, epoch, half, meta_at, arrived_at, hidden_at, scales_at, landing_at,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
+    W: tl.constexpr, FORMAT: tl.constexpr, WORDS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """PARTS of token t (int64), from part `begin` on, to all that hold its experts; with the first of them
+    its ids and weights, to everyone. r, k: numbers of ranks and of a token's experts."""
+    real = t < tokens
+    row = t * RANKS + RANK
+    id_K, slice_K = slices(ids_ptr, t, real, experts_per_slice, K, KP)
+    for part in range(PARTS):
+        first = begin + part
+        if FORMAT == "bf16":
+            push_words(
+                x_ptr + t * x_stride, address_R, slice_K, first, row, hidden_at, landing_at, real,
+                RANK, RANKS, RP, TP, ROW, STRIDE, W, WORDS,
+            )  # fmt: skip
+        else:
+            push_quantized(
+                x_ptr + t * x_stride, scale_ptr, address_R, slice_K, first, row, hidden_at, scales_at,
+                landing_at, real, RANK, RANKS, RP, TP, H, STRIDE, W * (4 if FORMAT == "fp8" else 8),
+                FORMAT, WORDS, INTERPRETED,
+            )  # fmt: skip
+    held_RK = (slice_K[None, :] == (r // TP)[:, None]) & (r < RANKS)[:, None]
+    if begin == 0:
+        push_meta(
+            weights_ptr, out_ids_ptr, out_weights_ptr, address_R, r, k, id_K, slice_K, held_RK, t, row,
+            half, meta_at, real, RANK, RANKS, TP, K,
+        )  # fmt: skip
+    if not WORDS:
+        tl.debug_barrier()
+        wanted_R = (tl.max(held_RK.to(tl.int32), 1) > 0) & (r != RANK)
+        tl.atomic_xchg(
+            at(address_R, arrived_at + row * 8, tl.int64), tl.zeros([RP], tl.int64) + epoch,
+            mask=wanted_R, sem="release", scope="sys",
+        )  # fmt: skip
 
 
 @triton.jit
