@@ -41,6 +41,41 @@ def copy_rows(ptr, tiles, slot, offset, exists, step, K, live, K_BLOCKS: gl.cons
 
 
 @gluon.jit
+def multiply_steps(
+    w_ptr, x_ptr, w, x, w_offset, w_exists, offset, exists, steps, K,
+    AHEAD: gl.constexpr, K_BLOCKS: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The sums [weight rows, tokens] of a tile, step after step; copies go on, AHEAD of the products."""
+    STAGES: gl.constexpr = AHEAD + 2
+    BLOCK_N: gl.constexpr = w.shape[1]
+    TOKENS: gl.constexpr = x.shape[1]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TOKENS, 16])
+    acc = gl.zeros([BLOCK_N, TOKENS], gl.float32, ACC)
+    now = 0
+    then = AHEAD
+    UNROLL: gl.constexpr = 2 if K_BLOCKS == 1 else 1
+    for turn in range(0, steps, UNROLL):
+        for u in gl.static_range(UNROLL):
+            step = turn + u + AHEAD
+            async_copy.wait_group(AHEAD - 1)
+            fence_async_shared()
+            gl.thread_barrier()
+            copy_rows(w_ptr, w, then * K_BLOCKS, w_offset, w_exists, step, K, step < steps, K_BLOCKS, ROWS)
+            copy_rows(x_ptr, x, then * K_BLOCKS, offset, exists, step, K, step < steps, K_BLOCKS, ROWS)
+            async_copy.commit_group()
+            for j in gl.static_range(K_BLOCKS):
+                slot = now * K_BLOCKS + j
+                x_T = x.index(slot).permute((1, 0))
+                token = warpgroup_mma(w.index(slot), x_T, warpgroup_mma_init(acc), is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[token])
+            now = gl.where(now == STAGES - 1, 0, now + 1)
+            then = gl.where(then == STAGES - 1, 0, then + 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    async_copy.wait_group(0)
+    return acc
+
+
+@gluon.jit
 def expert_gemm(
     x_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
     K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
@@ -58,7 +93,6 @@ def expert_gemm(
     """
     BLOCKS: gl.constexpr = BLOCK_N // 64
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TOKENS, 16])
     SLOTS: gl.constexpr = STAGES * K_BLOCKS
     AHEAD: gl.constexpr = STAGES - 2
     WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
@@ -93,29 +127,10 @@ def expert_gemm(
     if PDL and GATHER:
         gdc_launch_dependents()
 
-    acc = gl.zeros([BLOCK_N, TOKENS], gl.float32, ACC)
-    now = 0
-    then = AHEAD
-    UNROLL: gl.constexpr = 2 if K_BLOCKS == 1 else 1
-    for turn in range(0, steps, UNROLL):
-        for u in gl.static_range(UNROLL):
-            step = turn + u + AHEAD
-            async_copy.wait_group(AHEAD - 1)
-            fence_async_shared()
-            gl.thread_barrier()
-            copy_rows(w_ptr, w, then * K_BLOCKS, w_offset, w_exists, step, K, step < steps, K_BLOCKS, ROWS)
-            copy_rows(x_ptr, x, then * K_BLOCKS, offset, exists, step, K, step < steps, K_BLOCKS, ROWS)
-            async_copy.commit_group()
-            for j in gl.static_range(K_BLOCKS):
-                slot = now * K_BLOCKS + j
-                x_T = x.index(slot).permute((1, 0))
-                token = warpgroup_mma(w.index(slot), x_T, warpgroup_mma_init(acc), is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[token])
-            now = gl.where(now == STAGES - 1, 0, now + 1)
-            then = gl.where(then == STAGES - 1, 0, then + 1)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    async_copy.wait_group(0)
-
+    acc = multiply_steps(
+        w_ptr, x_ptr, w, x, w_offset, w_exists, offset, exists, steps, K, AHEAD, K_BLOCKS, ROWS, num_warps
+    )
+    ACC: gl.constexpr = acc.type.layout
     finish(
         acc, bias_ptr, bias_ptr, out_ptr, order_ptr, weights_ptr, expert, n, n_rows, row, end, out_columns,
         out_stride, act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, DIRECT, BIAS, False, BLOCK_N,
