@@ -45,6 +45,27 @@ def scale_words(format: str) -> int:
 
 
 @gluon.jit
+def packed_tile(
+    w_ptr, scales_ptr, expert, n, k_blocks, n_blocks,
+    BLOCKS: gl.constexpr, FORMAT: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the first 64 columns of codes [BLOCKS, 512] and scales [BLOCKS, 32 or 64] of an expert's
+    nth tile of BLOCKS times 64 rows, and which of them exist. CODES: layout of the former."""
+    WORDS: gl.constexpr = scale_words(FORMAT)
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
+    block = (expert * n_blocks + n * BLOCKS) * k_blocks
+    b = gl.arange(0, BLOCKS, gl.SliceLayout(1, CODES))[:, None]
+    c = gl.arange(0, 512, gl.SliceLayout(0, CODES))[None, :]
+    bs = gl.arange(0, BLOCKS, gl.SliceLayout(1, SCALES))[:, None]
+    cs = gl.arange(0, WORDS, gl.SliceLayout(0, SCALES))[None, :]
+    codes_at = w_ptr + (b * k_blocks + block).to(gl.int64) * 512 + c
+    scales_at = scales_ptr + (bs * k_blocks + block).to(gl.int64) * WORDS + cs
+    codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
+    scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
+    return codes_at, scales_at, codes_exist, scales_exist
+
+
+@gluon.jit
 def decode_codes(word, scale, scale_below, FORMAT: gl.constexpr):
     """Eight codes and the scales of their two rows -> A, B, C, D of fragments.py, two bf16 each."""
     if FORMAT == "int4":

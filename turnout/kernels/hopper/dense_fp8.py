@@ -77,12 +77,13 @@ def load_weights(w_desc, w, bar, m, k, stage, GROUPS: gl.constexpr, HEIGHT: gl.c
 
 @gluon.jit
 def load_steps(
-    x_desc, w_desc, x, w, full, empty, m, n, first, steps,
+    given,
     ROWS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Load 128 inputs of GROUPS times HEIGHT weight rows from m on, and of ROWS rows from n on, step by step,
     as stages become empty. One warp.
     """
+    x_desc, w_desc, x, w, full, empty, m, n, first, steps = given
     BYTES: gl.constexpr = 128 * GROUPS * HEIGHT + 256 * ROWS
     ahead = gl.minimum(steps, STAGES)
     for stage in range(0, ahead):
@@ -125,11 +126,11 @@ def store_sums(acc, y_ptr, m, n, N, M):
 
 @gluon.jit
 def multiply_steps(
-    x, w, full, empty, scale_ptr, y_ptr, m, n, group, steps, N, M,
-    MINE: gl.constexpr, GROUPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    given,
+    MINE: gl.constexpr, GROUPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store BLOCKS times 64 of a program's outputs. Four warps."""
+    x, w, full, empty, scale_ptr, y_ptr, m, n, group, steps, N, M = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     acc0 = gl.zeros([64, ROWS], gl.float32, ACC)
@@ -199,69 +200,35 @@ def multiply_rows_specialised(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     y_ptr += part.to(gl.int64) * N * M
+    given = (x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M)
+    loaded = (x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    0, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    1, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (load_steps, (
-                    x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps,
-                    ROWS, GROUPS, HEIGHT, STAGES, PDL,
-                )),
+                (multiply_steps, (given, 0, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 1, GROUPS, BLOCKS, ROWS, STAGES)),
+                (load_steps, (loaded, ROWS, GROUPS, HEIGHT, STAGES, PDL)),
             ],
             [4, 1], [216, 40],
         )  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    0, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    1, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    2, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (load_steps, (
-                    x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps,
-                    ROWS, GROUPS, HEIGHT, STAGES, PDL,
-                )),
+                (multiply_steps, (given, 0, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 1, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 2, GROUPS, BLOCKS, ROWS, STAGES)),
+                (load_steps, (loaded, ROWS, GROUPS, HEIGHT, STAGES, PDL)),
             ],
             [4, 4, 1], [152, 152, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    0, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    1, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    2, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (multiply_steps, (
-                    x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M,
-                    3, GROUPS, BLOCKS, ROWS, STAGES,
-                )),
-                (load_steps, (
-                    x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps,
-                    ROWS, GROUPS, HEIGHT, STAGES, PDL,
-                )),
+                (multiply_steps, (given, 0, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 1, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 2, GROUPS, BLOCKS, ROWS, STAGES)),
+                (multiply_steps, (given, 3, GROUPS, BLOCKS, ROWS, STAGES)),
+                (load_steps, (loaded, ROWS, GROUPS, HEIGHT, STAGES, PDL)),
             ],
             [4, 4, 4, 1], [112, 112, 112, 40],
         )  # fmt: skip

@@ -20,7 +20,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.hopper.decode import bits, decode_codes, decode_scales, scale_words
-from turnout.kernels.hopper.tile import activate, locate
+from turnout.kernels.hopper.tile import activate, load_bias, locate, result_places
+
+VARYING = ["n_rows", "out_columns", "k_blocks", "n_blocks", "top_k", "first_expert", "num_experts"]
 
 
 @gluon.constexpr_function
@@ -38,6 +40,12 @@ def strips_layout(
     registers = of_thread + bits(chunk, 2, 4) + bits(strips // across, 1, 4, across)
     warps = bits(across, 1, 4) + bits(slices, 0, 4)
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [slices, strips, chunk, words])
+
+
+@gluon.constexpr_function
+def copy_layout(num_warps: int) -> gl.BlockedLayout:
+    """Who copies [slices, tokens, columns]."""
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, num_warps, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -104,83 +112,39 @@ def copy_tokens(x_ptr, x, slot, offset, exists, chunk, slice_blocks, K,
     async_copy.async_copy_global_to_shared(x.index(slot), at, mask=held)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "n_rows",
-        "out_columns",
-        "k_blocks",
-        "n_blocks",
-        "top_k",
-        "first_expert",
-        "num_experts",
-    ]
-)
-def expert_gemm_few(
-    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
-    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
-    act_alpha, act_beta, act_limit,
-    FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    BIAS: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr,
-    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
-    WHOLE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit
+def first_chunk(
+    w_ptr, scales_ptr, expert, n, k_blocks, n_blocks, slice_blocks,
+    FORMAT: gl.constexpr, STRIPS: gl.constexpr, S: gl.constexpr, CHUNK: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]); arguments as of `expert_gemm`.
-
-    SLICES: the inner dimension is shared out among so many warps, whose sums are added last. K_BLOCKS: blocks
-    of 64 columns that a warp takes at once. WHOLE: STAGES hold all chunks of a slice, and all of x is copied
-    first.
-    """
-    S: gl.constexpr = SLICES
-    C: gl.constexpr = K_BLOCKS
-    WM: gl.constexpr = num_warps // S
-    STRIPS: gl.constexpr = BLOCK_N // 16
+    """Where the expert's codes and scales begin, offsets of the nth tile's first chunk, and its values."""
     WORDS: gl.constexpr = scale_words(FORMAT)
-    CODES: gl.constexpr = strips_layout(S, STRIPS, C, 128, WM)
-    SCALES: gl.constexpr = strips_layout(S, STRIPS, C, WORDS // 4, WM)
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, WM, 1], [1, 16, 8])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    SUM: gl.constexpr = gl.SliceLayout(0, ACC)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, num_warps, 1], [2, 1, 0])
-    COPY_ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
-    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
-
-    n_tiles = gl.cdiv(n_blocks * 64, BLOCK_N)
-    if PDL and GATHER:
-        gdc_wait()
-    expert, n, row, end = locate(
-        gl.program_id(0), tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP
-    )
-    if expert < 0:
-        return
-    if WEIGHTS_FIRST:
-        gdc_launch_dependents()
-
-    x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, S, TOKENS, C * 64], TILE)
-    slice_blocks = gl.cdiv(k_blocks, S)
-    chunks = gl.cdiv(slice_blocks, C)
+    CODES: gl.constexpr = strips_layout(S, STRIPS, CHUNK, 128, ACROSS)
+    SCALES: gl.constexpr = strips_layout(S, STRIPS, CHUNK, WORDS // 4, ACROSS)
     strip = n * STRIPS
     block = (expert * n_blocks).to(gl.int64) * k_blocks
     w_tile = w_ptr + block * 512
     scales_tile = scales_ptr + block * WORDS
-    codes_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, 512, CODES, S, STRIPS, C)
-    scales_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, WORDS, SCALES, S, STRIPS, C)
+    codes_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, 512, CODES, S, STRIPS, CHUNK)
+    scales_at = places(slice_blocks, k_blocks, n_blocks - 1, strip, WORDS, SCALES, S, STRIPS, CHUNK)
     codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
     scales = gl.load(scales_tile + scales_at)
-    alpha = gl.load(alpha_ptr + expert)
-    if BIAS:
-        bias_row = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUM))
-        bias = gl.load(bias_ptr + expert * n_rows + bias_row, mask=bias_row < n_rows, other=0.0)
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    to = row + gl.arange(0, TOKENS, gl.SliceLayout(0, STORE))
-    stored = to < end
-    if SCATTER:
-        to = gl.load(order_ptr + to, mask=stored, other=0)
-        weight = gl.load(weights_ptr + to, mask=stored, other=0.0)
-    if WEIGHTS_FIRST:
-        gdc_wait()
-    r = row + gl.arange(0, TOKENS, COPY_ROWS)
+    return w_tile, scales_tile, codes_at, scales_at, codes, scales
+
+
+@gluon.jit
+def begin_tokens(
+    x_ptr, order_ptr, x, row, end, top_k, x_stride, chunks, slice_blocks, K,
+    GATHER: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Where a tile's rows of x begin, and which exist; their first chunks begin to be copied, WHOLE: all are
+    there."""
+    COPY: gl.constexpr = copy_layout(num_warps)
+    STAGES: gl.constexpr = x.shape[0]
+    S: gl.constexpr = x.shape[1]
+    TOKENS: gl.constexpr = x.shape[2]
+    C: gl.constexpr = x.shape[3] // 64
+    r = row + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
     exists = r < end
     if GATHER:
         r = gl.load(order_ptr + r, mask=exists, other=0) // top_k
@@ -198,7 +162,27 @@ def expert_gemm_few(
     if WHOLE:
         async_copy.wait_group(0)
         gl.thread_barrier()
+    return offset, exists
 
+
+@gluon.jit
+def multiply_chunks(
+    x_ptr, x, weights, offset, exists, chunks, slice_blocks, K,
+    FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, WHOLE: gl.constexpr, ACROSS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Sums [S, BLOCK_N, TOKENS] of all chunks of columns; each is loaded before the one in front of it is
+    decoded. weights: of `first_chunk`."""
+    COPY: gl.constexpr = copy_layout(num_warps)
+    STAGES: gl.constexpr = x.shape[0]
+    S: gl.constexpr = x.shape[1]
+    TOKENS: gl.constexpr = x.shape[2]
+    C: gl.constexpr = x.shape[3] // 64
+    WORDS: gl.constexpr = scale_words(FORMAT)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, ACROSS, 1], [1, 16, 8])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    w_tile, scales_tile, codes_at, scales_at, codes, scales = weights
     acc = gl.zeros([S, BLOCK_N, TOKENS], gl.float32, ACC)
     for chunk in range(0, chunks - 1):
         if not WHOLE:
@@ -209,7 +193,7 @@ def expert_gemm_few(
         scales_tile += C * WORDS
         next_codes = gl.load(w_tile + codes_at, eviction_policy="evict_first")
         next_scales = gl.load(scales_tile + scales_at)
-        w = decode(codes, scales, FORMAT, OPERAND, WM)
+        w = decode(codes, scales, FORMAT, OPERAND, ACROSS)
         tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
         codes, scales = next_codes, next_scales
         acc = mma_v2(w, tokens, acc)
@@ -223,10 +207,78 @@ def expert_gemm_few(
         async_copy.wait_group(0)
         gl.thread_barrier()
     slot = chunks - 1 if WHOLE else (chunks - 1) % STAGES
-    w = decode(codes, scales, FORMAT, OPERAND, WM)
+    w = decode(codes, scales, FORMAT, OPERAND, ACROSS)
     tokens = x.index(slot).permute((0, 2, 1)).load(TOKENS_OPERAND)
-    acc = mma_v2(w, tokens, acc)
+    return mma_v2(w, tokens, acc)
 
+
+@gluon.jit(do_not_specialize=VARYING)
+def expert_gemm_few(
+    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, weights_ptr,
+    K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
+    act_alpha, act_beta, act_limit,
+    FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    BIAS: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr,
+    K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
+    WHOLE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[row] = act(w[expert] @ x[row] * alpha[expert] + bias[expert]); arguments as of `expert_gemm`.
+
+    SLICES: the inner dimension is shared out among so many warps, whose sums are added last. K_BLOCKS: blocks
+    of 64 columns that a warp takes at once. WHOLE: STAGES hold all chunks of a slice, and all of x is copied
+    first.
+    """
+    ACROSS: gl.constexpr = num_warps // SLICES
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, ACROSS, 1], [1, 16, 8])
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
+
+    n_tiles = gl.cdiv(n_blocks * 64, BLOCK_N)
+    if PDL and GATHER:
+        gdc_wait()
+    expert, n, row, end = locate(
+        gl.program_id(0), tiles_ptr, n_tiles, first_expert, num_experts, False, GROUP
+    )
+    if expert < 0:
+        return
+    if WEIGHTS_FIRST:
+        gdc_launch_dependents()
+
+    x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SLICES, TOKENS, K_BLOCKS * 64], TILE)
+    slice_blocks = gl.cdiv(k_blocks, SLICES)
+    chunks = gl.cdiv(slice_blocks, K_BLOCKS)
+    weights = first_chunk(
+        w_ptr, scales_ptr, expert, n, k_blocks, n_blocks, slice_blocks,
+        FORMAT, BLOCK_N // 16, SLICES, K_BLOCKS, ACROSS,
+    )  # fmt: skip
+    alpha = gl.load(alpha_ptr + expert)
+    bias = alpha
+    if BIAS:
+        bias = load_bias(bias_ptr, expert, n, n_rows, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, ACC)))
+    to, stored, weight = result_places(
+        order_ptr, weights_ptr, row, end, TOKENS, SCATTER, False, gl.SliceLayout(0, STORE)
+    )
+    if WEIGHTS_FIRST:
+        gdc_wait()
+    offset, exists = begin_tokens(
+        x_ptr, order_ptr, x, row, end, top_k, x_stride, chunks, slice_blocks, K, GATHER, WHOLE, PDL, num_warps
+    )
+    acc = multiply_chunks(
+        x_ptr, x, weights, offset, exists, chunks, slice_blocks, K, FORMAT, BLOCK_N, WHOLE, ACROSS, num_warps
+    )
+    end_tile(
+        acc, alpha, bias, weight, out_ptr, to, stored, n, out_columns, out_stride, act_alpha, act_beta,
+        act_limit, ACTIVATION, SCATTER, BIAS, STORE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_tile(
+    acc, alpha, bias, weight, out_ptr, to, stored, n, out_columns, out_stride, act_alpha, act_beta, act_limit,
+    ACTIVATION: gl.constexpr, SCATTER: gl.constexpr, BIAS: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Add up slices; scale, bias, activation, routing weight; store to rows `to`."""
     y = gl.sum(acc, 0) * alpha
     if BIAS:
         y += bias[:, None]

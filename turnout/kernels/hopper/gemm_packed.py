@@ -40,10 +40,11 @@ from turnout.kernels.hopper.decode import (
     codes_layout,
     decode_halves,
     decode_quarters,
+    packed_tile,
     scale_words,
     scales_layout,
 )
-from turnout.kernels.hopper.tile import activate, locate, token_rows
+from turnout.kernels.hopper.tile import activate, load_bias, locate, result_places, token_rows
 
 
 @gluon.jit
@@ -132,6 +133,33 @@ def request_and_multiply(
 
 
 @gluon.jit
+def multiply_steps(
+    xs, ws, scales, codes_at, scales_at, codes_exist, scales_exist, x_at, rows_exist, left, acc, k_blocks,
+    AHEAD: gl.constexpr, REST: gl.constexpr, WHOLE: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """acc and the products of all steps but the last AHEAD, whose data are requested: whole turns of all
+    stages, then REST steps."""
+    STAGES: gl.constexpr = len(xs)
+    WORDS: gl.constexpr = scale_words(FORMAT)
+    for _ in range(0, gl.maximum(k_blocks - AHEAD, 0) // STAGES):
+        for u in gl.static_range(STAGES):
+            acc = request_and_multiply(
+                xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
+                u, AHEAD, WHOLE, FORMAT,
+            )  # fmt: skip
+        codes_at += STAGES * 512
+        scales_at += STAGES * WORDS
+        x_at += STAGES * 64
+        left -= STAGES * 64
+    for u in gl.static_range(REST):
+        acc = request_and_multiply(
+            xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
+            u, AHEAD, WHOLE, FORMAT,
+        )  # fmt: skip
+    return acc
+
+
+@gluon.jit
 def end_tile(
     acc, alpha, bias, weight, out_ptr, at, exists, n, out_columns, act_alpha, act_beta, act_limit,
     ACTIVATION: gl.constexpr, SCATTER: gl.constexpr, BIAS: gl.constexpr, STORE: gl.constexpr,
@@ -162,25 +190,15 @@ def compute_tile(
 ):  # fmt: skip
     """One tile of at most WIDTH tokens, from the first request to the last store."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
-    WORDS: gl.constexpr = scale_words(FORMAT)
-    CODES: gl.constexpr = codes_layout(BLOCKS, 1)
-    COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     AHEAD: gl.constexpr = STAGES - 2
     WEIGHTS_FIRST: gl.constexpr = PDL and not GATHER
 
-    block = (expert * n_blocks + n * BLOCKS) * k_blocks
-    b = gl.arange(0, BLOCKS, gl.SliceLayout(1, CODES))[:, None]
-    c = gl.arange(0, 512, gl.SliceLayout(0, CODES))[None, :]
-    bs = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_SCALES))[:, None]
-    cs = gl.arange(0, WORDS, gl.SliceLayout(0, COPY_SCALES))[None, :]
-    codes_at = w_ptr + (b * k_blocks + block).to(gl.int64) * 512 + c
-    scales_at = scales_ptr + (bs * k_blocks + block).to(gl.int64) * WORDS + cs
-    codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
-    scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
-
+    codes_at, scales_at, codes_exist, scales_exist = packed_tile(
+        w_ptr, scales_ptr, expert, n, k_blocks, n_blocks, BLOCKS, FORMAT, codes_layout(BLOCKS, 1)
+    )
     if not WEIGHTS_FIRST:
         offset, exists = token_rows(order_ptr, row, end, top_k, x_stride, WIDTH, GATHER, DIRECT, ROWS)
     for i in gl.static_range(AHEAD):
@@ -192,50 +210,33 @@ def compute_tile(
     columns = gl.arange(0, 64, gl.SliceLayout(0, ROWS))[None, :]
     x_at = x_ptr + offset[:, None] + columns
     rows_exist = exists[:, None] & (columns >= 0)
-    left = K
     for i in gl.static_range(AHEAD):
-        copy_tokens(xs[i].slice(0, WIDTH), x_at, rows_exist & (i < k_blocks), left, i, WHOLE)
+        copy_tokens(xs[i].slice(0, WIDTH), x_at, rows_exist & (i < k_blocks), K, i, WHOLE)
         async_copy.commit_group()
     if PDL and GATHER:
         gdc_launch_dependents()
 
     acc = gl.zeros([BLOCK_N, WIDTH], gl.float32, ACC)
-    for _ in range(0, gl.maximum(k_blocks - AHEAD, 0) // STAGES):
-        for u in gl.static_range(STAGES):
-            acc = request_and_multiply(
-                xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
-                u, AHEAD, WHOLE, FORMAT,
-            )  # fmt: skip
-        codes_at += STAGES * 512
-        scales_at += STAGES * WORDS
-        x_at += STAGES * 64
-        left -= STAGES * 64
-    for u in gl.static_range(REST):
-        acc = request_and_multiply(
-            xs, ws, scales, acc, x_at, codes_at, scales_at, rows_exist, codes_exist, scales_exist, left,
-            u, AHEAD, WHOLE, FORMAT,
-        )  # fmt: skip
+    acc = multiply_steps(
+        xs, ws, scales, codes_at, scales_at, codes_exist, scales_exist, x_at, rows_exist, K, acc, k_blocks,
+        AHEAD, REST, WHOLE, FORMAT,
+    )  # fmt: skip
 
     # What the end needs arrives during the last steps.
-    r = row + gl.arange(0, WIDTH, gl.SliceLayout(0, STORE))
-    stored = r < end
-    weight = 1.0
-    if SCATTER:
-        if not DIRECT:
-            r = gl.load(order_ptr + r, mask=stored, other=0)
-        weight = gl.load(weights_ptr + r, mask=stored, other=0.0)
+    to, stored, weight = result_places(
+        order_ptr, weights_ptr, row, end, WIDTH, SCATTER, DIRECT, gl.SliceLayout(0, STORE)
+    )
     alpha = gl.load(alpha_ptr + expert)
     bias = 0.0
     if BIAS:
-        at = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
-        bias = gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)
+        bias = load_bias(bias_ptr, expert, n, n_rows, BLOCK_N, gl.SliceLayout(1, ACC))
     for u in gl.static_range(AHEAD):
         async_copy.wait_group(AHEAD - 1 - u)
         fence_async_shared()
         acc = multiply(xs, ws, scales, acc, (REST + u) % STAGES, FORMAT)
     acc = warpgroup_mma_wait(0, deps=[acc])
     end_tile(
-        acc, alpha, bias, weight, out_ptr, r.to(gl.int64) * out_stride, stored, n, out_columns,
+        acc, alpha, bias, weight, out_ptr, to.to(gl.int64) * out_stride, stored, n, out_columns,
         act_alpha, act_beta, act_limit, ACTIVATION, SCATTER, BIAS, STORE,
     )  # fmt: skip
 

@@ -22,11 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.hopper.decode import bits, scale_words
 from turnout.kernels.hopper.find import held_pairs, of_number, pairs_layout
-from turnout.kernels.hopper.gemm_few import axes4, decode, strips_layout
+from turnout.kernels.hopper.gemm_few import VARYING, axes4, decode, strips_layout
 from turnout.kernels.hopper.rows_fp8 import power_of_two
-from turnout.kernels.hopper.tile import activate
-
-VARYING = ["n_rows", "out_columns", "k_blocks", "n_blocks", "top_k", "first_expert", "num_experts"]
+from turnout.kernels.hopper.tile import activate, load_bias
 
 
 @gluon.constexpr_function
@@ -112,6 +110,26 @@ def plain_at(expert, exists, tile, slice_blocks, n_rows, K, SLICES: gl.constexpr
 
 
 @gluon.jit
+def weights_at(
+    expert, exists, tile, slice_blocks, K, n_rows, k_blocks, n_blocks,
+    STRIPS: gl.constexpr, K_BLOCKS: gl.constexpr, SLICES: gl.constexpr, WORDS: gl.constexpr,
+    ACROSS: gl.constexpr,
+):  # fmt: skip
+    """What `load_chunk` takes of each slot's expert [S]: `plain_at` of bf16 (WORDS 0), otherwise where codes
+    and scales are."""
+    S: gl.constexpr = expert.shape[0]
+    if WORDS == 0:
+        LAYOUT: gl.constexpr = plain_layout(S, STRIPS, K_BLOCKS * 64, ACROSS)
+        return plain_at(expert, exists, tile, slice_blocks, n_rows, K, SLICES, LAYOUT)
+    else:
+        CODES: gl.constexpr = strips_layout(S, STRIPS, K_BLOCKS, 128, ACROSS)
+        SCALES: gl.constexpr = strips_layout(S, STRIPS, K_BLOCKS, WORDS // 4, ACROSS)
+        at = packed_at(expert, exists, tile, slice_blocks, k_blocks, n_blocks, SLICES, 512, CODES)
+        second_at = packed_at(expert, exists, tile, slice_blocks, k_blocks, n_blocks, SLICES, WORDS, SCALES)
+        return at, second_at, K
+
+
+@gluon.jit
 def load_chunk(
     w_ptr, scales_ptr, at, second_at, end, CHUNK: gl.constexpr, K_BLOCKS: gl.constexpr, WORDS: gl.constexpr,
     WHOLE: gl.constexpr,
@@ -157,6 +175,29 @@ def token_operand(x, OPERAND: gl.constexpr, PLAIN: gl.constexpr, ACROSS: gl.cons
 
 
 @gluon.jit
+def copy_rows(x_ptr, x, x_row, exists, slice_blocks, K, x_stride, SLICES: gl.constexpr, ACROSS: gl.constexpr):
+    """Start copying each slot's slice of row x_row [S] to x [S, 1, columns]; zeros where there are none."""
+    S: gl.constexpr = x.shape[0]
+    ALL: gl.constexpr = x.shape[2]
+    COPY: gl.constexpr = copy_layout(S, ALL, ACROSS)
+    COPY_S: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, COPY))
+    c = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    k = (gl.arange(0, S, COPY_S) % SLICES * slice_blocks * 64)[:, None, None] + c
+    x_row = gl.convert_layout(x_row, COPY_S, assert_trivial=True)[:, None, None]
+    held = gl.convert_layout(exists, COPY_S, assert_trivial=True)[:, None, None]
+    held = held & (c < slice_blocks * 64) & (k < K)
+    async_copy.async_copy_global_to_shared(x, x_ptr + x_row.to(gl.int64) * x_stride + k, mask=held)
+
+
+@gluon.jit
+def rows_memory(SLOTS: gl.constexpr, CHUNKS: gl.constexpr, K_BLOCKS: gl.constexpr):
+    """What `multiply` takes for rows of x."""
+    ALL: gl.constexpr = power_of_two(CHUNKS) * K_BLOCKS * 64
+    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return gl.allocate_shared_memory(gl.bfloat16, [1, SLOTS, 1, ALL], MEMORY)
+
+
+@gluon.jit
 def multiply(
     x_memory, x_ptr, w_ptr, scales_ptr, expert, x_row, exists, n, K, n_rows, k_blocks, n_blocks, x_stride,
     FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, K_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr,
@@ -173,27 +214,18 @@ def multiply(
     S: gl.constexpr = expert.shape[0]
     STRIPS: gl.constexpr = BLOCK_N // 16
     COLUMNS: gl.constexpr = K_BLOCKS * 64
-    ALL: gl.constexpr = x_memory.shape[3]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, ACROSS, 1], [1, 16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TOKEN_OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    COPY: gl.constexpr = copy_layout(S, ALL, ACROSS)
-    COPY_S: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, COPY))
     WORDS: gl.constexpr = 0 if PLAIN else scale_words(FORMAT)
 
     tile = again(n)
     x = x_memory.index(again(0 * n))
     slice_blocks = gl.cdiv(k_blocks, SLICES)
-    if PLAIN:
-        at, second_at, end = plain_at(
-            expert, exists, tile, slice_blocks, n_rows, K, SLICES, plain_layout(S, STRIPS, COLUMNS, ACROSS)
-        )
-    else:
-        CODES: gl.constexpr = strips_layout(S, STRIPS, K_BLOCKS, 128, ACROSS)
-        SCALES: gl.constexpr = strips_layout(S, STRIPS, K_BLOCKS, WORDS // 4, ACROSS)
-        at = packed_at(expert, exists, tile, slice_blocks, k_blocks, n_blocks, SLICES, 512, CODES)
-        second_at = packed_at(expert, exists, tile, slice_blocks, k_blocks, n_blocks, SLICES, WORDS, SCALES)
-        end = K
+    at, second_at, end = weights_at(
+        expert, exists, tile, slice_blocks, K, n_rows, k_blocks, n_blocks, STRIPS, K_BLOCKS, SLICES, WORDS,
+        ACROSS,
+    )  # fmt: skip
     loaded = gl.tuple([])
     for chunk in gl.static_range(AHEAD):
         if chunk < CHUNKS:
@@ -201,12 +233,7 @@ def multiply(
             loaded = loaded + (one,)
     if WEIGHTS_FIRST:
         gdc_wait()
-    c = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
-    k = (gl.arange(0, S, COPY_S) % SLICES * slice_blocks * 64)[:, None, None] + c
-    x_row = gl.convert_layout(x_row, COPY_S, assert_trivial=True)[:, None, None]
-    held = gl.convert_layout(exists, COPY_S, assert_trivial=True)[:, None, None]
-    held = held & (c < slice_blocks * 64) & (k < K)
-    async_copy.async_copy_global_to_shared(x, x_ptr + x_row.to(gl.int64) * x_stride + k, mask=held)
+    copy_rows(x_ptr, x, x_row, exists, slice_blocks, K, x_stride, SLICES, ACROSS)
     async_copy.commit_group()
     if LAUNCH:
         gdc_launch_dependents()
@@ -269,11 +296,8 @@ def gemm_of_pairs(
     if not PLAIN:
         alpha = gl.load(alpha_ptr + e)
     if BIAS:
-        row = n * BLOCK_N + gl.arange(0, BLOCK_N, ROWS)
-        bias = gl.load(bias_ptr + e * n_rows + row, mask=row < n_rows, other=0.0)
-    ALL: gl.constexpr = power_of_two(CHUNKS) * K_BLOCKS * 64
-    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x = gl.allocate_shared_memory(gl.bfloat16, [1, SLICES, 1, ALL], MEMORY)
+        bias = load_bias(bias_ptr, e, n, n_rows, BLOCK_N, ROWS)
+    x = rows_memory(SLICES, CHUNKS, K_BLOCKS)
     acc = multiply(
         x, x_ptr, w_ptr, scales_ptr, zeros + e, zeros + pair // top_k, zeros == 0, n, K, n_rows, k_blocks,
         n_blocks, x_stride, FORMAT, BLOCK_N, K_BLOCKS, CHUNKS, WHOLE, SLICES, AHEAD, False, ACROSS,
@@ -290,6 +314,35 @@ def gemm_of_pairs(
     column = n * y.shape[0] + gl.arange(0, y.shape[0], y.type.layout)
     at = out_ptr + pair.to(gl.int64) * out_stride + column
     gl.store(at, y.to(gl.bfloat16), mask=column < out_columns)
+
+
+@gluon.jit
+def bias_of(
+    bias_ptr, expert, n, n_rows, S: gl.constexpr, BLOCK_N: gl.constexpr, SLICES: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Bias float32 [S, BLOCK_N] of each slot's expert, in the first of its slices; zeros in others."""
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, ROWS)
+    row = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ROWS))
+    once = gl.arange(0, S, OF_SUMS) % SLICES == 0
+    from_row = gl.convert_layout(expert, OF_SUMS, assert_trivial=True) * n_rows
+    at = bias_ptr + from_row[:, None] + row[None, :]
+    return gl.load(at, mask=once[:, None] & (row < n_rows)[None, :], other=0.0)
+
+
+@gluon.jit
+def add_pairs(total, sums, y, first, live, GROUP: gl.constexpr, SLICES: gl.constexpr):
+    """total and the rounded results of GROUP pairs from the pair `first` on, of which `live` are held, each
+    the sum of its SLICES of y, by way of the shared memory `sums`."""
+    OUT: gl.constexpr = total.type.layout
+    sums.store(y)
+    gl.thread_barrier()
+    for g in gl.static_range(GROUP):
+        one = sums.slice(g * SLICES, 1).load(OUT)
+        for part in gl.static_range(1, SLICES):
+            one += sums.slice(g * SLICES + part, 1).load(OUT)
+        total += gl.where(first + g < live, one.to(gl.bfloat16).to(gl.float32), 0.0)
+    return total
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -323,9 +376,7 @@ def gemm_of_tokens(
     live = gl.max(numbers, 0)
     if PDL:
         gdc_launch_dependents()
-    ALL: gl.constexpr = power_of_two(CHUNKS) * K_BLOCKS * 64
-    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x = gl.allocate_shared_memory(gl.bfloat16, [1, S, 1, ALL], MEMORY)
+    x = rows_memory(S, CHUNKS, K_BLOCKS)
     sums = gl.allocate_shared_memory(gl.float32, [S, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total = gl.zeros([1, BLOCK_N], gl.float32, OUT)
     rounds = 1 if ONCE else live
@@ -339,13 +390,7 @@ def gemm_of_tokens(
         if not PLAIN:
             alpha = gl.convert_layout(gl.load(alpha_ptr + e), OF_SUMS, assert_trivial=True)
         if BIAS:
-            row = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ROWS))
-            once = gl.arange(0, S, OF_SUMS) % SLICES == 0
-            from_row = gl.convert_layout(e, OF_SUMS, assert_trivial=True) * n_rows
-            bias = gl.load(
-                bias_ptr + from_row[:, None] + row[None, :], mask=once[:, None] & (row < n_rows)[None, :],
-                other=0.0,
-            )  # fmt: skip
+            bias = bias_of(bias_ptr, e, n, n_rows, S, BLOCK_N, SLICES, ROWS)
         acc = multiply(
             x, x_ptr, w_ptr, scales_ptr, e, pair, wanted <= live, n, K, n_rows, k_blocks, n_blocks, x_stride,
             FORMAT, BLOCK_N, K_BLOCKS, CHUNKS, WHOLE, SLICES, AHEAD, PDL, ACROSS, False,
@@ -355,13 +400,7 @@ def gemm_of_tokens(
             y = y * alpha[:, None]
         if BIAS:
             y += bias
-        sums.store(y * weight[:, None])
-        gl.thread_barrier()
-        for g in gl.static_range(GROUP):
-            one = sums.slice(g * SLICES, 1).load(OUT)
-            for part in gl.static_range(1, SLICES):
-                one += sums.slice(g * SLICES + part, 1).load(OUT)
-            total += gl.where(first + g < live, one.to(gl.bfloat16).to(gl.float32), 0.0)
+        total = add_pairs(total, sums, y * weight[:, None], first, live, GROUP, SLICES)
     if PDL:
         gdc_wait()
     column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))[None, :]

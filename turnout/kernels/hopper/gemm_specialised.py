@@ -40,9 +40,62 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.decode import decode_half, halves_held, scale_words
+from turnout.kernels.hopper.decode import decode_half, halves_held, packed_tile
 from turnout.kernels.hopper.schedule import advance, draw, drawn_memory, publish, published, tile_at
 from turnout.kernels.hopper.tile import finish_part, gathered_tokens, result_rows, tile_memory
+
+
+@gluon.jit
+def copy_packed(weights, w, scales, slot, k, k_blocks):
+    """Start copying block k of columns of a tile's codes and scales. weights: of `packed_tile`."""
+    codes_at, scales_at, codes_exist, scales_exist = weights
+    WORDS: gl.constexpr = scales_at.shape[1]
+    live = k < k_blocks
+    async_copy.async_copy_global_to_shared(w.index(slot), codes_at + k * 512, mask=codes_exist & live)
+    async_copy.async_copy_global_to_shared(
+        scales.index(slot), scales_at + k * WORDS, mask=scales_exist & live
+    )
+
+
+@gluon.jit
+def copy_gathered(x_from, x, slot, tokens, column, K, x_stride):
+    """Start copying 64 columns of tokens; zeros of those that do not exist, and from column K on. tokens: of
+    `gathered_tokens`."""
+    token, exists = tokens
+    rows = x_from + token.to(gl.int64)[:, None] * x_stride
+    async_copy.async_copy_global_to_shared(x.index(slot), rows + column, mask=exists[:, None] & (column < K))
+
+
+@gluon.jit
+def copy_step(
+    x_from, extra_from, w_from, x, extra, w, scales, bar, stage, step, weights, tokens, more, row, wide, K,
+    k_blocks, x_stride,
+    PACKED: gl.constexpr, GATHER: gl.constexpr, TOKENS: gl.constexpr, EXTRA: gl.constexpr,
+    K_BLOCKS: gl.constexpr, COPY_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Start copying K_BLOCKS blocks of 64 columns of a tile to a stage, whose barrier is `bar`.
+
+    weights: PACKED: of `packed_tile`; else the first row. tokens, and those of EXTRA more: GATHER: of
+    `gathered_tokens`; else they are the rows from `row` on, and more exist where `wide`.
+    """
+    for j in gl.static_range(K_BLOCKS):
+        slot = stage * K_BLOCKS + j
+        k = step * K_BLOCKS + j
+        if not PACKED:
+            tma.async_copy_global_to_shared(w_from, [weights, k * 64], bar, w.index(slot))
+        if not GATHER:
+            tma.async_copy_global_to_shared(x_from, [row, k * 64], bar, x.index(slot))
+            if EXTRA > 0:
+                tma.async_copy_global_to_shared(
+                    extra_from, [row + TOKENS, k * 64], bar, extra.index(slot), pred=wide
+                )
+        if PACKED:
+            copy_packed(weights, w, scales, slot, k, k_blocks)
+        if GATHER:
+            column = k * 64 + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROWS))[None, :]
+            copy_gathered(x_from, x, slot, tokens, column, K, x_stride)
+            if EXTRA > 0:
+                copy_gathered(x_from, extra, slot, more, column, K, x_stride)
 
 
 @gluon.jit
@@ -56,11 +109,9 @@ def load_tiles(
     empty; no expert: none is left. Four warps.
     """
     PACKED: gl.constexpr = FORMAT != "bf16"
-    WORDS: gl.constexpr = scale_words(FORMAT)
     BLOCKS: gl.constexpr = ROWS // 64
     COPY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     COPY_CODES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
-    COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
     BYTES: gl.constexpr = (0 if PACKED else ROWS * 128) + (0 if GATHER else TOKENS * 128)
     n_tiles = gl.cdiv(n_blocks, BLOCKS)
     num_tiles = gl.load(tiles_ptr)
@@ -71,22 +122,18 @@ def load_tiles(
     place = gl.program_id(0)
     while place < total:
         expert, n, row, end = tile_at(place, tiles_ptr, n_tiles, num_tiles, GROUP)
+        tokens, more = row, row  # of no use where rows are not gathered
         if GATHER:
-            token, exists = gathered_tokens(order_ptr, row, end, top_k, TOKENS, COPY_ROWS)
+            tokens = gathered_tokens(order_ptr, row, end, top_k, TOKENS, COPY_ROWS)
             if EXTRA > 0:
-                more, more_exist = gathered_tokens(order_ptr, row + TOKENS, end, top_k, EXTRA, COPY_ROWS)
+                more = gathered_tokens(order_ptr, row + TOKENS, end, top_k, EXTRA, COPY_ROWS)
         place = draw(tiles_ptr, not GATHER)
         if PACKED:
-            block = (expert * n_blocks + n * BLOCKS) * k_blocks
-            b = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_CODES))[:, None]
-            c = gl.arange(0, 512, gl.SliceLayout(0, COPY_CODES))[None, :]
-            bs = gl.arange(0, BLOCKS, gl.SliceLayout(1, COPY_SCALES))[:, None]
-            cs = gl.arange(0, WORDS, gl.SliceLayout(0, COPY_SCALES))[None, :]
-            codes_at = w_from + (b * k_blocks + block).to(gl.int64) * 512 + c
-            scales_at = scales_ptr + (bs * k_blocks + block).to(gl.int64) * WORDS + cs
-            codes_exist = (b < n_blocks - n * BLOCKS) & (c >= 0)
-            scales_exist = (bs < n_blocks - n * BLOCKS) & (cs >= 0)
-        w_row = expert * n_rows + n * ROWS
+            weights = packed_tile(
+                w_from, scales_ptr, expert, n, k_blocks, n_blocks, BLOCKS, FORMAT, COPY_CODES
+            )
+        else:
+            weights = expert * n_rows + n * ROWS
         wide = end - row > TOKENS
         mbarrier.wait(empty.index(stage), phase)
         publish(drawn, stage, expert, n, row, end)
@@ -98,36 +145,10 @@ def load_tiles(
                 mbarrier.expect(bar, K_BLOCKS * (BYTES + EXTRA * 128), pred=wide)
             elif BYTES > 0:
                 mbarrier.expect(bar, K_BLOCKS * BYTES)
-            for j in gl.static_range(K_BLOCKS):
-                slot = stage * K_BLOCKS + j
-                k = step * K_BLOCKS + j
-                if not PACKED:
-                    tma.async_copy_global_to_shared(w_from, [w_row, k * 64], bar, w.index(slot))
-                if not GATHER:
-                    tma.async_copy_global_to_shared(x_from, [row, k * 64], bar, x.index(slot))
-                    if EXTRA > 0:
-                        tma.async_copy_global_to_shared(
-                            extra_from, [row + TOKENS, k * 64], bar, extra.index(slot), pred=wide
-                        )
-                if PACKED:
-                    live = k < k_blocks
-                    async_copy.async_copy_global_to_shared(
-                        w.index(slot), codes_at + k * 512, mask=codes_exist & live
-                    )
-                    async_copy.async_copy_global_to_shared(
-                        scales.index(slot), scales_at + k * WORDS, mask=scales_exist & live
-                    )
-                if GATHER:
-                    at = k * 64 + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROWS))[None, :]
-                    rows = x_from + token.to(gl.int64)[:, None] * x_stride
-                    async_copy.async_copy_global_to_shared(
-                        x.index(slot), rows + at, mask=exists[:, None] & (at < K)
-                    )
-                    if EXTRA > 0:
-                        rows = x_from + more.to(gl.int64)[:, None] * x_stride
-                        async_copy.async_copy_global_to_shared(
-                            extra.index(slot), rows + at, mask=more_exist[:, None] & (at < K)
-                        )
+            copy_step(
+                x_from, extra_from, w_from, x, extra, w, scales, bar, stage, step, weights, tokens, more, row,
+                wide, K, k_blocks, x_stride, PACKED, GATHER, TOKENS, EXTRA, K_BLOCKS, COPY_ROWS,
+            )  # fmt: skip
             if PACKED or GATHER:
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = advance(stage, phase, STAGES)

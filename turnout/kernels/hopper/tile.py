@@ -84,6 +84,30 @@ def tile_memory(FORMAT: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, T
 
 
 @gluon.jit
+def load_bias(bias_ptr, expert, n, n_rows, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 [BLOCK_N] of an expert's nth tile of weight rows; zeros beyond the last row."""
+    row = n * BLOCK_N + gl.arange(0, BLOCK_N, LAYOUT)
+    return gl.load(bias_ptr + expert * n_rows + row, mask=row < n_rows, other=0.0)
+
+
+@gluon.jit
+def result_places(
+    order_ptr, weights_ptr, row, end,
+    TOKENS: gl.constexpr, SCATTER: gl.constexpr, DIRECT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where results of TOKENS rows from sorted row `row` on go, which exist, and, SCATTER, their routing
+    weights."""
+    to = row + gl.arange(0, TOKENS, LAYOUT)
+    exists = to < end
+    weight = exists
+    if SCATTER:
+        if not DIRECT:
+            to = gl.load(order_ptr + to, mask=exists, other=0)
+        weight = gl.load(weights_ptr + to, mask=exists, other=0.0)
+    return to, exists, weight
+
+
+@gluon.jit
 def activate(y, act_alpha, act_beta, act_limit, ACTIVATION: gl.constexpr):
     """The activation of y [rows, tokens], of which 8 rows of gate and 8 of up take turns, if it is gated."""
     if ACTIVATION == "relu2":
@@ -117,8 +141,7 @@ def finish(
     if ALPHA:
         y = y * gl.load(alpha_ptr + expert)
     if BIAS:
-        at = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
-        y += gl.load(bias_ptr + expert * n_rows + at, mask=at < n_rows, other=0.0)[:, None]
+        y += load_bias(bias_ptr, expert, n, n_rows, BLOCK_N, gl.SliceLayout(1, ACC))[:, None]
     COLUMNS: gl.constexpr = BLOCK_N if ACTIVATION == "none" or ACTIVATION == "relu2" else BLOCK_N // 2
     y = activate(y, act_alpha, act_beta, act_limit, ACTIVATION)
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
