@@ -44,16 +44,16 @@ def group_constants(tree: ast.Module) -> list[str]:
 
 
 def spelled_compares(tree: ast.Module) -> list[str]:
-    """Comparisons with a format, phase or layout that is spelled out, alone or in a tuple, list or set."""
+    """Comparisons with a format, phase or layout that is spelled out, alone or in a tuple, list or set; and
+    whether one is in something."""
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Compare):
             continue
         equal = isinstance(node.ops[0], ast.Eq | ast.NotEq)
         for side in (node.left, *node.comparators):
-            inside = (
-                side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side] if equal else []
-            )
+            alone = [side] if equal or side is node.left else []
+            inside = side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else alone
             if any(isinstance(value, ast.Constant) and value.value in WORDS for value in inside):
                 found.append(ast.unparse(node))
     return found
@@ -86,6 +86,7 @@ def test_a_second_owner_of_a_group_is_found(source: str):
         '(a.format, b) == ("fp8", 1)',
         'a.format in ("fp8", "int4")',
         'phase not in {"decode"}',
+        '"tokens" not in runner.layouts',
     ],
 )
 def test_a_spelled_out_word_is_found(source: str):

@@ -56,7 +56,7 @@ def backends(runs: Runs = RUNS) -> str:
             "A plan joins a runner, which multiplies the experts' weights, with a dispatcher, which brings "
             "it its tokens. They fit together by what they declare: the layout of a batch, the formats in "
             "which tokens are dispatched, the devices. `turnout plan MODEL` says which it takes, why, "
-            "and what stands against the others.",
+            "and why others are refused.",
             "## Runners (`--moe-runner-backend`)",
             _columns([_runner(r, runs) for r in runners()]),
             "## Dispatchers (`--moe-a2a-backend`)",

@@ -135,7 +135,7 @@ class Bench:
         return found
 
     def _by_ways(self, core: EngineCore) -> list[dict[str, Any]]:
-        """Rows of decode graphs that are captured anew for each of WAYS. Raises UserError without graphs."""
+        """Rows of decode graphs that are captured again for each of WAYS. Raises UserError without graphs."""
         if core._forward.graphs is None:
             raise UserError("--fewer-launches compares decode graphs, and this engine has none")
         found: list[dict[str, Any]] = []

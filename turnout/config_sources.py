@@ -1,4 +1,4 @@
-"""Where values of a configuration come from besides flags: TURNOUT_* variables and a YAML file.
+"""Where values of a configuration come from other than flags: TURNOUT_* variables and a YAML file.
 
 Either spells a field as itself or as an alias of its flag. Torch-free.
 """

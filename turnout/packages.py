@@ -37,7 +37,7 @@ class Package:
         return self.distribution + (f">={self.minimum}" if self.minimum else "") + only
 
     def lacking(self) -> str:
-        """What stands against importing it here: "" if nothing."""
+        """Why it cannot be imported here; "" if it can."""
         if self.only_with and not _version(self.only_with):
             return ""
         if not _is_here(self.module):

@@ -108,7 +108,7 @@ class _Job:
     dtypes: Mapping[str, torch.dtype]  # of copied tensors that are rounded to another one
     layers: tuple[ExpertLayer, ...] = ()
     encoder: Encoder | None = None
-    changes: Mapping[str, Any]  # to config.json, besides quantization_config
+    changes: Mapping[str, Any]  # to config.json, other than quantization_config
 
     def groups(self) -> list[list[Entry]]:
         """Every tensor of the output, in the order in which `run` writes them."""

@@ -253,7 +253,7 @@ def _allowed(
 
 
 def _obstacles(refused: Sequence[Refusal], dispatchers: Sequence[DispatcherCapability]) -> list[Refusal]:
-    """`refused` without what stands against some of the `dispatchers`, if nothing stands against others."""
+    """`refused` without the refusals of some of the `dispatchers`, if others have none."""
     barred = {d.name for d in dispatchers if any(r.who == f"dispatcher {d.name}" for r in refused)}
     if len(barred) == len(dispatchers):
         return list(refused)

@@ -8,7 +8,7 @@ Layers of one kind and shape share a pool (attention/kinds.py); a request has a 
     given out again.
   * A prefix is reused where every group can go on from its end: groups that keep whole contexts have all of
     its pages, those with a window the pages that the next token sees. Layers that keep
-    states need a snapshot of these at that end besides (snapshots.py).
+    states also need a snapshot of these at that end (snapshots.py).
 
 Torch-free.
 """

@@ -36,7 +36,7 @@ class Limits:
     def refusals(
         self, who: str, spec: MoESpec, topology: Topology, compute_dtype: ComputeDtype
     ) -> list[Refusal]:
-        """What stands against layers like `spec` between these ranks, whatever a step brings."""
+        """The limits that rule out layers like `spec` between these ranks, whatever a step brings."""
         H, k, found = spec.hidden_size, spec.top_k, []
 
         def refuse(asked: str, limit: str, remedy: str) -> None:
@@ -70,7 +70,7 @@ class Limits:
         return found
 
     def phase_refusals(self, who: str, phase: Phase, budget: Budget) -> list[Refusal]:
-        """What stands against steps of `phase` as large as `budget` allows."""
+        """The limits that rule out steps of `phase` as large as `budget` allows."""
         tokens = budget.capacity if phase == Phase.PREFILL else budget.decode
         if self.max_tokens is None or tokens <= self.max_tokens:
             return []

@@ -1,5 +1,5 @@
-"""How a plan is found (moe/plan.py): every combination of backends for a layer, what stands against each, and
-what decides between those that are left. No torch here, and no backend by name.
+"""How a plan is found (moe/plan.py): every combination of backends for a layer, why it is refused, and what
+decides between those that are left. No torch here, and no backend by name.
 
     problem               the question: layer, ranks, device, bounds, what the user asked for
     choices               what request and checkpoint leave each backend to choose from

@@ -111,7 +111,7 @@ def _why_chunks(problem: PlanningProblem, best: Candidate, candidates: Sequence[
 def why_sibling(
     best: Candidate, dispatchers: Sequence[DispatcherCapability], refused: Sequence[Refusal]
 ) -> list[str]:
-    """What stands against that member of a family which was made for a phase, where another serves it."""
+    """Why the member of a family that was made for a phase does not serve it, where another does."""
     lines = []
     for phase in PHASES:
         own = best.dispatcher(phase)

@@ -40,7 +40,7 @@ def means(measured: Times) -> dict[str, float]:
 def second(
     problem: PlanningProblem, best: Candidate, candidates: Sequence[Candidate], measured: Times
 ) -> tuple[Candidate, BatchSizes] | None:
-    """The runner besides `best` that gains most, and who computes what; None where no other is worth it."""
+    """The runner other than `best` that gains most, and who computes what; None where none is worth it."""
     own = measured.get(best.runner.name, {})
     if problem.request.moe_runner_backend != "auto" or problem.request.deterministic:
         return None

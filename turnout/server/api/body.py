@@ -1,7 +1,7 @@
 """What all request bodies share: which fields are known elsewhere, and what becomes of them here.
 
 Clients and routers fill in every field they know, most of them with the value that asks for nothing. Hence
-three kinds of fields besides those that a body declares:
+three kinds of fields in addition to those that a body declares:
 
   * IGNORED ones cannot change the answer (`user`, `metadata`, ...) and are accepted.
   * UNSUPPORTED ones would change it. They are refused, unless their value asks for nothing.
@@ -133,7 +133,7 @@ UNSUPPORTED = _OPENAI | _VLLM | _SGLANG  # field -> values that ask for nothing;
 
 
 def describe_others(schema: dict[str, Any]) -> None:
-    """Add to a body's JSON schema what it takes besides its own fields; those of one kind together."""
+    """Add to a body's JSON schema what it takes apart from its own fields; those of one kind together."""
     own = schema["properties"]
     kinds: dict[str, list[str]] = {json.dumps({}): [name for name in IGNORED if name not in own]}
     for name, neutral in UNSUPPORTED.items():

@@ -195,7 +195,7 @@ class TemplateFields(Body):
         return self
 
     def template_options(self) -> dict[str, Any]:
-        """Arguments of `Tokenizer.encode_chat` besides the messages.
+        """Arguments of `Tokenizer.encode_chat` apart from the messages.
 
         An effort also switches thinking on or off, under the two names that templates have for it.
         """
