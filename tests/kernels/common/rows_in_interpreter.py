@@ -6,6 +6,7 @@ In float32: the interpreter cuts off what bfloat16 does not hold.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -230,24 +231,26 @@ def normed_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
 def routed_row(
     size: int, experts: int, top_k: int, parts: int, *, width: int, of_all=True, padded=None
 ) -> bool:
-    """Norm, product and choice at once, twice with the same counter: exactly what the launches that this
-    replaces choose, and what torch's logits do. padded: whether the row is; None: it is not told."""
+    """Norm, product and choice at once, in two orders of programs with the same counter: exactly what the
+    launches that this replaces choose, and what torch's logits do. padded: whether the row is; None: it is
+    not told."""
     x, delta, gain = torch.randn(1, size), torch.randn(max(1, parts), 1, size), torch.randn(size)
     w, block = torch.randn(experts, size) * size**-0.5, triton.next_power_of_2(size)
     y, done = torch.full((size // width, experts), torch.nan), torch.zeros(1, dtype=torch.int32)
     real, good = None if padded is None else torch.tensor([not padded]), True
     summed = x + delta[:parts].sum(0)
     routing = {"of_all": of_all, "renormalize": True, "scaling": 2.5}
-    for turn in (1, 2):
+    for turn, order in ((1, nullcontext), (2, interpreter.last_first)):
         total, normed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
         ids, weights = torch.full((1, top_k), 7, dtype=torch.int32), torch.full((1, top_k), torch.nan)
         counts = torch.full((experts,), turn)
-        choose_of_normed_row[(-(-experts // 64), len(y))](
-            x, delta, gain, w, total, normed, y, done, x if real is None else real, ids, weights, counts,
-            experts, size, 1e-6, size, 2.5,
-            parts, block, 64, width, len(y), top_k, triton.next_power_of_2(top_k),
-            triton.next_power_of_2(experts), of_all, True, real is not None, False,
-        )  # fmt: skip
+        with order():
+            choose_of_normed_row[(-(-experts // 64), len(y))](
+                x, delta, gain, w, total, normed, y, done, x if real is None else real, ids, weights, counts,
+                experts, size, 1e-6, size, 2.5,
+                parts, block, 64, width, len(y), top_k, triton.next_power_of_2(top_k),
+                triton.next_power_of_2(experts), of_all, True, real is not None, False,
+            )  # fmt: skip
         own = torch.full((experts,), turn)
         wanted = choose(y[:, None].clone(), top_k, real_T=real, counts_E=own, **routing)
         good &= torch.equal(ids, wanted[0]) and near(weights, wanted[1]) and torch.equal(counts, own)
