@@ -33,6 +33,7 @@ LISTED = {
     ("turnout.formats.e2m1", "_values"): "a table of values on a device",
     ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.kernels.common.dependent", "launches_early"): "whether a device can launch dependents early",
+    ("turnout.kernels.hopper.dense_fp8", "plan"): "the tile that should take least, by shape",
 }
 
 
