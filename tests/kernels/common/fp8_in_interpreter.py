@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreter
-from turnout.kernels.common import row_gemm, rows
+from turnout.kernels.common import few_rows, row_gemm, rows
 from turnout.kernels.common.fp8_weights import decode
 from turnout.kernels.common.split_gemm import multiply_part
 
@@ -62,6 +62,18 @@ def splits(N: int, M: int, K: int, group: int, *, width: int, steps: int) -> boo
     return torch.equal(y, plain) and near(y.sum(0), x @ w.T)
 
 
+def few(N: int, M: int, K: int) -> bool:
+    """`few_rows`, in all its cuts, for x of a wider matrix; each part is what its inputs give."""
+    data, scale, w = weight(M, K, 128)
+    x = torch.randn(N, 2 * K)[:, :K]
+    good = few_rows.runs(x, data, 128)
+    for how in few_rows.cuts(M, K):
+        y = few_rows.parts(x, data, scale, how)
+        pieces = zip(x.chunk(how.parts, 1), w.chunk(how.parts, 1), strict=True)
+        good &= near(y, torch.stack([piece @ part.T for piece, part in pieces]))
+    return good
+
+
 def sums() -> bool:
     parts = torch.randn(3, 5, 70)
     good = near(rows.add(parts, None, torch.float32), parts.sum(0))
@@ -88,6 +100,12 @@ results["rows-odd"] = multiplies(3, 40, 200, 128) and multiplies(3, 66, 80, 16, 
 results["parts"] = splits(5, 130, 512, 128, width=256, steps=1) and splits(1, 64, 512, 32, width=128, steps=2)
 results["parts-long"] = splits(16, 70, 1024, 128, width=128, steps=4) and splits(
     2, 9, 256, 16, width=256, steps=1
+)
+results["few"] = all(few(N, M, K) for N in (1, 2, 3, 4) for M, K in ((70, 1024), (16, 512), (33, 1536)))
+x, data = torch.randn(5, 576), weight(16, 576, 128)[0]
+results["few-not"] = not any(
+    few_rows.runs(x[:rows, :inputs], data[:, :inputs].contiguous(), group)
+    for rows, inputs, group in ((1, 576, 128), (5, 512, 128), (1, 512, 64), (0, 512, 128))
 )
 results["sums"] = sums()
 results["gates"] = gates()

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
-from tests.kernels.compiled import compiled
+from tests.kernels.compiled import compiled, machine_code
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
 from turnout.models import dense
 from turnout.models.shares import Share, whole
 from turnout.vocabulary import Format
 
-CASES = ["decode", "rows", "rows-many", "rows-some", "rows-odd", "parts", "parts-long", "sums", "gates"]
+CASES = [
+    "decode",
+    "rows",
+    "rows-many",
+    "rows-some",
+    "rows-odd",
+    "parts",
+    "parts-long",
+    "few",
+    "few-not",
+    "sums",
+    "gates",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +57,42 @@ def test_weights_are_decoded_before_rows_are_waited_for(width: int, steps: int):
     assert done.metadata.shared < 50_000  # so that several programs fit
 
 
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 16), (2, 16), (4, 16), (1, 32)])
+def test_few_rows_are_multiplied_in_registers(rows: int, outputs: int, tmp_path: Path):
+    """Weights are loaded 16 bytes at a time, before rows are waited for, and multiplied where they are: one
+    instruction for each and a row, and no scale for each."""
+    from turnout.kernels.common.few_rows import RESIDENT, multiply_few_rows
+
+    multiples = ("M", "K", "x_stride")
+    constants = {"ROWS": rows, "OUTPUTS": outputs, "PDL": True}
+    done = compiled(multiply_few_rows, constants, warps=4, stages=1, multiples=multiples, w_ptr="*fp8e4nv")
+    early, _ = done.asm["ptx"].split("griddepcontrol.wait")
+    assert early.count("ld.global.v4") == outputs * 512 // 128 // 16
+    instructions, needs = machine_code(done, tmp_path)
+    each = outputs * 512 // 128
+    # The sums of 16 begin with a product, and end with one by their scale, which is added up.
+    assert instructions.count("FFMA") + instructions.count("FMUL") <= rows * each + rows * each // 16
+    assert "MMA." not in instructions.replace("FFMA.", "")
+    registers = int(re.search(r"REG:(\d+)", needs.split("multiply_few_rows")[1])[1])
+    if rows == 1:
+        assert registers * 128 * RESIDENT[outputs] <= 65536
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(12288, 2048), (2048, 4096), (1024, 2048), (7168, 16384), (36864, 7168)],
+)
+def test_cuts_of_few_rows_leave_multiprocessors_at_work(outputs: int, inputs: int):
+    from turnout.kernels.common import few_rows
+
+    how = few_rows.cut(outputs, inputs)
+    assert inputs % (how.parts * few_rows.STEP) == 0
+    assert how.parts <= 8  # whoever adds them up reads them all
+    if outputs * inputs >= 2048 * 4096:
+        floor = outputs * inputs / few_rows.BYTES_PER_US
+        assert few_rows.expected_us(how, outputs, inputs) < 1.4 * floor + 0.5
+
+
 SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 2048), (576, 512), (70, 1408)]
 
 
@@ -66,6 +117,24 @@ def test_products_on_a_gpu(rows: int, M: int, K: int):
     parts = dense.product(dense.linear, x, weight, None)
     added = parts.sum(0) if parts.dim() == 3 else parts
     torch.testing.assert_close(added.double(), wanted, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "K"), [(12288, 2048), (2048, 4096), (7168, 16384), (70, 1536)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_few_rows_on_a_gpu(rows: int, M: int, K: int):
+    """In all cuts, next to products by the decoded weights in float64."""
+    from turnout.kernels.common import few_rows
+
+    torch.manual_seed(0)
+    data, scale = (found.cuda() for found in encode_blocks(torch.randn(M, K) * K**-0.5))
+    scale_GM = scale.repeat_interleave(128, 0)[:M].T.contiguous()
+    decoded = data.double() * scale_GM.T.repeat_interleave(128, 1)[:, :K].double()
+    x = torch.randn(rows, K, device="cuda").bfloat16()
+    assert few_rows.runs(x, data, 128)
+    for how in (None, *few_rows.cuts(M, K)):
+        found = few_rows.parts(x, data, scale_GM, how).double().sum(0)
+        torch.testing.assert_close(found, x.double() @ decoded.T, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

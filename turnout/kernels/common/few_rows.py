@@ -1,0 +1,175 @@
+"""A product of one to four rows with FP8 weights, without tensor cores (Triton).
+
+split_gemm.py decodes each weight, times its scale, to the type of the rows and hands it to tensor cores by
+way of shared memory: four instructions a weight and 4 bytes through shared memory, which take about as long
+as reading the weight, and not at the same time, since all programs load at once. And it cuts the inner
+dimension into up to 16 parts, each of which whoever comes next reads again. Here a thread multiplies the 16
+weights that it loaded, in float32, and adds them up before it multiplies the sum by their scale; parts are
+fewer, for programs have 16 or 32 outputs. Weights of the next step are on their way during each, those of the
+first before the program waits for the kernel that makes its rows.
+
+Legend: N rows, K inputs, M outputs, P parts, G groups of 128 inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.kernels.common.dependent import launches_early
+
+MOST_ROWS = 4
+STEP, GROUP = 512, 128  # inputs of a step, 16 of each thread of a warp; and under one scale
+RESIDENT = {16: 4, 32: 2}  # programs that a multiprocessor's registers leave room for, by their outputs
+MOST_REGISTERS = 168  # which 16 outputs of four rows need; more would leave room for one program less
+PROCESSORS, BYTES_PER_US, ROUND_US = 132, 4.2e6, 0.3  # of an H200
+
+
+class Cut(NamedTuple):
+    """Outputs of a program, and parts of the inner dimension."""
+
+    outputs: int
+    parts: int
+
+
+@triton.jit
+def load_step(w_at, scale_at, held):
+    """Weights e4m3 [OUTPUTS, 512] of a step, and their scales [OUTPUTS, 4]."""
+    return tl.load(w_at, mask=held, other=0.0), tl.load(scale_at, mask=held, other=0.0)
+
+
+@triton.jit
+def load_row(x_ptr, n, N, stride, c, held):
+    """x[n] at c in float32, 0 where there is no such row."""
+    return tl.load(x_ptr + n * stride + c, mask=held & (n < N), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def thread_sums(w, scale, x, OUTPUTS: tl.constexpr):
+    """[OUTPUTS, 4, 8]: of 16 products each, times their scale; w and x in float32."""
+    products = tl.reshape(w * x[None, :], [OUTPUTS, 4, 8, 16])
+    return tl.sum(products, 3) * scale[:, :, None]
+
+
+@triton.jit
+def store_row(acc, y_ptr, n, N, M, m):
+    tl.store(y_ptr + n * M + m, tl.sum(tl.sum(acc, 2), 1), mask=(m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["N", "steps"])
+def multiply_few_rows(
+    x_ptr, w_ptr, scale_ptr, y_ptr, N, M, K, x_stride, steps,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of `steps` x 512 inputs.
+
+    x [N, K] of up to ROWS (1, 2 or 4) rows; w e4m3 [M, K]; scale float32 [G, M]. The grid is tiles of OUTPUTS
+    outputs, and pieces.
+    """
+    part = tl.program_id(1)
+    m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = part * steps * 512
+    c = first + tl.arange(0, 512)
+    w_at = w_ptr + m.to(tl.int64)[:, None] * K + c[None, :]
+    groups = first // 128 + tl.arange(0, 4)
+    scale_at = scale_ptr + groups.to(tl.int64)[None, :] * M + m[:, None]
+    held = (m < M)[:, None]
+    w_next, scale_next = load_step(w_at, scale_at, held)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    known = c >= 0
+    next0 = load_row(x_ptr, 0, N, x_stride, c, known)
+    acc0 = tl.zeros([OUTPUTS, 4, 8], tl.float32)
+    next1 = next0
+    next2 = next0
+    next3 = next0
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    if ROWS > 1:
+        next1 = load_row(x_ptr, 1, N, x_stride, c, known)
+    if ROWS > 2:
+        next2 = load_row(x_ptr, 2, N, x_stride, c, known)
+        next3 = load_row(x_ptr, 3, N, x_stride, c, known)
+    for step in range(0, steps):
+        more = step + 1 < steps
+        w = w_next.to(tl.float32)
+        scale = scale_next
+        x0 = next0
+        x1 = next1
+        x2 = next2
+        x3 = next3
+        w_at += 512
+        scale_at += 4 * M
+        c += 512
+        w_next, scale_next = load_step(w_at, scale_at, held & more)
+        next0 = load_row(x_ptr, 0, N, x_stride, c, known & more)
+        acc0 += thread_sums(w, scale, x0, OUTPUTS)
+        if ROWS > 1:
+            next1 = load_row(x_ptr, 1, N, x_stride, c, known & more)
+            acc1 += thread_sums(w, scale, x1, OUTPUTS)
+        if ROWS > 2:
+            next2 = load_row(x_ptr, 2, N, x_stride, c, known & more)
+            next3 = load_row(x_ptr, 3, N, x_stride, c, known & more)
+            acc2 += thread_sums(w, scale, x2, OUTPUTS)
+            acc3 += thread_sums(w, scale, x3, OUTPUTS)
+    y_ptr += part.to(tl.int64) * N * M
+    store_row(acc0, y_ptr, 0, N, M, m)
+    if ROWS > 1:
+        store_row(acc1, y_ptr, 1, N, M, m)
+    if ROWS > 2:
+        store_row(acc2, y_ptr, 2, N, M, m)
+        store_row(acc3, y_ptr, 3, N, M, m)
+
+
+def cuts(outputs: int, inputs: int) -> list[Cut]:
+    """All into parts of whole steps, but for those into far more programs than a GPU holds."""
+    steps, most = inputs // STEP, 4 * PROCESSORS * max(RESIDENT.values())
+    counts = [count for count in range(1, steps + 1) if steps % count == 0]
+    found = [Cut(size, count) for size in RESIDENT for count in counts]
+    return [one for one in found if one.parts == 1 or -(-outputs // one.outputs) * one.parts <= most]
+
+
+def expected_us(how: Cut, outputs: int, inputs: int) -> float:
+    """What it should take on an H200, counted and not measured: rounds of resident programs at the rate of a
+    copy, the beginning of each, and parts that are written and read."""
+    resident = RESIDENT[how.outputs]
+    programs = -(-outputs // how.outputs) * how.parts
+    rounds = -(-programs // (PROCESSORS * resident))
+    read = rounds * resident * how.outputs * (inputs // how.parts)
+    return read / BYTES_PER_US * PROCESSORS + ROUND_US * rounds + how.parts * outputs * 8 / BYTES_PER_US
+
+
+@cache
+def cut(outputs: int, inputs: int) -> Cut:
+    """The one that should take least."""
+    return min(cuts(outputs, inputs), key=lambda how: expected_us(how, outputs, inputs))
+
+
+def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
+    """Whether `parts` takes these: one to four rows, e4m3 weights with scales of 128 inputs each, and whole
+    steps of inputs."""
+    kinds = weight_MK.dtype == torch.float8_e4m3fn and group == GROUP and weight_MK.is_contiguous()
+    return kinds and 0 < len(x_NK) <= MOST_ROWS and x_NK.shape[1] % STEP == 0 and x_NK.stride(1) == 1
+
+
+def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, how: Cut | None = None) -> Tensor:
+    """float32 [P, N, M], whose sum over P is x @ weight.T; see `runs`. scale: float32, contiguous. how: None:
+    what `cut` says."""
+    (N, K), M = x_NK.shape, len(weight_MK)
+    how = how or cut(M, K)
+    y_PNM = torch.empty(how.parts, N, M, dtype=torch.float32, device=x_NK.device)
+    early = launches_early(x_NK.device)
+    multiply_few_rows[(-(-M // how.outputs), how.parts)](
+        x_NK, weight_MK, scale_GM, y_PNM, N, M, K, x_NK.stride(0), K // STEP // how.parts,
+        triton.next_power_of_2(N), how.outputs, early, num_warps=4, num_stages=1, launch_pdl=early,
+        maxnreg=MOST_REGISTERS if how.outputs == 16 else None,
+    )  # fmt: skip
+    return y_PNM
