@@ -164,13 +164,11 @@ ORDER = {
 }
 OPTIONAL = {
     "triton",
+    "triton_kernels",
     "flashinfer",
     "deep_ep",
-    "deep_gemm",
-    "cutlass",
+    "fla",
     "flash_attn",
-    "uvloop",
-    "matplotlib",
     "opentelemetry",
     "ray",
 }

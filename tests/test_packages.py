@@ -1,7 +1,9 @@
-"""Versions of packages are compared as releases: those that libraries have had, and what is installed."""
+"""Packages: what is required is what is imported, and versions are compared as releases."""
 
 from __future__ import annotations
 
+import ast
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -10,9 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.test_imports import FILES, OPTIONAL, imports, module_of
 from turnout.packages import NUMBA, Package, _is_at_least
 
-ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+REQUIRED = {required.name: required.specifier for required in map(Requirement, PROJECT["dependencies"])}
+IMPORTED_AS = {"pyzmq": "zmq", "pyyaml": "yaml"}
 
 
 @pytest.mark.parametrize(
@@ -37,9 +42,17 @@ def test_releases_are_compared(found: str, minimum: str, enough: bool):
 
 
 def test_what_the_project_requires_is_what_backends_ask_for():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
-    assert f">={NUMBA.minimum}" == str(required[NUMBA.distribution])
+    assert str(REQUIRED[NUMBA.distribution]) == f">={NUMBA.minimum}"
+
+
+def test_every_requirement_is_imported_and_every_import_is_one_or_optional():
+    imported = {
+        target.split(".")[0]
+        for file in FILES
+        for _, target in imports(ast.parse(file.read_text()), module_of(file))
+    }
+    required = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in REQUIRED}
+    assert imported - {"turnout", *sys.stdlib_module_names} - OPTIONAL == required
 
 
 def test_what_is_installed_here_is_found():
