@@ -28,12 +28,16 @@ LISTED = {
     # Handles to what a process or a device has one of.
     ("turnout.kernels.cpu.threads", "_pool"): "threads that compute",
     ("turnout.moe.in_flight", "_stream"): "a device's second stream",
+    # Counters of launches, which are 0 between them, by device and stream.
+    ("turnout.kernels.attention.latent_joined", "_counters"): "programs that have arrived",
+    ("turnout.kernels.attention.latent_joined", "_places"): "which of them a stream has",
     # Constants, computed when first asked for.
     ("turnout.formats.e2m1", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.formats.e2m1", "_values"): "a table of values on a device",
     ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.kernels.common.dependent", "launches_early"): "whether a device can launch dependents early",
     ("turnout.kernels.hopper.dense_fp8", "plan"): "the tile that should take least, by shape",
+    ("turnout.kernels.common.few_rows", "cut"): "how a product of few rows is cut",
 }
 
 
