@@ -13,15 +13,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig, lifeline
-from turnout.engine.ranks.local_launcher import stop_signals
+from turnout.engine.ranks.local_launcher import STOP_SIGNALS, signals_held, stop_signals
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
 from turnout.parallel.topology import Topology
@@ -151,6 +152,8 @@ class Supervisor:
         """The exit code. Raises EngineFailed, UserError (of the tokenizer)."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_exception)
+        hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+        loop.set_default_executor(ThreadPoolExecutor(initializer=hold))  # signals come to this thread
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         self._follow_launcher(loop)
@@ -185,7 +188,8 @@ class Supervisor:
             service.observers.append(log_requests(service.decode if texts else None))
         if not config.otlp_traces_endpoint:
             return None
-        tracer = Tracer(config.otlp_traces_endpoint, service.model_name)
+        with signals_held():
+            tracer = Tracer(config.otlp_traces_endpoint, service.model_name)
         service.observers.append(tracer.observe)
         return tracer
 
@@ -212,7 +216,6 @@ class Supervisor:
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
         self.service.draining = True
-        self.engine.leave()
         if self.service.num_active:
             log.info("waiting for %d requests to finish", self.service.num_active)
         try:
@@ -237,6 +240,10 @@ class Supervisor:
                 return
             self.engine.end_at_once()
             os._exit(128 + number)
+        self._leave()
+
+    def _leave(self) -> None:
+        self.engine.leave()  # now: a rank's end may be known next
         self._told_to_stop.set()
 
     def _follow_launcher(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -247,7 +254,7 @@ class Supervisor:
 
         def ended() -> None:
             loop.remove_reader(descriptor)
-            self._told_to_stop.set()
+            self._leave()
 
         loop.add_reader(descriptor, ended)
 

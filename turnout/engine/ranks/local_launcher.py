@@ -78,7 +78,8 @@ class LocalLauncher:
     def watch(self, rank: int, process: RankProcess, on_exit: OnExit) -> None:
         """`process` is `rank`, see `start`."""
         self.processes[rank] = process
-        threading.Thread(target=lambda: on_exit(rank, process.wait()), daemon=True).start()
+        with signals_held():  # the main thread gets them: else it may learn of an end before a signal
+            threading.Thread(target=lambda: on_exit(rank, process.wait()), daemon=True).start()
 
     def kill(self) -> None:
         """End all processes at once; `wait` for them to be gone."""
@@ -125,7 +126,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """While a process is started that leaves STOP_SIGNALS to this one: none ends it before it can say so."""
+    """While a process or thread is started that leaves STOP_SIGNALS to this one: it inherits that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

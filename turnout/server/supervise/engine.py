@@ -116,6 +116,8 @@ class EngineSupervisor:
             try:
                 await group.run(self._on_ready)
                 if self._told_to_stop.is_set():
+                    if group.failure:  # whichever came first, it is told
+                        raise group.failure
                     return
                 self.ledger.park()
             except EngineFailed as failure:
@@ -257,7 +259,8 @@ class EngineSupervisor:
         )
 
     def _is_final(self, failure: EngineFailed, served: bool, failed_starts: int) -> bool:
-        if (self._leaving and not self.ledger) or failed_starts >= MAX_FAILED_STARTS:
+        leaves = self._told_to_stop.is_set() or (self._leaving and not self.ledger)
+        if leaves or failed_starts >= MAX_FAILED_STARTS:
             return True
         return not served and (failure.user_error or (failure.spoken and self.ready is None))
 

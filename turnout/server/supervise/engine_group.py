@@ -85,7 +85,7 @@ class EngineGroup:
         self._router = Router(config.dp_size, config.page_size, known_pages=known)
         self._admissions: list[Admission] = []  # by data-parallel rank, once all are ready
         self._announced: dict[int, Ready] = {}
-        self._killed: set[int] = set()  # by a signal
+        self._killed: set[int] = set()  # by a signal, which did not come from here
         self._unreached: set[int] = set()  # ranks that could not be told something
         self._reports = Counter[int]()  # of each rank, as many as have come
         self.profiling = False
@@ -94,7 +94,7 @@ class EngineGroup:
         self._said: list[Failed] = []
         self._verdict: EngineFailed | None = None
         self._news = asyncio.Event()  # something of the two above, or the end or loss of a rank
-        self._stopping = False
+        self._stopping = self._ending = False
         self._context = zmq.Context()
         self._secret = secret
         self._authenticator = admit_ranks_only(self._context, secret) if secret else None
@@ -125,7 +125,8 @@ class EngineGroup:
         return self._host_of[rank].readings().get(rank, Reading())
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Start the ranks and pass their events on until all have ended. Raises EngineFailed unless stopped.
+        """Start the ranks and pass their events on until all have ended. Raises EngineFailed unless stopped;
+        then `failure` tells of a rank that was killed before it could leave.
 
         When this returns or raises, no process is left, and no request gets anything more.
         """
@@ -144,6 +145,7 @@ class EngineGroup:
                 self.failure = await self._cause()
                 raise self.failure
             await self._all_ended(STOP_SECONDS)
+            self.failure = self._death()
         finally:
             watching.cancel()
             news.cancel()
@@ -211,6 +213,7 @@ class EngineGroup:
         self._news.set()
 
     def kill(self) -> None:
+        self._ending = True
         for host in self._hosts:
             host.kill()
 
@@ -258,6 +261,12 @@ class EngineGroup:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), left)
 
+    def _death(self) -> EngineFailed | None:
+        """How the first rank went that was killed, if one was."""
+        for rank in self._killed:
+            return EngineFailed(f"{self._name(rank)} {self.ended[rank]}{self._circumstances(rank)}")
+        return None
+
     async def _cause(self) -> EngineFailed:
         """Why the group fails. Of what ranks say and how they end, the first may be an echo.
 
@@ -300,7 +309,7 @@ class EngineGroup:
 
     def _on_exit(self, rank: int, how: str, by_signal: bool) -> None:
         self.ended[rank] = how
-        if by_signal:
+        if by_signal and not self._ending:
             self._killed.add(rank)
         self._news.set()
 

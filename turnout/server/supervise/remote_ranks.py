@@ -38,6 +38,7 @@ class RemoteRank:
         self.ranks = range(0)
         self.where = f"{hello.host} ({address})"
         self.lost: str | None = None  # why its connection has ended, as "it ..."
+        self._died = False
         self._send = send
         self._config: ServerConfig | None = None
         self._gpus = ""
@@ -88,7 +89,7 @@ class RemoteRank:
     def hear(self, message: rank_protocol.ToHead) -> None:
         self._heard = time.monotonic()
         if isinstance(message, rank_protocol.Leaving):
-            self.lose(message.why)
+            self.lose(message.why, died=False)
         elif isinstance(message, rank_protocol.Report):
             self._report = message
         elif isinstance(message, rank_protocol.Exited):
@@ -97,11 +98,12 @@ class RemoteRank:
         elif isinstance(message, rank_protocol.Gone) and message.number == self._number:
             self._gone.set()
 
-    def lose(self, why: str) -> None:
-        """Its process is gone, or will be as soon as the other side notices."""
-        self.lost = self.lost or why
+    def lose(self, why: str, *, died: bool = True) -> None:
+        """Its process is gone, or will be as soon as the other side notices. died: nothing told it to end."""
+        if self.lost is None:
+            self.lost, self._died = why, died
         if self._on_exit:
-            self._on_exit(self.ranks[0], f"is lost: on {self.where} it {self.lost}", True)
+            self._on_exit(self.ranks[0], f"is lost: on {self.where} it {self.lost}", self._died)
         self._gone.set()
 
 

@@ -22,6 +22,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 import turnout
+from turnout.engine.ranks.local_launcher import signals_held
 from turnout.errors import UserError
 
 SHORTEST = 16  # bytes of a secret
@@ -82,7 +83,8 @@ def admit_ranks_only(context: zmq.Context, secret: bytes) -> ThreadAuthenticator
             return hmac.compare_digest(key, admitted)
 
     authenticator = ThreadAuthenticator(context)
-    authenticator.start()
+    with signals_held():
+        authenticator.start()
     authenticator.configure_curve_callback("*", credentials_provider=Admitted())
     return authenticator
 
