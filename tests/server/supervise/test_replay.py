@@ -68,7 +68,8 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(
     row = chaos.run(made, clients=64, tokens=100, kinds=kinds, failures=len(kinds), every=0.5)
     assert_nothing_lost(row)
     assert "the engine failed: RuntimeError: injected" in row["kinds"]["raise"]["said"]
-    assert re.search(r"does not run: no heartbeat for \d+ s", row["kinds"]["stop"]["said"])
+    (silent,) = re.findall(r"does not run: no heartbeat for (\d+) s", row["kinds"]["stop"]["said"])
+    assert int(silent) >= SILENT_SECONDS  # since the last one that was seen, which a busy machine delays
     assert "was killed by SIGSEGV" in row["kinds"]["crash"]["said"]
     # Who notices first says it: torch, or the dynamic loader, which then exits with 127.
     assert re.search("can't allocate memory|exit code 127", row["kinds"]["memory"]["said"])
@@ -76,7 +77,6 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(
     assert re.search(r"message \d+ of rank \d was lost", row["kinds"]["lose"]["said"])
     for kind, noticed in row["kinds"].items():
         bound = SILENT_SECONDS if kind == "stop" else 0
-        assert bound - 0.5 <= noticed["noticed_s"]["most"], kind  # it counts from the last heartbeat seen
         assert noticed["noticed_less_cpu_waits_s"]["most"] < bound + 3, kind  # of WAITING_SECONDS
 
 

@@ -86,14 +86,14 @@ class RankAgent:
                 why = "it closed the connection"
             if code is not None:
                 return code
+            if why != waiting:
+                log.info("waiting for a head at %s: %s", self._head, why)
+                waiting = why
             if time.monotonic() - self._contact > self._patience:
                 raise UserError(
                     f"no head at {self._head} within {self._patience:g} s: {why}; start `turnout serve "
                     f"--dist-init-addr {self._head}` there, or correct --head"
                 )
-            if why != waiting:
-                log.info("waiting for a head at %s: %s", self._head, why)
-                waiting = why
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self) -> int | None:
