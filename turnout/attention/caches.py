@@ -23,6 +23,7 @@ from turnout.attention.up_projection import UpProjection
 
 if TYPE_CHECKING:  # numba, which not every machine has
     from turnout.kernels.cpu.attention import Cache, Chunks
+    from turnout.kernels.cpu.recurrent_layer import Requests
 
 
 class AttentionCaches:
@@ -95,6 +96,9 @@ class _ByLayer(Attention):
 
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         return self._attentions[self._numbers[layer]].compiled(layer)
+
+    def compiled_states(self, layer: int) -> Requests | None:
+        return self._attentions[self._numbers[layer]].compiled_states(layer)
 
     def adds_parts(self, layer: int, rows: int) -> bool:
         return self._attentions[self._numbers[layer]].adds_parts(layer, rows)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from turnout.attention.indexing import Index
     from turnout.attention.up_projection import UpProjection
     from turnout.kernels.cpu.attention import Cache, Chunks
+    from turnout.kernels.cpu.recurrent_layer import Requests
 
 
 class Attention(Protocol):
@@ -64,6 +65,10 @@ class Attention(Protocol):
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         """What a kernel for CPUs needs that stores keys and values and attends itself, with all else that
         attention is (kernels/cpu/decoder_layer.py). None: call."""
+        return None
+
+    def compiled_states(self, layer: int) -> Requests | None:
+        """As `compiled`, of a recurrent layer (kernels/cpu/recurrent_layer.py). None: `recur`."""
         return None
 
     def adds_parts(self, layer: int, rows: int) -> bool:

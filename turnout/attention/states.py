@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from turnout.attention.interface import Attention, Chunk
 from turnout.attention.kinds import DeltaNetSpec, StateGroup
 from turnout.attention.paged import to_device
 from turnout.registry import ATTENTION_BACKENDS, load
+
+if TYPE_CHECKING:  # numba, which not every machine has
+    from turnout.kernels.cpu.recurrent_layer import Requests
 
 
 class RequestStates:
@@ -73,6 +77,8 @@ class RequestStates:
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         """Of a step: one token of each of `decoding` and its drafts, then `chunks`."""
         most = max((chunk.length for chunk in decoding), default=1)
+        if most == 1 and self.takes_chunks and self._prompts is None:
+            return self.together((*decoding, *chunks))
         rounds = tuple(self._round(depth, decoding) for depth in range(most))
         lengths, together = [chunk.length for chunk in chunks], None
         if self._prompts is not None and (self._chosen is None or self._chosen.takes_prompts(lengths)):
@@ -83,12 +89,13 @@ class RequestStates:
 
     def together(self, chunks: Sequence[Chunk]) -> Rows:
         """All chunks in one call."""
-        columns = (
+        columns = [
             [chunk.request.state_slots[0] for chunk in chunks],
             [chunk.start for chunk in chunks],
-            list(accumulate(chunk.length for chunk in chunks)),
-        )
-        return Rows(self, *(torch.tensor(column, device=self.device) for column in columns))
+        ]
+        if any(chunk.length > 1 for chunk in chunks):
+            columns.append(list(accumulate(chunk.length for chunk in chunks)))
+        return Rows(self, *torch.tensor(columns, dtype=torch.int64, device=self.device))
 
     def _round(self, depth: int, decoding: Sequence[Chunk]) -> _Round:
         """The tokens that have `depth` of their chunk before them."""
@@ -119,6 +126,10 @@ class RequestStates:
     def go_on(self, cell: DeltaCell, mixed_TX: Tensor, window_WC: Tensor, state_HKV: Tensor) -> Tensor:
         """As `delta_rule.advance`."""
         return delta_rule.advance(cell, mixed_TX, window_WC, state_HKV)
+
+    def compiled(self, layer: int, rows: Rows) -> Requests | None:
+        """See `Attention.compiled_states`."""
+        return None
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell, rows: Rows) -> Tensor:
         """The tokens of `rows`: [N, Hv Dv]."""
@@ -156,7 +167,8 @@ class StatePrompts(Protocol):
 @dataclass(frozen=True)
 class Rows(Attention):
     """One token of each request. slots, positions: int64 [B], read on the device, so that a graph can
-    capture it. ends: int64 [B], where the tokens of each request end, for a kernel that takes several."""
+    capture it. ends: int64 [B], where the tokens of each request end, for a kernel that takes several; None:
+    each has one."""
 
     of: RequestStates
     slots_B: Tensor
@@ -168,6 +180,9 @@ class Rows(Attention):
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         return self.of.recur(layer, mixed_NX, cell, self)
+
+    def compiled_states(self, layer: int) -> Requests | None:
+        return self.of.compiled(layer, self)
 
 
 class _Round(NamedTuple):
@@ -214,16 +229,40 @@ class _LaidOut(Attention):
 
 
 class SequenceStates(Attention):
-    """Of one sequence, which is computed in consecutive parts; states are kept here, not in slots."""
+    """Of one sequence, which is computed in consecutive parts; states are kept here, not in slots.
+
+    By the kernel for CPUs where there is one: in torch's blocks prompts take ten times as long.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, int] = {}  # tokens of each layer
 
     def recur(self, layer: int, mixed_NX: Tensor, cell: DeltaCell) -> Tensor:
         if layer not in self._kept:
             window_WC = mixed_NX.new_zeros(window_size(cell.spec))
             self._kept[layer] = window_WC, torch.zeros(state_size(cell.spec), device=mixed_NX.device)
-        return delta_rule.advance(cell, mixed_NX, *self._kept[layer])
+        kept = self._kept[layer]
+        before = self._seen.get(layer, 0)
+        self._seen[layer] = before + len(mixed_NX)
+        if not _on_cpu(cell.spec, mixed_NX.device.type, mixed_NX.dtype):
+            return delta_rule.advance(cell, mixed_NX, *kept)
+        from turnout.kernels.cpu.delta_rule import advance
+
+        slots_1, positions_1, ends_1 = torch.tensor([[0], [before], [len(mixed_NX)]])
+        windows_1WC, states_1HKV = (of_request[None] for of_request in kept)
+        y_NY: Tensor = advance(
+            mixed_NX, slots_1, positions_1, windows_1WC, states_1HKV, *cell.learned, ends_1
+        )
+        return y_NY
+
+
+@cache
+def _on_cpu(spec: DeltaNetSpec, device: str, dtype: torch.dtype) -> bool:
+    """Whether the kernel for CPUs takes such a layer."""
+    if device != "cpu" or dtype != torch.float32:
+        return False
+    return choose_states(spec, Place(device="cpu", dtype="float32", page_size=1))[0].backend == "cpu"
 
 
 def window_size(spec: DeltaNetSpec) -> tuple[int, int]:

@@ -151,10 +151,12 @@ class Attention(Mixer):
 
     def _bind(self) -> AttentionHalf | None:
         """This and the norm before it as one kernel for few tokens on a CPU, where there is one."""
-        each = self._qk_norm
-        others = self._qkv_bias, self._out_bias, self._gate
+        each, gate = self._qk_norm, self._gate
+        others = self._qkv_bias, self._out_bias
         plain = all(other is None for other in others) and self._group.size == 1
         if not plain or not isinstance(self._qkv, Tensor) or not isinstance(self._out, Tensor):
+            return None
+        if not (gate is None or isinstance(gate, Tensor)):
             return None
         on_cpu = self._fused is not None and self._qkv.device.type == "cpu"
         if not on_cpu or not (each is None or isinstance(each, Norm)):
@@ -170,6 +172,7 @@ class Attention(Mixer):
             num_q=self._num_q,
             num_kv=self._num_qk - self._num_q,
             head_dim=self._head_dim,
+            gate_YH=gate,
         )
 
     def _compose(self, heads_NGD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor]:

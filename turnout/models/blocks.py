@@ -282,6 +282,15 @@ class GatedMLP(MLP):
         return Finished(self(x_NH))
 
     @property
+    def plain(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """See `PlainExpert`."""
+        gate_up, down = self._gate_up, self._down
+        whole = self._group.size == 1 and self._limit is None and self._linear is linear
+        if not whole or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+            return None
+        return gate_up, down, self._token_gate
+
+    @property
     def adds_row(self) -> bool:
         """Whether `begin_row` may be called: it has a token gate, and its weights are on a GPU."""
         if not self._on_cuda or self._token_gate is None or self._limit is not None or self._group.size > 1:

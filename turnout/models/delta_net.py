@@ -11,6 +11,7 @@ Hk/Hv key/value heads, Dk/Dv their sizes, R = Hv / Hk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from torch import Tensor
 from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
-from turnout.models.blocks import Mixer, Rotaries
-from turnout.models.dense import Dense, Linear, product
+from turnout.models.blocks import Mixer, Norm, Rotaries, one_kernel
+from turnout.models.dense import Dense, Linear, linear, product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights
 from turnout.parallel.groups import Group
 from turnout.vocabulary import DeltaRows
+
+if TYPE_CHECKING:  # numba, which not every machine has
+    from turnout.kernels.cpu.recurrent_layer import RecurrentHalf
 
 
 class DeltaNet(Mixer):
@@ -43,6 +47,22 @@ class DeltaNet(Mixer):
     ):
         self._layer, self._cell, self._group, self._linear = layer, cell, group, linear
         self._mixed, self._out = mixed, out
+        self._in_one_call = self._bind()
+
+    def of_sum(
+        self,
+        norm: Norm,
+        x_NH: Tensor,
+        delta: Tensor | None,
+        rotaries: Rotaries,
+        attention: interface.Attention,
+    ) -> tuple[Tensor, Tensor]:
+        requests = attention.compiled_states(self._layer)
+        if requests is not None and self._in_one_call is not None and norm.on_cpu:
+            done = self._in_one_call(x_NH, delta, norm.weight, norm.eps, requests)
+            if done is not None:
+                return done
+        return super().of_sum(norm, x_NH, delta, rotaries, attention)
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H], or parts [P, N, H] for a norm that adds them up; positions count for nothing."""
@@ -55,6 +75,27 @@ class DeltaNet(Mixer):
         if self._group.size == 1:
             return product(self._linear, y_NY, self._out, None)
         return self._group.all_reduce(self._linear(y_NY, self._out))
+
+    def _bind(self) -> RecurrentHalf | None:
+        """This and the norm before it as one kernel for few tokens on a CPU, where there is one."""
+        cell, out, mixed = self._cell, self._out, self._mixed[0]
+        if len(self._mixed) > 1 or not isinstance(mixed, Tensor) or not isinstance(out, Tensor):
+            return None
+        on_cpu = mixed.device.type == "cpu" and one_kernel(mixed.device, mixed.dtype, mixed.shape[1])
+        if self._group.size > 1 or self._linear is not linear or not on_cpu or out.shape[1] % 16:
+            return None
+        from turnout.kernels.cpu.recurrent_layer import RecurrentHalf
+
+        return RecurrentHalf(
+            mixed_XH=mixed,
+            out_HY=out,
+            conv_WC=cell.conv_WC,
+            decay_H=cell.decay_H,
+            bias_H=cell.bias_H,
+            norm_D=cell.norm_D,
+            norm_eps=cell.eps,
+            key_heads=cell.spec.num_kv_heads,
+        )
 
 
 def read_delta_net(

@@ -25,6 +25,8 @@ from turnout.parallel.groups import Groups
 from turnout.vocabulary import Format, Phase
 
 T = TypeVar("T")
+# gate_up [2 S, H], gate rows first, down [H, S] and token gate [1, H] of a shared expert.
+PlainWeights = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Keep(Protocol):
@@ -75,10 +77,27 @@ class RoutedExperts(Protocol):
     """A runner that can compute a whole layer of few tokens at once, norm and router included."""
 
     def with_router(
-        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+        self,
+        router_weight: Tensor,
+        routing: Routing,
+        top_k: int,
+        counts: Tensor,
+        shared: PlainWeights | None = None,
     ) -> LayerInOneCall | None:
         """None where it has no kernel for this. router_weight: [E, H]; counts: int64 [E], grows by the
-        choices. Called after `prepare`; what it gives sees updates."""
+        choices; shared: of a shared expert whose output is added. Called after `prepare`; what it gives sees
+        updates."""
+        ...
+
+
+@runtime_checkable
+class PlainExpert(Protocol):
+    """A shared expert that may be no more than its weights."""
+
+    @property
+    def plain(self) -> PlainWeights | None:
+        """Of down(silu(gate(x)) * up(x)), scaled by the sigmoid of the token gate, if there is one. None: it
+        has to be called."""
         ...
 
 

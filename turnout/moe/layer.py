@@ -26,6 +26,7 @@ from turnout.moe.interface import (
     Experts,
     Keep,
     LayerInOneCall,
+    PlainExpert,
     RoutedExperts,
     RowExpert,
     prepare_anew,
@@ -171,12 +172,15 @@ class MoELayer:
             self._plan.phase(phase).layout != Layout.TOKENS or self._plan.phase(phase).chunk
             for phase in Phase
         )
-        if exchanges or self._shared_expert is not None or self._router_bias is not None:
+        if exchanges or self._router_bias is not None or not isinstance(self._runner, RoutedExperts):
             return None
-        if not isinstance(self._runner, RoutedExperts):
+        spec, shared = self._spec, self._shared_expert
+        weights = shared.plain if isinstance(shared, PlainExpert) else None
+        if shared is not None and weights is None:
             return None
-        spec = self._spec
-        return self._runner.with_router(self._router_weight, spec.routing, spec.top_k, self.expert_counts)
+        return self._runner.with_router(
+            self._router_weight, spec.routing, spec.top_k, self.expert_counts, weights
+        )
 
     def _start_shared(self, x_TH: Tensor) -> Callable[[], Tensor] | None:
         """Start the shared expert, which needs nothing of routing; what is returned gives its [T, H]."""

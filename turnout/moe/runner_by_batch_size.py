@@ -14,7 +14,7 @@ from torch import Tensor
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
-from turnout.moe.interface import Experts, LayerInOneCall, RoutedExperts, Runner
+from turnout.moe.interface import Experts, LayerInOneCall, PlainWeights, RoutedExperts, Runner
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec, Routing
 
@@ -56,13 +56,18 @@ class RunnerByBatchSize:
         )
 
     def with_router(
-        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+        self,
+        router_weight: Tensor,
+        routing: Routing,
+        top_k: int,
+        counts: Tensor,
+        shared: PlainWeights | None = None,
     ) -> LayerInOneCall | None:
         """See `RoutedExperts`: of the runner for the fewest tokens, as long as it computes them."""
         fewest, most = self._runners[0], self._bounds[0]
         if not isinstance(fewest, RoutedExperts):
             return None
-        at_once = fewest.with_router(router_weight, routing, top_k, counts)
+        at_once = fewest.with_router(router_weight, routing, top_k, counts, shared)
         if at_once is None:
             return None
         return lambda x_NH, delta_NH, gain_H, eps: (

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.kernels.cpu.test_experts import SWIGLU, layer, weights
-from turnout.kernels.cpu import attention, decoder_layer
+from turnout.kernels.cpu import attention, decoder_layer, recurrent_layer
 from turnout.kernels.cpu.decoder_layer import AttentionHalf, ExpertsHalf
 from turnout.models.blocks import rotate
 from turnout.moe.reference import experts_reference
@@ -23,12 +23,20 @@ def normed(x, gain):
     return x / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt().float() * gain
 
 
-def attention_layer(sinks: bool, head_norm: bool):
+@pytest.fixture(params=[1, 3])
+def threads(request, monkeypatch):
+    """How many share each call, however little it computes."""
+    for module in (decoder_layer, recurrent_layer):
+        monkeypatch.setattr(module, "threads_for", lambda multiplications: request.param)
+
+
+def attention_layer(sinks: bool, head_norm: bool, gate: bool = False):
     given = {
         "qkv_XH": torch.randn((HEADS + 2 * KV_HEADS) * D, H) / H**0.5,
         "head_gain_GD": torch.randn(HEADS + KV_HEADS, D) if head_norm else None,
         "out_HY": torch.randn(H, HEADS * D) / (HEADS * D) ** 0.5,
         "sinks_H": torch.randn(HEADS) if sinks else None,
+        "gate_YH": torch.randn(HEADS * D, H) / H**0.5 if gate else None,
     }
     sizes = {"num_q": HEADS, "num_kv": KV_HEADS, "head_dim": D}
     return {**given, "gain_H": torch.randn(H)}, AttentionHalf(**given, **sizes, head_eps=EPS)
@@ -48,17 +56,22 @@ def attention_in_torch(total, weights, cos, sin, scale, window):
     if (sinks := weights["sinks_H"]) is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(total), 1)), dim=-1)
     shares = scores.softmax(-1)[..., : len(total)]
-    return torch.einsum("htl,lhd->thd", shares, v).flatten(1) @ weights["out_HY"].T
+    out = torch.einsum("htl,lhd->thd", shares, v).flatten(1)
+    if (gate := weights["gate_YH"]) is not None:
+        out = out * (normed(total, weights["gain_H"]) @ gate.T).sigmoid()
+    return out @ weights["out_HY"].T
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("window", "sinks", "head_norm"), [(0, False, True), (0, False, False), (40, True, True)]
+    ("window", "sinks", "head_norm", "gate"),
+    [(0, False, True, False), (0, False, False, True), (40, True, True, False)],
 )
-def test_attention(window, sinks, head_norm):
+def test_attention(window, sinks, head_norm, gate):
     """Two sequences, in chunks of several tokens and then one by one, through pages that held NaN."""
     torch.manual_seed(0)
     length, scale = 80, 0.2
-    weights, half = attention_layer(sinks, head_norm)
+    weights, half = attention_layer(sinks, head_norm, gate)
     x, delta = torch.randn(2, length, H), torch.randn(2, length, H)
     angles = torch.randn(length, D // 2)
     cos = torch.cat((angles.cos(), angles.cos()), -1)
@@ -84,17 +97,38 @@ def test_attention(window, sinks, head_norm):
         at += count
 
 
+def shared_expert(hidden, shared):
+    """Weights of one of 32 columns. shared: "", "plain" or "gated"."""
+    if not shared:
+        return None
+    gate_up, down = torch.randn(64, hidden) / hidden**0.5, torch.randn(hidden, 32) / 32**0.5
+    return gate_up, down, torch.randn(1, hidden) / hidden**0.5 if shared == "gated" else None
+
+
+def shared_in_torch(rows, weights):
+    gate_up, down, token_gate = weights
+    gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
+    out = (F.silu(gate) * up) @ down.T
+    return out if token_gate is None else out * (rows @ token_gate.T).sigmoid()
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["softmax_topk", "topk_softmax"])
 @pytest.mark.parametrize(
-    ("form", "activation", "biased"),
-    [("bfloat16", Activation(), False), ("nvfp4", Activation(), False), ("float32", SWIGLU, True)],
+    ("form", "activation", "biased", "shared"),
+    [
+        ("bfloat16", Activation(), False, ""),
+        ("nvfp4", Activation(), False, "gated"),
+        ("float32", SWIGLU, True, "plain"),
+    ],
 )
-def test_experts(kind, form, activation, biased):
+def test_experts(kind, form, activation, biased, shared):
     torch.manual_seed(1)
     experts, routing, k = weights(form, activation, biased), Routing(kind=kind, scaling_factor=1.5), 3
     hidden, count = experts.w13.shape[2], experts.num_experts
     router, gain = torch.randn(count, hidden) / hidden**0.5, torch.randn(hidden)
     counts = torch.zeros(count, dtype=torch.int64)
+    more = shared_expert(hidden, shared)
     half = ExpertsHalf(
         layer(experts, activation),
         router_EH=router,
@@ -104,6 +138,7 @@ def test_experts(kind, form, activation, biased):
         renormalize=routing.renormalize,
         scaling=routing.scaling_factor,
         first=0,
+        shared=more,
     )
     chosen = torch.zeros(count, dtype=torch.int64)
     for tokens in (1, 7, TOKENS):
@@ -117,6 +152,8 @@ def test_experts(kind, form, activation, biased):
             ids, shares = route(rows @ router.T, routing, k)
             chosen += ids.flatten().bincount(minlength=count)
             expected = experts_reference(rows, ids, shares, experts, activation)
+            if more is not None:
+                expected = expected + shared_in_torch(rows, more)
             torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(counts, chosen)
 
@@ -168,13 +205,14 @@ def test_a_copy_reads_weights_of_its_own():
 
     expected = run(*theirs)
     for tensor in weights.values():
-        tensor.fill_(float("nan"))
+        if tensor is not None:
+            tensor.fill_(float("nan"))
     assert run(*theirs).isnan().all()
     assert torch.equal(run(*mine), expected)
 
 
 def test_steps_that_are_not_one_call(monkeypatch):
-    """Many tokens, none, and work that several threads share."""
+    """Many tokens, and none."""
     weights, half = attention_layer(False, True)
     table = torch.arange(8).view(1, 8)
     storage = torch.zeros(KV_HEADS, 8 * PAGE * 2 * D)
@@ -193,8 +231,3 @@ def test_steps_that_are_not_one_call(monkeypatch):
     monkeypatch.setattr(decoder_layer, "FEW_MULTIPLICATIONS", 1)
     assert half(*given(20)) is None
     assert half(*given(2)) is not None
-    monkeypatch.setattr(
-        decoder_layer, "threads_for", lambda multiplications: 1 + (multiplications > 2 * dense)
-    )
-    assert half(*given(1)) is not None
-    assert half(*given(2)) is None

@@ -99,13 +99,16 @@ def _fetch(at, size):
         fetch(line)
 
 
-@kernel("void(" + "int64, " * 12 + "int64)")
-def _store(k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks, cache, head, Hkv, D):
-    """Keys and values of each token of the chunks to its place in the cache; head: bytes of a head's."""
-    n = 0
+@kernel("void(" + "int64, " * 14 + "int64)")
+def _store(first, last, k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks, cache, head, Hkv, D):
+    """Keys and values of tokens [first, last) of the chunks to their places in the cache; head: bytes of a
+    head's."""
+    begins = 0
     for c in range(C):
         row, start = get_i64(chunks + c * 24), get_i64(chunks + c * 24 + 8)
-        for position in range(start, start + get_i64(chunks + c * 24 + 16)):
+        ends = begins + get_i64(chunks + c * 24 + 16)
+        for n in range(max(first, begins), min(last, ends)):
+            position = start + n - begins
             block = _block(table, row, P, position // BLOCK, page_blocks)
             lane = position % BLOCK
             for h in range(Hkv):
@@ -115,7 +118,7 @@ def _store(k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks, cache, head
                     put_f32(to + d * 64 + lane * 4, get_f32(key + d * 4))
                 for d in range(0, D, 16):
                     store(to + D * 64 + d * 64 + lane * 64, load(value + d * 4))
-            n += 1
+        begins = ends
 
 
 @kernel("void(" + "int64, " * 16 + "float32)")
@@ -261,7 +264,7 @@ def attend(
     chunks_C3, C, groups_MF, M = chunks.bound
     out_NHD = torch.empty(N, Hq, D)
     _store(
-        k_NHD.data_ptr(), k_NHD.stride(0) * 4, v_NHD.data_ptr(), v_NHD.stride(0) * 4,
+        0, N, k_NHD.data_ptr(), k_NHD.stride(0) * 4, v_NHD.data_ptr(), v_NHD.stride(0) * 4,
         chunks_C3, C, *cache.pages, Hkv, D,
     )  # fmt: skip
     parallel(

@@ -155,15 +155,15 @@ def _up(
             b += count
 
 
-@kernel("void(" + "int64, " * 19 + "int64)")
+@kernel("void(" + "int64, " * 20 + "int64)")
 def _down(
     counter, a, starts, token, weight, E, T, w, kind, panel, scales, scale, factors, inner, B, columns, bias,
-    space, room, out
+    space, room, onto, out
 ):  # fmt: skip
     """out [T, 16 B] = per token the sum over its pairs, by expert, of weight * (a [P, inner] times w[e]).
 
-    w: [E, B] panels [inner, 16]. columns: panels of a unit of work. bias: float32 [E, 16 B], or 0.
-    space: `room` bytes for each thread, for panels that it unpacks.
+    w: [E, B] panels [inner, 16]. columns: panels of a unit of work. bias: float32 [E, 16 B], or 0. onto:
+    whether that is added to what `out` holds. space: `room` bytes for each thread, for panels it unpacks.
     """
     rows, sums = stack(ROW_ADDRESSES), stack(TILE)
     space += take(counter + 8) * room
@@ -173,7 +173,7 @@ def _down(
         if job >= blocks:
             return
         begin, until = job * columns, min(job * columns + columns, B)
-        for t in range(T):
+        for t in range(0 if onto else T):
             for b in range(begin, until):
                 store(out + (t * B + b) * 64, zeros())
         for e in range(E):
@@ -228,6 +228,11 @@ class Layer:
         halves = 1 if self.activation == "relu2" else 2
         return max(halves * self.w13.scratch(rows), self.w2.scratch(rows))
 
+    def columns(self, threads: int) -> int:
+        """Panels of a unit of work of `down`."""
+        blocks = self.w2.outputs // LANES
+        return blocks if threads == 1 else max(COLUMNS, blocks // (4 * threads))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
@@ -277,11 +282,10 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int) -> Tensor:
         space.data_ptr(), 4 * room, a_PI.data_ptr(),
     )  # fmt: skip
     blocks = layer.w2.outputs // LANES
-    columns = blocks if threads == 1 else max(COLUMNS, blocks // (4 * threads))
     parallel(
         _down, threads, a_PI.data_ptr(), pairs.starts.data_ptr(), pairs.token.data_ptr(),
-        pairs.weight.data_ptr(), E, rows, *matrices(layer.w2), inner, blocks, columns,
-        address(layer.b2), space.data_ptr(), 4 * room, out_RH.data_ptr(),
+        pairs.weight.data_ptr(), E, rows, *matrices(layer.w2), inner, blocks, layer.columns(threads),
+        address(layer.b2), space.data_ptr(), 4 * room, False, out_RH.data_ptr(),
     )  # fmt: skip
     return out_RH
 

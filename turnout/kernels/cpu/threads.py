@@ -5,7 +5,7 @@ next to torch's, and they get in each other's way. Whoever is slow, since anothe
 fewer pieces, where pieces dealt out beforehand would make all wait for it.
 
 A call with one thread is a plain call; a second thread costs 20 to 50 us, so that callers say from where on
-it pays.
+it pays. A kernel of several phases (phases.py) is one call, and waits for no thread that has nothing to do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 _Counters = ctypes.c_int64 * 2
+_Phases = ctypes.c_int64 * 64  # of up to 8 phases
 WORTH_SHARING = 1e6  # multiplications, about 50 us
 
 
@@ -44,3 +45,19 @@ def parallel(kernel: Callable[..., Any], threads: int, *args: Any) -> None:
     kernel(address, *args)
     for helper in helpers:
         helper.result()
+
+
+def in_phases(kernel: Callable[..., Any], threads: int, owner: object, *args: Any) -> None:
+    """Call `kernel` on `threads` threads with the address of its phases (phases.py), how many threads there
+    are, and `args`. A thread that comes late finds nothing to do, so none is waited for; it keeps `owner`, of
+    what the kernel reads outside of its phases."""
+    phases = _Phases()
+    for _ in range(threads - 1):
+        _pool(threads - 1).submit(_help, kernel, owner, phases, threads, *args)
+    kernel(ctypes.addressof(phases), threads, *args)
+
+
+def _help(
+    kernel: Callable[..., Any], owner: object, phases: ctypes.Array[ctypes.c_int64], *args: Any
+) -> None:
+    kernel(ctypes.addressof(phases), *args)

@@ -28,7 +28,7 @@ from turnout.kernels.cpu.vectors import (
     LANES,
     call,
     constant,
-    halves_summed,
+    lanes_summed,
     load_as,
     number,
     put_i64,
@@ -156,9 +156,9 @@ class _Dots(_Product):
         k.add_incoming(following, loop)
         b.cbranch(b.icmp_signed("<", following, self.K), loop, end)
         b.position_at_end(end)
-        for (r, p), new in zip(tile, after, strict=True):
-            place = b.add(sums, b.add(b.mul(self.pitch, number(r)), number(self.sum_bytes * p)))
-            store_as(b, place, halves_summed(b, new, b.fadd))
+        for r in range(len(row_at)):
+            of_row = after[r * len(panel_at) : (r + 1) * len(panel_at)]
+            store_as(b, b.add(sums, b.mul(self.pitch, number(r))), lanes_summed(b, of_row))
 
 
 def _weights(b: ir.IRBuilder, address: ir.Value, kind: int) -> ir.Value:
@@ -195,6 +195,20 @@ _dots = _products(F32_PANEL, False, _Dots)
 
 
 @part
+def dots_between(x, N, weight, begin, end, M, K, out):
+    """Columns [begin, end) of what `dots` makes."""
+    rows = stack(ROW_ADDRESSES)
+    block = end - begin if N <= ROWS else 16
+    for m in range(begin, end, block):
+        outputs = min(block, end - m)
+        for first in range(0, N, ROWS):
+            count = min(ROWS, N - first)
+            for r in range(count):
+                put_i64(rows + 8 * r, x + (first + r) * K * 4)
+            _dots(count, rows, weight + m * K * 4, K * 4, outputs, K, out + (first * M + m) * 4, M * 4)
+
+
+@part
 def dots(x, N, weight, M, K, out):
     """out [N, M] = x [N, K] times the rows of weight [M, K], all float32; K is a multiple of 16.
 
@@ -202,15 +216,7 @@ def dots(x, N, weight, M, K, out):
     then added up as a tree: again a row's bits do not depend on other rows. Weights are read once, a block of
     them for all rows.
     """
-    rows = stack(ROW_ADDRESSES)
-    block = M if N <= ROWS else 16
-    for m in range(0, M, block):
-        outputs = min(block, M - m)
-        for first in range(0, N, ROWS):
-            count = min(ROWS, N - first)
-            for r in range(count):
-                put_i64(rows + 8 * r, x + (first + r) * K * 4)
-            _dots(count, rows, weight + m * K * 4, K * 4, outputs, K, out + (first * M + m) * 4, M * 4)
+    dots_between(x, N, weight, 0, M, M, K, out)
 
 
 @part

@@ -106,6 +106,35 @@ def halves_summed(b: Builder, v: ir.Value, combine: Any) -> ir.Value:
     return b.extract_element(v, ir.Constant(I32, 0))
 
 
+def lanes_summed(b: Builder, vectors: list[ir.Value]) -> ir.Value:
+    """The sums of the lanes of each of 2^n vectors, up to LANES: a vector of as many, or, of one, a scalar.
+
+    Each sum is the one that `halves_summed` makes; but vectors share the additions, and every pair of them
+    takes two shuffles for each halving of both.
+    """
+    width = LANES
+    while len(vectors) > 1:
+        paired = []
+        for x, y in zip(vectors[::2], vectors[1::2], strict=True):
+            lanes = [lane for lane in range(2 * LANES) if lane % width < width // 2]
+            low, high = (
+                ir.Constant(ir.VectorType(I32, LANES), [lane + at for lane in lanes])
+                for at in (0, width // 2)
+            )
+            paired.append(b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)))
+        vectors, width = paired, width // 2
+    (v,) = vectors
+    count = LANES // width
+    while width > 1:
+        width //= 2
+        lanes = [lane for lane in range(2 * width * count) if lane % (2 * width) < width]
+        low, high = (
+            ir.Constant(ir.VectorType(I32, len(lanes)), [lane + at for lane in lanes]) for at in (0, width)
+        )
+        v = b.fadd(b.shuffle_vector(v, v, low), b.shuffle_vector(v, v, high))
+    return v if count > 1 else b.extract_element(v, ir.Constant(I32, 0))
+
+
 def exponential(b: Builder, x: ir.Value) -> ir.Value:
     """exp of each lane within 2 units of the last place (Cephes); 0 below -87.3, infinity above 88.7."""
     small = b.fcmp_ordered("<", x, constant(-87.3))

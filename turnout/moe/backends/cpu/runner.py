@@ -23,10 +23,11 @@ from torch import Tensor
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.kernels.cpu import experts as kernels
-from turnout.kernels.cpu.decoder_layer import ExpertsHalf
+from turnout.kernels.cpu.decoder_layer import COLUMNS, ExpertsHalf
 from turnout.kernels.cpu.panels import PAIRS, Panels
 from turnout.moe.backends.cpu.declaration import RUNNER
 from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.interface import PlainWeights
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec, Routing
 from turnout.vocabulary import Bf16Units, Format, RoutingKind, WeightStorage
@@ -67,13 +68,20 @@ class NumbaRunner:
                 mine.copy_(new)
 
     def with_router(
-        self, router_weight: Tensor, routing: Routing, top_k: int, counts: Tensor
+        self,
+        router_weight: Tensor,
+        routing: Routing,
+        top_k: int,
+        counts: Tensor,
+        shared: PlainWeights | None = None,
     ) -> ExpertsHalf | None:
         """See `RoutedExperts`."""
         kinds = RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX
         if self._units != Bf16Units.NONE or routing.kind not in kinds or routing.on_input:
             return None
         if router_weight.dtype != torch.float32 or self._dtype != torch.float32:
+            return None
+        if shared is not None and not _takes(shared):
             return None
         return ExpertsHalf(
             self._layer,
@@ -84,6 +92,7 @@ class NumbaRunner:
             renormalize=routing.renormalize,
             scaling=routing.scaling_factor,
             first=self._first,
+            shared=shared,
         )
 
     def same_bits(self, tokens: int) -> range:
@@ -117,6 +126,13 @@ class NumbaRunner:
         if not self._decoded:
             return weights.data.dtype if weights.format == Format.BF16 else weights.format
         return torch.bfloat16 if weights.format in self.capability.decoded_as_bf16 else self._dtype
+
+
+def _takes(shared: PlainWeights) -> bool:
+    """Whether the kernel of a layer takes a shared expert."""
+    gate_up, down, _ = shared
+    float32 = all(w is None or (w.dtype == torch.float32 and w.is_contiguous()) for w in shared)
+    return float32 and down.shape[1] % COLUMNS == 0 and gate_up.shape[1] % COLUMNS == 0
 
 
 def _load(store: Panels, weights: PackedTensor) -> None:
