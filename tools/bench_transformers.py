@@ -1,7 +1,8 @@
 """The peer of the serving benchmark: transformers' own `generate` on the same weights.
 
 Run as a process of its own (`python -m tools.bench_transformers FOLDER ...`), so that neither side shares
-threads, caches or memory with the other; prints its rows as JSON.
+threads, caches or memory with the other; prints its rows as JSON. Without `--loads` it answers each list of
+loads that comes in as a line.
 """
 
 from __future__ import annotations
@@ -46,12 +47,41 @@ def transformers_rows(folder: str, loads: Sequence[Load], *, dtype: str) -> list
     return rows
 
 
+class Peer:
+    """A process that loads the weights once and measures what it is asked for. A context manager."""
+
+    def __init__(self, folder: str, *, dtype: str, experts: str) -> None:
+        command = [sys.executable, "-m", "tools.bench_transformers", folder, "--dtype", dtype]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([*command, "--experts", experts], text=True, **pipes)
+        self._base = {"system": "transformers", "experts": experts, "dtype": dtype}
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def row(self, load: Load) -> dict[str, Any]:
+        """As one of `transformers_rows`. Raises RuntimeError if the process has ended."""
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None, "it is a pipe"
+        assert answers is not None, "it is a pipe"
+        questions.write(json.dumps([asdict(load)]) + "\n")
+        questions.flush()
+        answer = answers.readline()
+        if not answer:
+            raise RuntimeError(f"transformers ended, with status {self._process.wait()}")
+        return self._base | json.loads(answer)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--experts", default="grouped_mm", choices=EXPERTS)
-    parser.add_argument("--loads", required=True, help="a JSON list of loads, see Load")
+    parser.add_argument("--loads", help="a JSON list of loads, see Load")
     args = parser.parse_args()
 
     import torch
@@ -86,7 +116,8 @@ def main() -> None:
         }
 
     with torch.inference_mode():
-        print(json.dumps([measured(Load(**load)) for load in json.loads(args.loads)]))
+        for line in [args.loads] if args.loads else sys.stdin:
+            print(json.dumps([measured(Load(**load)) for load in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from turnout.kernels.cpu.vectors import (
 
 # With more of both, a library's products gain more than one call saves.
 FEW_TOKENS = 8
-FEW_MULTIPLICATIONS = 2**24
+FEW_MULTIPLICATIONS = 2**25
 ONE = np.float32(1.0)
 COLUMNS = 16  # of the shared expert that are a piece
 
