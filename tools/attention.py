@@ -250,8 +250,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1 << 20, help="at most so many")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of a context at most so many")
     parser.add_argument("--attention-tp", type=int, default=1, help="with the heads of one of so many ranks")
+    parser.add_argument(
+        "--decode-blocks",
+        nargs="+",
+        type=int,
+        default=[64],
+        help="tokens that our kernel decodes at a time",
+    )
     options = parser.parse_args()
     device = device_of(options)
+    from turnout.kernels.attention import decode  # with Triton, which is told by now where it runs
+
     chosen = (
         case.within(options.requests, options.tokens, options.attention_tp)
         for case in cases()
@@ -261,8 +270,10 @@ def main() -> None:
     for case in dict.fromkeys(chosen):
         bench = Bench(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         for name in options.peers:
-            rows.append(measure(bench, name))
-            print(line(rows[-1]), flush=True)
+            ours = name == "triton" and case.length == 1
+            for decode.BLOCK in options.decode_blocks if ours else options.decode_blocks[:1]:
+                rows.append(measure(bench, name) | ({"decode_block": decode.BLOCK} if ours else {}))
+                print(line(rows[-1]), flush=True)
         del bench
     keep("attention", rows, options)
 
