@@ -22,7 +22,15 @@ from torch import Tensor
 
 from turnout.attention import interface
 from turnout.kernels import cpu
-from turnout.models.dense import Dense, Linear, gated_product, linear, normed_product, product
+from turnout.models.dense import (
+    Dense,
+    Linear,
+    gated_product,
+    linear,
+    normed_product,
+    product,
+    product_of_both,
+)
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
 from turnout.moe.in_flight import Finished, InFlight
@@ -254,9 +262,12 @@ class GatedMLP(MLP):
         self._rows = one_kernel(gate_up.device, gate_up.dtype, self._inner)
         self._on_cuda = self._rows is not None and gate_up.device.type == "cuda"
         # One product gives the token's number too; rows of zeros keep those of its result aligned.
-        self._joined = self._on_cuda and token_gate is not None and isinstance(gate_up, Tensor)
-        if self._joined and token_gate is not None and isinstance(gate_up, Tensor):
-            gate_up = torch.cat((gate_up, token_gate, gate_up.new_zeros(15, gate_up.shape[1])))
+        self._gate_rows: Tensor | None = None
+        if self._on_cuda and token_gate is not None:
+            self._gate_rows = torch.cat((token_gate, token_gate.new_zeros(15, token_gate.shape[1])))
+        self._joined = self._gate_rows is not None and isinstance(gate_up, Tensor)
+        if self._gate_rows is not None and isinstance(gate_up, Tensor):
+            gate_up = torch.cat((gate_up, self._gate_rows))
         self._gate_up, self._down, self._group, self._linear = gate_up, down, group, linear
         self._limit = limit
 
@@ -313,9 +324,14 @@ class GatedMLP(MLP):
 
     def _products(self, x_NH: Tensor) -> tuple[Tensor, Tensor | None]:
         """On CUDA: what is gated, gate first, and the numbers of tokens; or parts of them."""
-        gate_up, token = product(self._linear, x_NH, self._gate_up, None), None
+        both = None
         if self._joined:
-            token = gate_up[..., 2 * self._inner :][..., :1]
-        elif self._token_gate is not None:
+            both = product(self._linear, x_NH, self._gate_up, None)
+        elif self._gate_rows is not None:
+            both = product_of_both(self._linear, x_NH, self._gate_up, self._gate_rows)
+        if both is not None:
+            return both, both[..., 2 * self._inner :][..., :1]
+        gate_up, token = product(self._linear, x_NH, self._gate_up, None), None
+        if self._token_gate is not None:
             token = product(self._linear, x_NH, self._token_gate, None)
         return gate_up, token

@@ -20,7 +20,7 @@ from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.models.blocks import Mixer, Norm, Rotaries, one_kernel
-from turnout.models.dense import Dense, Linear, linear, product
+from turnout.models.dense import Dense, Linear, linear, product, product_of_both
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights
@@ -66,15 +66,23 @@ class DeltaNet(Mixer):
 
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H], or parts [P, N, H] for a norm that adds them up; positions count for nothing."""
-        if len(self._mixed) == 1 and attention.adds_parts(self._layer, len(x_NH)):
-            mixed = product(self._linear, x_NH, self._mixed[0], None)
-        else:
-            parts = [self._linear(x_NH, rows) for rows in self._mixed]
-            mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        y_NY = attention.recur(self._layer, mixed, self._cell)
+        y_NY = attention.recur(self._layer, self._projected(x_NH, attention), self._cell)
         if self._group.size == 1:
             return product(self._linear, y_NY, self._out, None)
         return self._group.all_reduce(self._linear(y_NY, self._out))
+
+    def _projected(self, x_NH: Tensor, attention: interface.Attention) -> Tensor:
+        """[N, X], or parts of it where `recur` adds them up."""
+        if attention.adds_parts(self._layer, len(x_NH)):
+            if len(self._mixed) == 1:
+                return product(self._linear, x_NH, self._mixed[0], None)
+            large, small = self._mixed
+            if isinstance(small, Tensor):
+                mixed_PNX = product_of_both(self._linear, x_NH, large, small)
+                if mixed_PNX is not None:
+                    return mixed_PNX
+        parts = [self._linear(x_NH, rows) for rows in self._mixed]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _bind(self) -> RecurrentHalf | None:
         """This and the norm before it as one kernel for few tokens on a CPU, where there is one."""

@@ -27,8 +27,6 @@ from turnout.packages import runs_triton
 # Numbers of rows that kernels/hopper/dense_fp8.py multiplies. range(65, 257) by its products alone, from 33
 # on but for two shapes; no whole model has run with it yet.
 SPECIALISED = range(0)
-# Whether kernels/common/few_rows.py multiplies up to four rows, which no GPU has run yet.
-FEW_ROWS = False
 SOME = 256  # rows, above which a decoded copy for the library's product costs little
 MOST_DECODED = 2**25  # weights decoded at a time, in pieces of HEIGHT outputs, which the library's kernels
 HEIGHT = 256  # need to begin at an even address
@@ -149,6 +147,20 @@ def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | N
     return linear(x_NK, weight_MK, bias_M) if parts_PNM is None else parts_PNM
 
 
+def product_of_both(multiply: Linear, x_NK: Tensor, large: Dense, small_RK: Tensor) -> Tensor | None:
+    """Parts [P, N, M + R] of the products by `large` [M, K] and by `small` in one launch, of few rows on a
+    GPU where `multiply` is `linear` and `large` is in FP8 (`fewer_launches.FP8_ROWS`); None elsewhere."""
+    from turnout.kernels.common import fewer_launches
+
+    if multiply is not linear or len(x_NK) > fewer_launches.FP8_ROWS or not runs_triton(x_NK.device):
+        return None
+    from turnout.kernels.common import few_rows
+
+    if not isinstance(large, Fp8Weight) or not few_rows.runs(x_NK, large.data_MK, large.group):
+        return None
+    return few_rows.parts(x_NK, large.data_MK, large.scale_GM, None, small_RK.contiguous())
+
+
 def normed_product(
     multiply: Linear, x_NH: Tensor, delta: Tensor | None, gain_H: Tensor, eps: float, weight_MH: Dense
 ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -177,10 +189,11 @@ def gated_product(x: Tensor, token: Tensor, weight_MK: Dense, more_1M: Tensor) -
 
 def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor | None:
     """Of up to SOME rows; with a bias of few."""
-    from turnout.kernels.common import few_rows, row_gemm, split_gemm
+    from turnout.kernels.common import few_rows, fewer_launches, row_gemm, split_gemm
 
     data_MK, scale_GM, group = weight_MK.data_MK, weight_MK.scale_GM, weight_MK.group
-    if FEW_ROWS and bias_M is None and few_rows.runs(x_NK, data_MK, group):
+    few = len(x_NK) <= fewer_launches.FP8_ROWS
+    if few and bias_M is None and few_rows.runs(x_NK, data_MK, group):
         return few_rows.parts(x_NK, data_MK, scale_GM)
     found = split_gemm.parts(x_NK, data_MK, bias_M, scale_GM=scale_GM, group=group)
     if found is not None or bias_M is not None or len(x_NK) > SOME:

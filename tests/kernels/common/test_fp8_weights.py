@@ -27,6 +27,8 @@ CASES = [
     "parts-long",
     "few",
     "few-not",
+    "both",
+    "both-not",
     "sums",
     "gates",
 ]
@@ -61,11 +63,14 @@ def test_weights_are_decoded_before_rows_are_waited_for(width: int, steps: int):
 def test_few_rows_are_multiplied_in_registers(rows: int, outputs: int, tmp_path: Path):
     """Weights are loaded 16 bytes at a time, before rows are waited for, and multiplied where they are: one
     instruction for each and a row, and no scale for each."""
-    from turnout.kernels.common.few_rows import RESIDENT, multiply_few_rows
+    from turnout.kernels.common.few_rows import RESIDENT, multiply_few_rows, registers
 
     multiples = ("M", "K", "x_stride")
-    constants = {"ROWS": rows, "OUTPUTS": outputs, "PDL": True}
-    done = compiled(multiply_few_rows, constants, warps=4, stages=1, multiples=multiples, w_ptr="*fp8e4nv")
+    constants = {"ROWS": rows, "OUTPUTS": outputs, "MORE": False, "PDL": True}
+    done = compiled(
+        multiply_few_rows, constants, warps=4, stages=1, multiples=multiples,
+        most_registers=registers(rows, outputs, False), w_ptr="*fp8e4nv",
+    )  # fmt: skip
     early, _ = done.asm["ptx"].split("griddepcontrol.wait")
     assert early.count("ld.global.v4") == outputs * 512 // 128 // 16
     instructions, needs = machine_code(done, tmp_path)
@@ -73,9 +78,11 @@ def test_few_rows_are_multiplied_in_registers(rows: int, outputs: int, tmp_path:
     # The sums of 16 begin with a product, and end with one by their scale, which is added up.
     assert instructions.count("FFMA") + instructions.count("FMUL") <= rows * each + rows * each // 16
     assert "MMA." not in instructions.replace("FFMA.", "")
-    registers = int(re.search(r"REG:(\d+)", needs.split("multiply_few_rows")[1])[1])
-    if rows == 1:
-        assert registers * 128 * RESIDENT[outputs] <= 65536
+    used = re.search(r"REG:(\d+) STACK:(\d+)", needs.split("multiply_few_rows")[1])
+    assert used is not None
+    assert int(used[2]) <= 8  # bytes
+    if rows < 4:
+        assert int(used[1]) * 128 * RESIDENT[outputs] <= 65536
 
 
 @pytest.mark.parametrize(
@@ -135,6 +142,40 @@ def test_few_rows_on_a_gpu(rows: int, M: int, K: int):
     for how in (None, *few_rows.cuts(M, K)):
         found = few_rows.parts(x, data, scale_GM, how).double().sum(0)
         torch.testing.assert_close(found, x.double() @ decoded.T, atol=1e-4, rtol=1e-4)
+    more = (torch.randn(80, K, device="cuda") * K**-0.5).bfloat16()
+    found = few_rows.parts(x, data, scale_GM, None, more).double().sum(0)
+    both = torch.cat((decoded, more.double()))
+    torch.testing.assert_close(found, x.double() @ both.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_a_shared_expert_by_few_rows_on_a_gpu(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """With its gate in the same launch, next to separate products; one row also as part of a layer's sum."""
+    from turnout.kernels.common import fewer_launches
+    from turnout.models.blocks import GatedMLP
+
+    torch.manual_seed(0)
+    H, inner = 2048, 512
+    weights = []
+    for M, K in ((2 * inner, H), (H, inner)):
+        data, scale = encode_blocks(torch.randn(M, K) * K**-0.5)
+        packed = PackedTensor(format=Format.FP8, data=data, scale=scale)
+        weight = dense.Fp8Weight.of(packed, whole(M), whole(K))
+        assert weight is not None
+        weights.append(weight.to(torch.device("cuda")))
+    gate = (torch.randn(1, H, device="cuda") * H**-0.5).bfloat16()
+    mlp = GatedMLP(*weights, token_gate=gate)
+    x, more = torch.randn(rows, H, device="cuda").bfloat16(), torch.randn(1, H, device="cuda").bfloat16()
+
+    def results() -> list[torch.Tensor]:
+        found = [mlp(x)] + ([mlp.begin_row(x)(more)] if rows == 1 else [])
+        return [(y.sum(0) if y.dim() == 3 else y).float() for y in found]
+
+    wanted = results()
+    monkeypatch.setattr(fewer_launches, "FP8_ROWS", 4)
+    for found, expected in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.gpu

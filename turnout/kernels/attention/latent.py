@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.attention.decode import ROWS, join_spans
+from turnout.kernels.common import fewer_launches
 from turnout.kernels.common.dependent import launches_early
 
 MOST_SPANS, MOST_JOINED = 64, 128
@@ -65,17 +66,16 @@ CHOICES: tuple[tuple[int, int, Tiles], ...] = (
     (16, 4, _FEW_HEADS._replace(tokens=64, warps=8)),
     (16, 1 << 30, SPECIALISED),
 )
-# The same in one launch, and whether these come first: not before a GPU has shown that they are faster.
+# The same in one launch, of up to `fewer_launches.LATENT_ROWS` rows.
 JOINED = Tiles(64, 64, 8, 2, 1, shortest=64, ahead=True, narrow=True, joined="each")
 JOINED_CHOICES: tuple[tuple[int, int, Tiles], ...] = (
-    (64, 2, JOINED),
-    (16, 2, JOINED._replace(heads=16, tokens=32, warps=4, shortest=32)),
+    (64, 4, JOINED),
+    (16, 4, JOINED._replace(heads=16, tokens=32, warps=4, shortest=32)),
 )
-ONE_LAUNCH = False
 
 
 def tiles_for(rows: int, num_heads: int) -> Tiles:
-    choices = (*JOINED_CHOICES, *CHOICES) if ONE_LAUNCH else CHOICES
+    choices = (*JOINED_CHOICES, *CHOICES) if rows <= fewer_launches.LATENT_ROWS else CHOICES
     return next((tiles for least, most, tiles in choices if num_heads >= least and rows <= most), Tiles())
 
 

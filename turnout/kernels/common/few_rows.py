@@ -27,7 +27,6 @@ from turnout.kernels.common.dependent import launches_early
 MOST_ROWS = 4
 STEP, GROUP = 512, 128  # inputs of a step, 16 of each thread of a warp; and under one scale
 RESIDENT = {16: 4, 32: 2}  # programs that a multiprocessor's registers leave room for, by their outputs
-MOST_REGISTERS = 168  # which 16 outputs of four rows need; more would leave room for one program less
 PROCESSORS, BYTES_PER_US, ROUND_US = 132, 4.2e6, 0.3  # of an H200
 
 
@@ -39,9 +38,14 @@ class Cut(NamedTuple):
 
 
 @triton.jit
-def load_step(w_at, scale_at, held):
-    """Weights e4m3 [OUTPUTS, 512] of a step, and their scales [OUTPUTS, 4]."""
-    return tl.load(w_at, mask=held, other=0.0), tl.load(scale_at, mask=held, other=0.0)
+def load_step(w_at, scale_at, held, OUTPUTS: tl.constexpr, SCALED: tl.constexpr):
+    """Weights [OUTPUTS, 512] of a step, and their scales [OUTPUTS, 4]."""
+    w = tl.load(w_at, mask=held, other=0.0)
+    if SCALED:
+        scale = tl.load(scale_at, mask=held, other=0.0)
+    else:
+        scale = tl.full([OUTPUTS, 4], 1.0, tl.float32)
+    return w, scale
 
 
 @triton.jit
@@ -58,29 +62,23 @@ def thread_sums(w, scale, x, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
-def store_row(acc, y_ptr, n, N, M, m):
-    tl.store(y_ptr + n * M + m, tl.sum(tl.sum(acc, 2), 1), mask=(m < M) & (n < N))
+def store_row(acc, y_ptr, n, N, y_stride, m, held):
+    tl.store(y_ptr + n * y_stride + m, tl.sum(tl.sum(acc, 2), 1), mask=held & (n < N))
 
 
-@triton.jit(do_not_specialize=["N", "steps"])
-def multiply_few_rows(
-    x_ptr, w_ptr, scale_ptr, y_ptr, N, M, K, x_stride, steps,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def multiply_tile(
+    x_ptr, w_ptr, scale_ptr, y_ptr, N, M, K, m, first, x_stride, y_stride, steps,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[p] float32 [N, M] = x[:, piece p] @ w[:, piece p].T, pieces of `steps` x 512 inputs.
-
-    x [N, K] of up to ROWS (1, 2 or 4) rows; w e4m3 [M, K]; scale float32 [G, M]. The grid is tiles of OUTPUTS
-    outputs, and pieces.
-    """
-    part = tl.program_id(1)
-    m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    first = part * steps * 512
+    """y [N, M] at outputs m [OUTPUTS] = x @ w[m].T over `steps` x 512 inputs from `first` on. SCALED: w has
+    scales [G, M]."""
     c = first + tl.arange(0, 512)
     w_at = w_ptr + m.to(tl.int64)[:, None] * K + c[None, :]
     groups = first // 128 + tl.arange(0, 4)
     scale_at = scale_ptr + groups.to(tl.int64)[None, :] * M + m[:, None]
     held = (m < M)[:, None]
-    w_next, scale_next = load_step(w_at, scale_at, held)
+    w_next, scale_next = load_step(w_at, scale_at, held, OUTPUTS, SCALED)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -109,7 +107,7 @@ def multiply_few_rows(
         w_at += 512
         scale_at += 4 * M
         c += 512
-        w_next, scale_next = load_step(w_at, scale_at, held & more)
+        w_next, scale_next = load_step(w_at, scale_at, held & more, OUTPUTS, SCALED)
         next0 = load_row(x_ptr, 0, N, x_stride, c, known & more)
         acc0 += thread_sums(w, scale, x0, OUTPUTS)
         if ROWS > 1:
@@ -120,13 +118,48 @@ def multiply_few_rows(
             next3 = load_row(x_ptr, 3, N, x_stride, c, known & more)
             acc2 += thread_sums(w, scale, x2, OUTPUTS)
             acc3 += thread_sums(w, scale, x3, OUTPUTS)
-    y_ptr += part.to(tl.int64) * N * M
-    store_row(acc0, y_ptr, 0, N, M, m)
+    store_row(acc0, y_ptr, 0, N, y_stride, m, m < M)
     if ROWS > 1:
-        store_row(acc1, y_ptr, 1, N, M, m)
+        store_row(acc1, y_ptr, 1, N, y_stride, m, m < M)
     if ROWS > 2:
-        store_row(acc2, y_ptr, 2, N, M, m)
-        store_row(acc3, y_ptr, 3, N, M, m)
+        store_row(acc2, y_ptr, 2, N, y_stride, m, m < M)
+        store_row(acc3, y_ptr, 3, N, y_stride, m, m < M)
+
+
+@triton.jit(do_not_specialize=["N", "more", "steps"])
+def multiply_few_rows(
+    x_ptr, w_ptr, scale_ptr, more_ptr, y_ptr, N, M, more, K, x_stride, steps,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[p] float32 [N, M + more] = x[:, piece p] @ w[:, piece p].T, pieces of `steps` x 512 inputs.
+
+    x [N, K] of up to ROWS (1, 2 or 4) rows; w e4m3 [M, K], with scales float32 [G, M], and behind it, if
+    MORE, that many rows [more, K] that are not e4m3. The grid is tiles of OUTPUTS outputs of either, and
+    pieces.
+    """
+    part = tl.program_id(1)
+    tile = tl.program_id(0)
+    i = tl.arange(0, OUTPUTS)
+    first = part * steps * 512
+    width = M + more
+    y_ptr += part.to(tl.int64) * N * width
+    if MORE:
+        tiles = tl.cdiv(M, OUTPUTS)
+        if tile < tiles:
+            multiply_tile(
+                x_ptr, w_ptr, scale_ptr, y_ptr, N, M, K, tile * OUTPUTS + i, first, x_stride, width, steps,
+                ROWS, OUTPUTS, True, PDL,
+            )  # fmt: skip
+        else:
+            multiply_tile(
+                x_ptr, more_ptr, scale_ptr, y_ptr + M, N, more, K, (tile - tiles) * OUTPUTS + i, first,
+                x_stride, width, steps, ROWS, OUTPUTS, False, PDL,
+            )  # fmt: skip
+    else:
+        multiply_tile(
+            x_ptr, w_ptr, scale_ptr, y_ptr, N, M, K, tile * OUTPUTS + i, first, x_stride, width, steps,
+            ROWS, OUTPUTS, True, PDL,
+        )  # fmt: skip
 
 
 def cuts(outputs: int, inputs: int) -> list[Cut]:
@@ -153,6 +186,13 @@ def cut(outputs: int, inputs: int) -> Cut:
     return min(cuts(outputs, inputs), key=lambda how: expected_us(how, outputs, inputs))
 
 
+def registers(rows: int, outputs: int, more: bool) -> int:
+    """That a thread may have: as few as are not spilled, so that more programs are resident."""
+    if outputs > 16 or (rows > 2 and more):
+        return 255
+    return 168 if rows > 2 else 128
+
+
 def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
     """Whether `parts` takes these: one to four rows, e4m3 weights with scales of 128 inputs each, and whole
     steps of inputs."""
@@ -160,16 +200,20 @@ def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
     return kinds and 0 < len(x_NK) <= MOST_ROWS and x_NK.shape[1] % STEP == 0 and x_NK.stride(1) == 1
 
 
-def parts(x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, how: Cut | None = None) -> Tensor:
+def parts(
+    x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, how: Cut | None = None, more_RK: Tensor | None = None
+) -> Tensor:
     """float32 [P, N, M], whose sum over P is x @ weight.T; see `runs`. scale: float32, contiguous. how: None:
-    what `cut` says."""
+    what `cut` says. more: contiguous, of x's type, whose products follow: [P, N, M + R]."""
     (N, K), M = x_NK.shape, len(weight_MK)
     how = how or cut(M, K)
-    y_PNM = torch.empty(how.parts, N, M, dtype=torch.float32, device=x_NK.device)
+    more = 0 if more_RK is None else len(more_RK)
+    y_PNM = torch.empty(how.parts, N, M + more, dtype=torch.float32, device=x_NK.device)
     early = launches_early(x_NK.device)
-    multiply_few_rows[(-(-M // how.outputs), how.parts)](
-        x_NK, weight_MK, scale_GM, y_PNM, N, M, K, x_NK.stride(0), K // STEP // how.parts,
-        triton.next_power_of_2(N), how.outputs, early, num_warps=4, num_stages=1, launch_pdl=early,
-        maxnreg=MOST_REGISTERS if how.outputs == 16 else None,
+    multiply_few_rows[(-(-M // how.outputs) + -(-more // how.outputs), how.parts)](
+        x_NK, weight_MK, scale_GM, x_NK if more_RK is None else more_RK, y_PNM,
+        N, M, more, K, x_NK.stride(0), K // STEP // how.parts,
+        triton.next_power_of_2(N), how.outputs, more > 0, early, num_warps=4, num_stages=1, launch_pdl=early,
+        maxnreg=registers(N, how.outputs, more > 0),
     )  # fmt: skip
     return y_PNM
